@@ -1,0 +1,68 @@
+"""Algorithms: pure functions from what sees what to a Schedule. One file each; `build_schedule` finds them by name."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from ringspan.algorithms.all_gather import build_all_gather
+from ringspan.algorithms.decode import Query, build_decode
+from ringspan.algorithms.double_ring import build_double_ring
+from ringspan.algorithms.hybrid import build_hybrid
+from ringspan.algorithms.mesh import Mesh
+from ringspan.algorithms.pass_kv import build_pass_kv
+from ringspan.algorithms.pass_q import build_pass_q
+from ringspan.algorithms.ring import Direction, Side
+from ringspan.algorithms.ulysses import build_ulysses
+from ringspan.errors import UnsupportedError
+from ringspan.schedule import Heads, Schedule, Visible
+
+__all__ = ["ALGORITHMS", "Direction", "Mesh", "Query", "Side", "build_decode", "build_schedule"]
+
+
+class Algorithm(NamedTuple):
+    """A builder and the options it takes beside `visible` and `backward`."""
+
+    build: Callable[..., Schedule]
+    options: frozenset[str] = frozenset()
+
+
+ALGORITHMS = {
+    "pass_kv": Algorithm(build_pass_kv, frozenset({"direction"})),
+    "pass_q": Algorithm(build_pass_q, frozenset({"direction"})),
+    "all_gather": Algorithm(build_all_gather),
+    "ulysses": Algorithm(build_ulysses, frozenset({"heads"})),
+    "hybrid": Algorithm(build_hybrid, frozenset({"heads", "mesh", "direction"})),
+    "double_ring": Algorithm(build_double_ring, frozenset({"mesh"})),
+}
+
+
+@lru_cache(maxsize=256)
+def build_schedule(
+    algorithm: str,
+    visible: Visible,
+    *,
+    heads: Heads,
+    mesh: Mesh | None = None,
+    direction: Direction | None = None,
+    backward: Side | None = None,
+) -> Schedule:
+    """The schedule of an algorithm by name; `mesh` and `direction` are refused where it has no use for them."""
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"algorithm={algorithm!r}: there is no such algorithm; use one of {', '.join(ALGORITHMS)}"
+        )
+    build, takes = ALGORITHMS[algorithm]
+    given = {"mesh": mesh, "direction": direction}
+    for name, value in given.items():
+        if value is not None and name not in takes:
+            users = [other for other, (_, options) in ALGORITHMS.items() if name in options]
+            raise UnsupportedError(
+                f"{name}={value!r}: {algorithm} takes no {name}; leave it out, or use {', '.join(users)}"
+            )
+    if "mesh" in takes and mesh is None:
+        raise UnsupportedError(
+            f"mesh=None: {algorithm} runs on ranks in two dimensions; give mesh=(outer, inner) with "
+            f"outer × inner = {visible.world_size}"
+        )
+    options = {name: value for name, value in {**given, "heads": heads}.items() if name in takes and value is not None}
+    return build(visible, **options, backward=backward)

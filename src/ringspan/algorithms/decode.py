@@ -1,0 +1,34 @@
+"""Decode: one new token per sequence against a cache that stays where it is.
+
+With the queries sharded by sequence they go round the ring and their partial results return (arXiv 2411.01783,
+algorithm 4): that is pass-Q. With a query that every rank holds, as `generate()` has it, every rank attends its part of
+the cache at once and one merge leaves the result on all.
+"""
+
+from typing import Literal
+
+from ringspan.algorithms.pass_q import build_pass_q
+from ringspan.errors import UnsupportedError
+from ringspan.schedule import ALL, AllMerge, Attend, Block, Schedule, Step, Visible
+
+Query = Literal["sharded", "replicated"]
+
+
+def build_decode(visible: Visible, *, query: Query = "sharded") -> Schedule:
+    """The schedule of one decode step; it depends on who holds queries and keys, not on how many keys there are."""
+    if query == "sharded":
+        return build_pass_q(visible)
+    if query != "replicated":
+        raise UnsupportedError(
+            f'query={query!r}: the new tokens are "sharded" by sequence or "replicated" on all ranks'
+        )
+    attends = []
+    for rank in range(visible.world_size):
+        # Replicated keys are attended by one rank only: the merge would count them once per rank.
+        kvs = [rank, ALL] if rank == 0 else [rank]
+        seen = tuple(Block("kv", owner) for owner in kvs if visible.sees(ALL, owner))
+        attends.append([Attend((Block("q", ALL),), seen)] if seen else [])
+    steps = [Step(attends)]
+    if any(attends):
+        steps.append(Step([()] * visible.world_size, merges=[AllMerge(Block("out", ALL))]))
+    return Schedule.of_steps(visible.world_size, None, steps)

@@ -1,0 +1,85 @@
+"""Double ring: an inner ring inside each node, an outer ring between nodes.
+
+In phase n the ranks of a node pass round, step by step, the blocks that started n nodes before. The block for the next
+phase crosses to the next node in the first step of this one and is read only when the phase is over, so the slow link
+has a whole phase for it. Every block still visits every rank once.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.algorithms.mesh import Mesh, check_mesh
+from ringspan.algorithms.ring import Holdings, Side, bring_home, q_kind, whole_blocks
+from ringspan.schedule import Attend, Block, Schedule, Step, Transfer, Visible
+
+
+def build_double_ring(visible: Visible, *, mesh: Mesh, backward: Side | None = None) -> Schedule:
+    """Forward, or backward with the side that is to travel; gradients of what travels follow it."""
+    check_mesh(mesh, visible.world_size)
+    rings = _DoubleRing(visible, mesh, whole_blocks(visible.world_size, q_kind(backward)), backward or "kv")
+    draft = Schedule(visible.world_size, None, rings.num_steps, rings.step)
+    return bring_home(draft, visible, "kv", backward)
+
+
+class _DoubleRing:
+    """Step t is inner step t % inner of phase t // inner."""
+
+    def __init__(self, visible: Visible, mesh: Mesh, held: Holdings, moving: Side) -> None:
+        self.visible = visible
+        self.mesh = mesh
+        self.held = held
+        self.moving = moving
+        self._inner_reach = self._reached_in_node()
+        # The last phase in which anybody needs the block; a block that nobody needs stays at home.
+        phases = np.arange(mesh.outer)[:, None]
+        self._outer_reach = np.where(self._inner_reach >= 0, phases, 0).max(axis=0)
+        last_phase = int(self._outer_reach.max())
+        self.num_steps = last_phase * mesh.inner + int(self._inner_reach[last_phase].max(initial=0)) + 1
+
+    def step(self, t: int) -> Step:
+        ranks = range(self.visible.world_size)
+        attends, transfers = [], []
+        for rank in ranks:
+            owner = self._owner(rank, t)
+            attends.append(self._attends(rank, owner, t))
+            transfers += self._moves(rank, owner, t)
+        return Step(attends, transfers)
+
+    def _owner(self, rank: int, t: int) -> int:
+        """Whose block the rank holds, if it travels that far."""
+        phase, hop = divmod(t, self.mesh.inner)
+        node, local = divmod(rank, self.mesh.inner)
+        return (node - phase) % self.mesh.outer * self.mesh.inner + (local - hop) % self.mesh.inner
+
+    def _attends(self, rank: int, owner: int, t: int) -> list[Attend]:
+        qs, kvs = self.held.qs[rank], self.held.kvs[rank]
+        pair = (qs, self.held.kvs[owner]) if self.moving == "kv" else (self.held.qs[owner], kvs)
+        attends = [self.visible.prune(Attend(*pair))]
+        if t == 0:
+            attends.append(self.visible.prune(Attend(qs, (self.held.replicated[rank],))))
+        return [attend for attend in attends if attend is not None]
+
+    def _moves(self, rank: int, owner: int, t: int) -> list[Transfer]:
+        phase, hop = divmod(t, self.mesh.inner)
+        node, local = divmod(rank, self.mesh.inner)
+        block = self._block(owner)
+        moves = []
+        if hop < self._inner_reach[phase, owner]:
+            moves.append(Transfer(block, rank, node * self.mesh.inner + (local + 1) % self.mesh.inner))
+        if hop == 0 and phase < self._outer_reach[owner]:
+            moves.append(Transfer(block, rank, (rank + self.mesh.inner) % self.visible.world_size))
+        return moves
+
+    def _block(self, owner: int) -> Block:
+        return (self.held.kvs if self.moving == "kv" else self.held.qs)[owner][0]
+
+    def _reached_in_node(self) -> npt.NDArray[np.int64]:
+        """[phase, owner]: how many inner hops the block travels in that phase; -1 if nobody in that node needs it."""
+        outer, inner = self.mesh
+        sees = self.visible.matrix[:, :-1]
+        needs = (sees.T if self.moving == "q" else sees).reshape(outer, inner, outer, inner)
+        node, local, home, start = np.ogrid[:outer, :inner, :outer, :inner]
+        reach = np.full((outer, outer, inner), -1, dtype=np.int64)
+        hops = np.where(needs, (local - start) % inner, -1).max(axis=1)  # [node, home, start]
+        reach[(node - home)[:, 0] % outer, home[0], start[0]] = hops
+        return reach.reshape(outer, outer * inner)

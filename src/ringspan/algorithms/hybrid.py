@@ -1,0 +1,30 @@
+"""Hybrid (USP): Ulysses inside, a ring outside.
+
+The mesh is (ring, ulysses), last axis inner: neighbouring ranks exchange tokens for heads, then each passes the blocks
+of its head group round a ring of such groups. It lifts Ulysses beyond the number of heads, and keeps the ring's
+messages small and its exchanges inside a node.
+"""
+
+from ringspan.algorithms.mesh import Mesh, check_mesh
+from ringspan.algorithms.ring import Direction, Ring, Side, q_kind
+from ringspan.algorithms.ulysses import exchange_heads
+from ringspan.schedule import Heads, Schedule, Step, Visible, complete
+
+
+def build_hybrid(
+    visible: Visible,
+    *,
+    heads: Heads,
+    mesh: Mesh,
+    direction: Direction = "forward",
+    backward: Side | None = None,
+) -> Schedule:
+    """Forward, or backward with the side that is to travel in the outer ring; all sums go straight home."""
+    check_mesh(mesh, visible.world_size)
+    held, exchange = exchange_heads(visible, heads, mesh.inner, q_kind(backward))
+    ring = Ring(visible, held, backward or "kv", direction, lanes=mesh.inner)
+
+    def step(t: int) -> Step:
+        return ring.step(t - 1) if t else Step([()] * visible.world_size, exchange)
+
+    return complete(Schedule(visible.world_size, heads, ring.num_steps + 1, step), visible)

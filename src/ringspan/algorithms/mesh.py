@@ -1,0 +1,21 @@
+"""Ranks in two dimensions, for the algorithms that tell near neighbours from far ones."""
+
+from typing import NamedTuple
+
+from ringspan.errors import LayoutError
+
+
+class Mesh(NamedTuple):
+    """`outer` groups of `inner` neighbouring ranks: rank = outer index · inner + inner index."""
+
+    outer: int
+    inner: int
+
+
+def check_mesh(mesh: Mesh, world_size: int) -> None:
+    """Refuse a mesh that does not hold exactly the ranks there are."""
+    if mesh.outer < 1 or mesh.inner < 1 or mesh.outer * mesh.inner != world_size:
+        legal = ", ".join(f"({world_size // n}, {n})" for n in range(1, world_size + 1) if world_size % n == 0)
+        raise LayoutError(
+            f"mesh={tuple(mesh)}: outer × inner must be the {world_size} ranks of the group; use one of {legal}"
+        )

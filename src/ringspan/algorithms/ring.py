@@ -1,0 +1,121 @@
+"""The ring itself: blocks travel from rank to rank while every rank attends what it holds.
+
+pass_kv, pass_q and hybrid are this one loop with different blocks: KV moves past resting queries, queries move past
+resting KV, or either does so one head group at a time. Rank r at step t holds what started at the rank t hops before
+it; a block travels no further than the last rank that needs it.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.errors import UnsupportedError
+from ringspan.schedule import ALL, Attend, Block, Kind, Schedule, Step, Transfer, Visible, complete
+
+Side = Literal["kv", "q"]
+Direction = Literal["forward", "reverse"]
+
+
+class Holdings(NamedTuple):
+    """The blocks every rank holds when the ring starts, by rank; replicated keys stay where they are."""
+
+    qs: Sequence[tuple[Block, ...]]
+    kvs: Sequence[tuple[Block, ...]]
+    replicated: Sequence[Block]
+
+
+class Ring:
+    """Ranks in rings of `size`: the ranks u, u + lanes, u + 2·lanes, … form one, for every u below `lanes`."""
+
+    def __init__(self, visible: Visible, held: Holdings, moving: Side, direction: Direction, lanes: int = 1) -> None:
+        self.visible = visible
+        self.held = held
+        self.moving = moving
+        self.lanes = lanes
+        self.size = visible.world_size // lanes
+        self.hop = hop_of(direction) * lanes
+        self._needs = self._needed()
+        self._reach = self._reached()
+        self.num_steps = int(self._reach.max(initial=0)) + 1
+
+    def step(self, t: int) -> Step:
+        """Attends and transfers of ring step t."""
+        ranks = range(self.visible.world_size)
+        return Step(
+            [self._attends(rank, t) for rank in ranks], [move for rank in ranks for move in self._moves(rank, t)]
+        )
+
+    def _attends(self, rank: int, t: int) -> list[Attend]:
+        origin = self._origin(rank, t)
+        qs, kvs = self.held.qs[rank], self.held.kvs[rank]
+        if self.moving == "kv":
+            kvs = self.held.kvs[origin]
+        else:
+            qs = self.held.qs[origin]
+        attends = [self.visible.prune(Attend(qs, kvs))]
+        if t == 0:
+            attends.append(self.visible.prune(Attend(self.held.qs[rank], (self.held.replicated[rank],))))
+        return [attend for attend in attends if attend is not None]
+
+    def _moves(self, rank: int, t: int) -> list[Transfer]:
+        origin = self._origin(rank, t)
+        blocks = self.held.kvs[origin] if self.moving == "kv" else self.held.qs[origin]
+        onward = (rank + self.hop) % self.visible.world_size
+        return [Transfer(block, rank, onward) for block in blocks if t < self._reach[block.owner]]
+
+    def _origin(self, rank: int, t: int) -> int:
+        return (rank - t * self.hop) % self.visible.world_size
+
+    def _needed(self) -> npt.NDArray[np.bool_]:
+        """[ring position, owner]: whether the ranks of that position need the moving block of that owner."""
+        sees = self.visible.matrix[:, :-1]
+        if self.moving == "q":
+            sees = sees.T
+        needs: npt.NDArray[np.bool_] = sees.reshape(self.size, self.lanes, -1).max(axis=1)
+        return needs
+
+    def _reached(self) -> npt.NDArray[np.int64]:
+        """[owner]: how many hops its block travels; 0 if nobody else needs it."""
+        position = np.arange(self.size)[:, None]
+        owner = np.arange(self.visible.world_size)[None, :] // self.lanes
+        hops = (position - owner) * np.sign(self.hop) % self.size
+        reach: npt.NDArray[np.int64] = np.where(self._needs, hops, 0).max(axis=0)
+        return reach
+
+
+def build_ring(visible: Visible, moving: Side, direction: Direction, backward: Side | None) -> Schedule:
+    """One ring over all ranks. Forward, `moving` travels; backward, the side that `backward` names."""
+    ring = Ring(visible, whole_blocks(visible.world_size, q_kind(backward)), backward or moving, direction)
+    return bring_home(Schedule(visible.world_size, None, ring.num_steps, ring.step), visible, moving, backward)
+
+
+def bring_home(draft: Schedule, visible: Visible, moving: Side, backward: Side | None) -> Schedule:
+    """Gradients follow their block round the ring; outputs made abroad go straight home; those made at home stay."""
+    if backward is not None:
+        return complete(draft, visible, "follow")
+    return complete(draft, visible) if moving == "q" else draft
+
+
+def whole_blocks(world_size: int, q_kind: Kind) -> Holdings:
+    """Every rank with its own q and kv, all heads."""
+    return Holdings(
+        qs=[(Block(q_kind, rank),) for rank in range(world_size)],
+        kvs=[(Block("kv", rank),) for rank in range(world_size)],
+        replicated=[Block("kv", ALL)] * world_size,
+    )
+
+
+def q_kind(backward: Side | None) -> Kind:
+    """What a query block carries: q alone, or all that the gradients need of it."""
+    return "q" if backward is None else "q_grad"
+
+
+def hop_of(direction: Direction) -> int:
+    """+1 to the next rank, -1 to the previous one."""
+    if direction not in ("forward", "reverse"):
+        raise UnsupportedError(
+            f'direction={direction!r}: blocks move to the next rank ("forward") or to the previous one ("reverse")'
+        )
+    return 1 if direction == "forward" else -1

@@ -1,0 +1,191 @@
+"""How does one rank run its bound program? What simulator and runtime share.
+
+The executor keeps named values: inputs it holds and its parts of sums. It knows blocks, head ranges and where a
+contribution lands; it does not know arrays or messages. An `Arithmetic` computes (NumPy, or a kernel on tensors), a
+`Wire` carries (a list, or a transport). It yields at every exchange, so that the simulator can hold all ranks in
+lockstep while the runtime just goes on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from ringspan.mask import Coverage
+from ringspan.pieces import Piece
+from ringspan.schedule import ALL, AllMerged, Arrived, Block, Drop, Sent, Transfer
+from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Problem, Shape
+
+Value = tuple[Any, ...]
+"""The arrays of a block, each (..., heads, seq, dim)."""
+
+
+class Arithmetic(Protocol):
+    """What must be known about arrays."""
+
+    def new_sum(self, block: Block, shapes: tuple[Shape, ...], /) -> Value:
+        """A sum of nothing."""
+
+    def merge(self, block: Block, into: Value, part: Value, /) -> None:
+        """Add a part to a sum in place."""
+
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, /) -> None:
+        """Take a piece's keys into the running output of its queries."""
+
+    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value, /) -> None:
+        """Add a piece's share of the gradients."""
+
+
+class Wire(Protocol):
+    """What must be known about messages."""
+
+    def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
+        """Start all messages of a step."""
+
+    def receive(self, step: int, transfer: Transfer, /) -> Value:
+        """Wait for a message posted in that step."""
+
+    def sent(self, step: int, transfer: Transfer, /) -> None:
+        """Wait until a message has left; its buffer may then be used again."""
+
+
+class Event(NamedTuple):
+    """One thing a rank did. Simulated and measured runs record the same events in the same order."""
+
+    rank: int
+    step: int
+    action: Literal["send", "receive", "merge", "attend", "drop"]
+    blocks: tuple[Block, ...]
+    peer: int | None = None
+    nbytes: int = 0
+    pairs: int = 0
+    coverage: Coverage | None = None
+
+
+class RankState:
+    """What one rank holds while it runs."""
+
+    def __init__(
+        self, rank: int, problem: Problem, inputs: dict[Block, Value], backward: bool, arithmetic: Arithmetic
+    ) -> None:
+        self.rank = rank
+        self.problem = problem
+        self.inputs = inputs
+        self.arithmetic = arithmetic
+        self.sums: dict[Block, Value] = {}
+        self.leaving: dict[Block, Value] = {}  # parts on their way to an AllMerge
+        for block in home_sums(rank, backward):
+            self.sums[block] = self.new_sum(block)
+
+    def input(self, block: Block) -> Value:
+        """A held input, or the heads of one."""
+        value = self.inputs.get(block)
+        return view_heads(self.inputs[block.whole], block.heads) if value is None else value
+
+    def sum(self, block: Block) -> Value:
+        """This rank's part of a sum, begun if need be; at home it is a view of the whole."""
+        if block.owner in (self.rank, ALL):
+            return view_heads(self._begun(block.whole), block.heads)
+        return self._begun(block)
+
+    def add(self, block: Block, part: Value) -> None:
+        """Merge an arrived part into this rank's."""
+        if block.owner != self.rank and block not in self.sums:
+            self.sums[block] = part
+        else:
+            self.arithmetic.merge(block, self.sum(block), part)
+
+    def take(self, block: Block) -> Value:
+        """What a message carries: a copy of an input's name, or all of a sum's part, which is then begun anew."""
+        if not block.is_sum:
+            return self.input(block)
+        if block.owner != ALL:
+            return self.sums.pop(block)
+        if block not in self.leaving:
+            self.leaving[block] = self.sums.pop(block) if block in self.sums else self.new_sum(block)
+        return self.leaving[block]
+
+    def new_sum(self, block: Block) -> Value:
+        """A sum of nothing, of the block's size."""
+        return self.arithmetic.new_sum(block, self.problem.block_shapes(block))
+
+    def _begun(self, block: Block) -> Value:
+        if block not in self.sums:
+            self.sums[block] = self.new_sum(block)
+        return self.sums[block]
+
+
+def execute(
+    program: BoundProgram, state: RankState, wire: Wire, record: Callable[[Event], None] | None = None
+) -> Iterator[int]:
+    """Run a program on a rank's state. Yields the step after each exchange has been posted."""
+    note = record or _forget
+    rank = state.rank
+    step = 0
+    for instruction in program:
+        match instruction:
+            case Exchange(step, sends, receives):
+                for message in sends:
+                    block, _, dst = message.transfer
+                    note(Event(rank, step, "send", (block,), dst, message.nbytes))
+                wire.post(step, [(message, state.take(message.transfer.block)) for message in sends], receives)
+                yield step
+            case Compute(step, tiles):
+                for tile in tiles:
+                    note(Event(rank, step, "attend", (tile.q, tile.kv), pairs=tile.pairs, coverage=tile.coverage))
+                    _attend(tile.pieces, tile.q, tile.kv, state)
+            case Arrived(posted, transfer):
+                value = wire.receive(posted, transfer)
+                block = transfer.block
+                note(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
+                if block.is_sum:
+                    state.add(block, value)
+                else:
+                    state.inputs[block] = value
+            case AllMerged(posted, block):
+                _merge_all(posted, block, state, wire)
+                note(Event(rank, step, "merge", (block,)))
+            case Sent(posted, transfer):
+                wire.sent(posted, transfer)
+            case Drop(block):
+                del state.inputs[block]
+                note(Event(rank, step, "drop", (block,)))
+
+
+def _forget(event: Event) -> None:
+    del event
+
+
+def home_sums(rank: int, backward: bool) -> list[Block]:
+    """The sums a rank ends with."""
+    if not backward:
+        return [Block("out", rank)]
+    return [Block("dq", rank), Block("dkv", rank), Block("dkv", ALL)]
+
+
+def view_heads(value: Value, heads: range | None) -> Value:
+    """Some heads of a block's arrays, as views."""
+    return value if heads is None else tuple(x[..., heads.start : heads.stop, :, :] for x in value)
+
+
+def _attend(pieces: tuple[Piece, ...], q: Block, kv: Block, state: RankState) -> None:
+    q_value, kv_value = state.input(q), state.input(kv)
+    if q.kind == "q":
+        out = state.sum(Block("out", q.owner, q.heads))
+        for piece in pieces:
+            state.arithmetic.attend(piece, q_value, kv_value, out)
+    else:
+        dq, dkv = state.sum(Block("dq", q.owner, q.heads)), state.sum(Block("dkv", kv.owner, kv.heads))
+        for piece in pieces:
+            state.arithmetic.attend_grad(piece, q_value, kv_value, dq, dkv)
+
+
+def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
+    """All ranks' parts in rank order, so that every rank has the same bits; then what was added here since."""
+    total = state.new_sum(block)
+    own = state.take(block)
+    del state.leaving[block]
+    for peer in range(state.problem.layout.world_size):
+        part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
+        state.arithmetic.merge(block, total, part)
+    if block in state.sums:
+        state.arithmetic.merge(block, total, state.sums[block])
+    state.sums[block] = total

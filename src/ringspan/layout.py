@@ -1,0 +1,403 @@
+"""Who holds which token?
+
+A layout is a value: for every rank the spans of positions it owns, and the positions every rank holds a copy of. It
+knows nothing of masks, tensors or groups, so it can key caches and be compared between ranks. All that follows from it
+(shards of arrays, the work a mask makes of it) is computed by arithmetic on spans and sorted positions, never on a
+query × key matrix, so that a million tokens take about a second.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.errors import LayoutError, ShapeError
+from ringspan.span import Positions, Span
+
+Array = TypeVar("Array")  # a NumPy array or a tensor
+Counts = npt.NDArray[np.int64]
+
+SHOWN = 4  # ranks and spans per rank in a printed layout
+
+
+class BandedMask(Protocol):
+    """What this module needs of a mask: per query row, intervals [lo, hi) of visible positions."""
+
+    @property
+    def rows(self) -> "Sequence[BandedMask] | None":
+        """One mask per batch row, or None if all rows share this one."""
+
+    def bands(self, q_positions: Positions, /) -> Sequence[tuple[Positions, Positions]]:
+        """The (lo, hi) of every band, one entry per query."""
+
+
+class Work(NamedTuple):
+    """How many (query, key) pairs each rank attends, and against whose keys.
+
+    `pairs` is (world_size, world_size): [q rank, kv owner], summed over the rows of a per_row mask. Replicated keys
+    count to the rank that reads them; replicated queries count on every rank, since every rank computes them.
+    """
+
+    pairs: Counts
+
+    @property
+    def per_rank(self) -> Counts:
+        """(world_size,): all pairs of each q rank."""
+        per_rank: Counts = self.pairs.sum(axis=1)
+        return per_rank
+
+    @property
+    def per_step(self) -> Counts:
+        """(world_size, world_size): [step t, rank r], the pairs of r with the keys of (r - t) mod P, met at step t."""
+        ranks = np.arange(len(self.pairs))
+        return np.take_along_axis(self.pairs, (ranks[:, None] - ranks) % len(ranks), axis=1).T
+
+    @property
+    def imbalance(self) -> float:
+        """Time over ideal time of a ring that waits for its busiest rank at every step; 1.0 is perfect."""
+        total = int(self.pairs.sum())
+        busiest = int(self.per_step.max(axis=1).sum())
+        return busiest * len(self.pairs) / total if total else 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Layout:
+    """The positions each rank owns, and those all ranks hold.
+
+    Uneven and empty shards and gaps are legal. A rank's spans ascend, and no position has two owners. Empty spans are
+    dropped and touching ones joined. The positions a rank holds, ascending, are the order of the rows of its shard.
+    """
+
+    spans_by_rank: tuple[tuple[Span, ...], ...]
+    replicated: tuple[Span, ...] = ()
+    _hash: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        spans_by_rank = tuple(_ascending(spans, f"rank {rank}") for rank, spans in enumerate(self.spans_by_rank))
+        replicated = _ascending(self.replicated, "replicated")
+        if not spans_by_rank:
+            raise LayoutError("spans_by_rank=(): a layout has at least one rank; give one tuple of spans per rank")
+        _refuse_overlap(spans_by_rank, replicated)
+        object.__setattr__(self, "spans_by_rank", spans_by_rank)
+        object.__setattr__(self, "replicated", replicated)
+        object.__setattr__(self, "_hash", hash((spans_by_rank, replicated)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine = (self._hash, self.spans_by_rank, self.replicated)
+        return self is other or mine == (other._hash, other.spans_by_rank, other.replicated)
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
+        return Layout, (self.spans_by_rank, self.replicated)
+
+    def __repr__(self) -> str:
+        ranks = [_format_spans(spans) for spans in self.spans_by_rank[:SHOWN]]
+        if self.world_size > SHOWN:
+            ranks.append("…")
+        copies = f"; replicated {_format_spans(self.replicated)}" if self.replicated else ""
+        return f"<Layout of {self.num_positions} positions on {self.world_size} ranks: {' | '.join(ranks)}{copies}>"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self.spans_by_rank)
+
+    @property
+    def num_positions(self) -> int:
+        """Distinct positions in all; replicated ones count once."""
+        return sum(len(span) for span in self._all_spans())
+
+    def own_positions(self, rank: int) -> Positions:
+        """The positions only this rank holds, ascending."""
+        return _positions(self._spans(rank))
+
+    def positions(self, rank: int) -> Positions:
+        """The positions this rank holds, own and replicated, ascending: the rows of its shard in order."""
+        own = self.own_positions(rank)
+        return _merge(own, self.replicated_positions()) if self.replicated else own
+
+    def replicated_positions(self) -> Positions:
+        """The positions every rank holds, ascending."""
+        return _positions(self.replicated)
+
+    def all_positions(self) -> Positions:
+        """Every position of the layout once, ascending."""
+        spans = list(self._all_spans())
+        if not spans:
+            return np.empty(0, np.int64)
+        first, stop = min(span.start for span in spans), max(span.stop for span in spans)
+        if stop - first == self.num_positions:
+            return np.arange(first, stop, dtype=np.int64)
+        return _merge(*(span.positions() for span in spans))
+
+    def shard_len(self, rank: int) -> int:
+        """How many positions this rank holds."""
+        return sum(map(len, self._spans(rank))) + sum(map(len, self.replicated))
+
+    def shard(self, x: Array, rank: int, dim: int) -> Array:
+        """The rows of x this rank holds; a view if they are one run, else a copy.
+
+        x's `dim` runs over the layout's positions in ascending order: row i is `all_positions()[i]`.
+        """
+        whole: Any = x
+        dim = _check_dim(whole, dim, "x")
+        if whole.shape[dim] != self.num_positions:
+            rule = f"the layout has {self.num_positions} positions; give one row for each, in ascending order"
+            raise ShapeError(f"x.shape[{dim}]={whole.shape[dim]}: {rule}")
+        part: Array = whole[_at(dim, _rows(self, rank))]
+        return part
+
+    def unshard(self, parts: Sequence[Array], dim: int) -> Array:
+        """The inverse of `shard`: one array per rank to the whole. Replicated rows are taken from rank 0."""
+        if len(parts) != self.world_size:
+            raise ShapeError(f"len(parts)={len(parts)}: the layout has {self.world_size} ranks; give one part for each")
+        arrays: Sequence[Any] = parts
+        dim = _check_dim(arrays[0], dim, "parts[0]")
+        shape = list(arrays[0].shape)
+        for rank, part in enumerate(arrays):
+            shape[dim] = self.shard_len(rank)
+            if list(part.shape) != shape:
+                raise ShapeError(
+                    f"parts[{rank}].shape={tuple(part.shape)}: rank {rank} holds {shape[dim]} positions along "
+                    f"dim {dim}, and the other dims are those of rank 0; expected {tuple(shape)}"
+                )
+        shape[dim] = self.num_positions
+        new_empty = getattr(arrays[0], "new_empty", None)
+        whole: Any = new_empty(shape) if new_empty else np.empty(shape, arrays[0].dtype)
+        for rank in reversed(range(self.world_size)):  # rank 0 last: its replicated rows stay
+            whole[_at(dim, _rows(self, rank))] = arrays[rank]
+        out: Array = whole
+        return out
+
+    def work(self, mask: BandedMask, kv_layout: "Layout | None" = None) -> Work:
+        """Count the visible pairs of every q rank with the keys of every rank, exactly."""
+        counts = self.count_pairs(mask, kv_layout or self)
+        pairs = counts[:, :-1].copy()
+        pairs[np.diag_indices_from(pairs)] += counts[:, -1]
+        return Work(pairs)
+
+    def count_pairs(self, mask: BandedMask, kv_layout: "Layout") -> npt.NDArray[np.int64]:
+        """(world_size, world_size + 1): visible pairs [q rank, kv owner]; the last column is the replicated keys."""
+        if kv_layout.world_size != self.world_size:
+            raise LayoutError(
+                f"kv_layout.world_size={kv_layout.world_size}: queries and keys are on the same ranks; "
+                f"use a layout for {self.world_size}"
+            )
+        keys = _KeyRuns.of(kv_layout)
+        masks = (mask,) if mask.rows is None else mask.rows
+        counts = np.zeros((self.world_size, self.world_size + 1), np.int64)
+        for rank in range(self.world_size):
+            q_positions = self.positions(rank)
+            for one in masks:
+                lo, hi = _disjoint(one.bands(q_positions), len(q_positions))
+                counts[rank] += keys.count_below(hi) - keys.count_below(lo)
+        return counts
+
+    def _spans(self, rank: int) -> tuple[Span, ...]:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank={rank}: the layout has {self.world_size} ranks; use 0 to {self.world_size - 1}")
+        return self.spans_by_rank[rank]
+
+    def _all_spans(self) -> Iterator[Span]:
+        for spans in (*self.spans_by_rank, self.replicated):
+            yield from spans
+
+
+def contiguous(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
+    """One run per rank, in rank order, near-equal; every cut lies on start + a multiple of `align`."""
+    _check_builder(seq_len, world_size, align, start)
+    cuts = near_equal_cuts(seq_len, world_size, align=align, start=start)
+    return Layout(tuple((Span(*cuts[rank : rank + 2]),) for rank in range(world_size)))
+
+
+def zigzag(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
+    """2P near-equal chunks, rank r takes r and 2P-1-r: balances a causal mask (arXiv 2411.01783, section 3.5.1)."""
+    _check_builder(seq_len, world_size, align, start)
+    cuts = near_equal_cuts(seq_len, 2 * world_size, align=align, start=start)
+    chunks = [Span(*cuts[i : i + 2]) for i in range(2 * world_size)]
+    return Layout(tuple((chunks[rank], chunks[-1 - rank]) for rank in range(world_size)))
+
+
+def striped(seq_len: int, world_size: int, *, block: int = 1, align: int = 1, start: int = 0) -> Layout:
+    """Blocks of `block` tokens dealt round-robin; `block` is a multiple of `align`."""
+    _check_builder(seq_len, world_size, align, start)
+    if block < 1 or block % align:
+        raise LayoutError(
+            f"block={block}, align={align}: blocks are dealt whole, so block is a multiple of align; "
+            f"use block={max(1, -(-block // align)) * align}"
+        )
+    stop = start + seq_len
+    if block == 1:
+        return Layout(tuple((Span(start + rank, stop, world_size),) for rank in range(world_size)))
+    firsts = [range(start + rank * block, stop, block * world_size) for rank in range(world_size)]
+    return Layout(tuple(tuple(Span(first, min(first + block, stop)) for first in rank) for rank in firsts))
+
+
+def near_equal_cuts(seq_len: int, num_chunks: int, *, align: int, start: int) -> list[int]:
+    """The num_chunks + 1 ends of chunks on the align grid whose lengths differ by at most `align`.
+
+    The longer chunks come first; what is left of the last align unit goes to the last chunk.
+    """
+    units, extra = divmod(seq_len // align, num_chunks)
+    return [*(start + align * (i * units + min(i, extra)) for i in range(num_chunks)), start + seq_len]
+
+
+def _check_builder(seq_len: int, world_size: int, align: int, start: int) -> None:
+    checks = (("seq_len", seq_len, 0), ("world_size", world_size, 1), ("align", align, 1), ("start", start, 0))
+    for name, value, least in checks:
+        if value < least:
+            raise LayoutError(f"{name}={value}: {name} is at least {least}; use {name}={least} or more")
+
+
+def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
+    """The spans without empty ones, touching runs joined; refused unless they ascend one after the other."""
+    kept: list[Span] = []
+    for span in spans:
+        if not len(span):
+            continue
+        if kept and span.start <= kept[-1].last:
+            raise LayoutError(
+                f"{name}: span {span} begins before the end of span {kept[-1]}; the positions of a rank ascend span "
+                "after span; sort the spans, and cut strided ones that interleave"
+            )
+        if kept and span.start == kept[-1].stop and span.step == kept[-1].step == 1:
+            kept[-1] = Span(kept[-1].start, span.stop)
+        else:
+            kept.append(span)
+    return tuple(kept)
+
+
+def _refuse_overlap(spans_by_rank: tuple[tuple[Span, ...], ...], replicated: tuple[Span, ...]) -> None:
+    """Raise unless every position has one owner, or is replicated and has none.
+
+    Spans in order of start are compared with the k-th next one, for k = 1, 2, … as long as any pair still overlaps as
+    intervals; two strided spans can meet only if their distance is a multiple of the gcd of their steps.
+    """
+    owned = [(span, rank) for rank, spans in enumerate((*spans_by_rank, replicated)) for span in spans]
+    owned.sort(key=lambda pair: pair[0].start)
+    start = np.array([span.start for span, _ in owned], np.int64)
+    stop = np.array([span.stop for span, _ in owned], np.int64)
+    step = np.array([span.step for span, _ in owned], np.int64)
+    near = np.arange(len(owned))
+    for k in range(1, len(owned)):
+        near = near[near + k < len(owned)]
+        near = near[start[near + k] < stop[near]]
+        if not len(near):
+            return
+        gap = start[near + k] - start[near]
+        for i in near[gap % np.gcd(step[near], step[near + k]) == 0]:
+            (first, a), (second, b) = owned[i], owned[i + k]
+            position = _common_position(first, second)
+            if position is not None:
+                names = [f"rank {rank}" if rank < len(spans_by_rank) else "replicated" for rank in sorted((a, b))]
+                raise LayoutError(
+                    f"position {position} is in {names[0]} and in {names[1]}: a position has one owner, or is "
+                    "replicated and has none; take it out of one of them, or out of all ranks into `replicated`"
+                )
+
+
+def _common_position(first: Span, second: Span) -> int | None:
+    """The smallest position in both spans, by the Chinese remainder theorem; first.start <= second.start."""
+    common = math.gcd(first.step, second.step)
+    jump, offset = divmod(first.start - second.start, common)
+    if offset:
+        return None
+    modulus = first.step // common
+    position = second.start + second.step * (jump * pow(second.step // common, -1, modulus) % modulus)
+    return position if position <= min(first.last, second.last) else None
+
+
+def _positions(spans: Sequence[Span]) -> Positions:
+    return np.concatenate([np.empty(0, np.int64), *(span.positions() for span in spans)])
+
+
+def _merge(*ascending: Positions) -> Positions:
+    return np.sort(np.concatenate(ascending), kind="stable")  # merges runs that ascend already
+
+
+def _format_spans(spans: Sequence[Span]) -> str:
+    return " ".join([*map(str, spans[:SHOWN]), *(["…"] if len(spans) > SHOWN else [])]) or "-"
+
+
+def _check_dim(x: Any, dim: int, name: str) -> int:
+    num_dims = len(x.shape)
+    if not -num_dims <= dim < num_dims:
+        raise ShapeError(f"dim={dim}: {name} has {num_dims} dims; use -{num_dims} to {num_dims - 1}")
+    return dim % num_dims
+
+
+def _at(dim: int, index: slice | Positions) -> tuple[slice | Positions, ...]:
+    return (*[slice(None)] * dim, index)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(layout: Layout, rank: int) -> slice | Positions:
+    """Where the positions of a rank stand among all positions: a slice if they are one run, else indices."""
+    everything, held = layout.all_positions(), layout.positions(rank)
+    if not len(held):
+        return slice(0, 0)
+    index = np.searchsorted(everything, held)
+    first, stop = int(index[0]), int(index[-1]) + 1
+    return slice(first, stop) if stop - first == len(index) else index
+
+
+def _disjoint(bands: Sequence[tuple[Positions, Positions]], num_rows: int) -> tuple[Positions, Positions]:
+    """The union of the bands as intervals that do not meet within a row: all lo and all hi, in no particular order."""
+    if not bands:
+        return np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    lo = np.stack([band_lo for band_lo, _ in bands])
+    hi = np.maximum(lo, np.stack([band_hi for _, band_hi in bands]))
+    if len(bands) > 1:
+        order = lo.argsort(axis=0, kind="stable")
+        lo, hi = np.take_along_axis(lo, order, 0), np.take_along_axis(hi, order, 0)
+        reached = np.maximum.accumulate(hi, axis=0)
+        lo[1:] = np.maximum(lo[1:], reached[:-1])  # what earlier bands of the row cover is not counted again
+        hi = np.maximum(lo, hi)
+    return lo.ravel(), hi.ravel()
+
+
+class _KeyRuns(NamedTuple):
+    """The keys as runs that do not overlap, ascending, so that counts per owner are sums over runs.
+
+    A strided span becomes runs of one position each. Replicated keys are owner `world_size`.
+    """
+
+    start: Positions
+    length: Counts
+    by_owner: npt.NDArray[np.intp]  # runs sorted by owner
+    owner_ends: npt.NDArray[np.intp]  # (world_size + 2,): where each owner's runs begin in by_owner, and the end
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_KeyRuns":
+        groups = (*layout.spans_by_rank, layout.replicated)
+        spans = [span for group in groups for span in group]
+        runs_of_span = np.array([1 if span.step == 1 else len(span) for span in spans], np.intp)
+        lengths = np.array([len(span) if span.step == 1 else 1 for span in spans], np.int64)
+        starts = [np.array([span.start]) if span.step == 1 else span.positions() for span in spans]
+        owners = np.repeat(np.repeat(np.arange(len(groups)), [len(group) for group in groups]), runs_of_span)
+        start, length = np.concatenate([_positions([]), *starts]), np.repeat(lengths, runs_of_span)
+        order = start.argsort(kind="stable")
+        by_owner = owners[order].argsort(kind="stable")
+        owner_ends = np.searchsorted(owners, np.arange(len(groups) + 1))
+        return cls(start[order], length[order], by_owner, owner_ends)
+
+    def count_below(self, ends: Positions) -> Counts:
+        """(world_size + 1,): summed over `ends`, how many keys of each owner are below the end."""
+        runs_below = np.searchsorted(self.start, ends)
+        ends_in = np.bincount(runs_below, minlength=len(self.start) + 1)
+        ends_past = ends_in[::-1].cumsum()[::-1][1:]  # [run]: ends beyond the start of the run
+        inside = runs_below > 0
+        last = runs_below[inside] - 1
+        # Every run that begins below an end counts whole, but for what sticks out of the last one.
+        counts = self.length * ends_past
+        np.subtract.at(counts, last, np.maximum(self.start[last] + self.length[last] - ends[inside], 0))
+        sums = np.concatenate([np.zeros(1, np.int64), counts[self.by_owner].cumsum()])
+        return np.diff(sums[self.owner_ends])

@@ -1,0 +1,46 @@
+"""Programs as data: what a schedule is made of, how it is completed, proved, compiled and written down."""
+
+from ringspan.schedule.actions import (
+    ALL,
+    Actions,
+    AllMerge,
+    Attend,
+    Block,
+    Heads,
+    Kind,
+    Schedule,
+    Step,
+    Transfer,
+)
+from ringspan.schedule.compile import AllMerged, Arrived, Do, Drop, Post, Program, Sent, compile_rank
+from ringspan.schedule.complete import complete
+from ringspan.schedule.text import format_schedule, parse_schedule
+from ringspan.schedule.validate import validate
+from ringspan.schedule.visible import Visible, visible_blocks
+
+__all__ = [
+    "ALL",
+    "Actions",
+    "AllMerge",
+    "AllMerged",
+    "Arrived",
+    "Attend",
+    "Block",
+    "Do",
+    "Drop",
+    "Heads",
+    "Kind",
+    "Post",
+    "Program",
+    "Schedule",
+    "Sent",
+    "Step",
+    "Transfer",
+    "Visible",
+    "compile_rank",
+    "complete",
+    "format_schedule",
+    "parse_schedule",
+    "validate",
+    "visible_blocks",
+]

@@ -1,0 +1,185 @@
+"""What a rank can do, and when: the vocabulary of every algorithm.
+
+A `Schedule` is data: steps of actions that name blocks, never positions, shapes or devices. The simulator, the runtime,
+the timeline and the pictures all read this one value, so what is looked at is what runs.
+
+When things happen: a Transfer or AllMerge carries the state at the start of its step, and what arrives in step t is
+usable from step t + 1. Attends of step t run while its transfers travel.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+ALL = -1  # the owner of a block that every rank holds
+
+Kind = Literal["q", "kv", "q_grad", "out", "dq", "dkv"]
+INPUTS: frozenset[str] = frozenset({"q", "kv", "q_grad"})
+SUMS: frozenset[str] = frozenset({"out", "dq", "dkv"})
+
+
+class Heads(NamedTuple):
+    """How many query and KV heads there are in all."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Block(NamedTuple):
+    """A named value: one owner's tokens, for all heads or for a range of them.
+
+    Inputs are "q" (q), "kv" (k, v) and "q_grad" (q, dout, out, lse): a Transfer copies them. Sums are "out" (out, lse),
+    "dq" and "dkv" (dk, dv): every rank may hold its own part; a Transfer moves the part and the receiver merges it.
+    `heads` counts in the block's own numbering: KV heads for "kv" and "dkv", query heads for the others.
+    """
+
+    kind: Kind
+    owner: int
+    heads: range | None = None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether parts of this block are added up."""
+        return self.kind in SUMS
+
+    @property
+    def whole(self) -> "Block":
+        """The same block with all its heads."""
+        return self if self.heads is None else Block(self.kind, self.owner)
+
+    def __str__(self) -> str:
+        owner = "*" if self.owner == ALL else str(self.owner)
+        heads = "" if self.heads is None else f"[{self.heads.start}:{self.heads.stop}]"
+        return f"{self.kind}{owner}{heads}"
+
+
+class Attend(NamedTuple):
+    """Attend every q block to every kv block, skipping pairs that see nothing of each other.
+
+    Forward it adds to this rank's out of each q; backward (q blocks are "q_grad") to dq of each q and dkv of each kv.
+    """
+
+    qs: tuple[Block, ...]
+    kvs: tuple[Block, ...]
+
+    def __str__(self) -> str:
+        return "×".join(",".join(map(str, side)) for side in self)
+
+
+class Transfer(NamedTuple):
+    """One block from one rank to another."""
+
+    block: Block
+    src: int
+    dst: int
+
+    def __str__(self) -> str:
+        return f"{self.block}→{self.dst}"
+
+
+class AllMerge(NamedTuple):
+    """Every rank's part of a sum, merged in rank order and left on all."""
+
+    block: Block
+
+    def __str__(self) -> str:
+        return f"{self.block}↔all"
+
+
+class Actions(NamedTuple):
+    """What one rank does in one step."""
+
+    attends: tuple[Attend, ...]
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    merges: tuple[AllMerge, ...]
+
+
+class Step:
+    """What all ranks do in one step: attends by rank, transfers in order of their source, merges of all ranks."""
+
+    __slots__ = ("_by_dst", "_by_src", "attends", "merges", "transfers")
+
+    def __init__(
+        self,
+        attends: Iterable[Iterable[Attend]],
+        transfers: Iterable[Transfer] = (),
+        merges: Iterable[AllMerge] = (),
+    ) -> None:
+        self.attends = tuple(tuple(of_rank) for of_rank in attends)
+        self.transfers = tuple(sorted(transfers, key=lambda transfer: transfer.src))
+        self.merges = tuple(merges)
+        self._by_src: dict[int, list[Transfer]] = {}
+        self._by_dst: dict[int, list[Transfer]] = {}
+        for transfer in self.transfers:
+            self._by_src.setdefault(transfer.src, []).append(transfer)
+            self._by_dst.setdefault(transfer.dst, []).append(transfer)
+
+    def actions(self, rank: int) -> Actions:
+        """This step as one rank sees it."""
+        return Actions(
+            self.attends[rank], tuple(self._by_src.get(rank, ())), tuple(self._by_dst.get(rank, ())), self.merges
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Step):
+            return NotImplemented
+        return (self.attends, self.transfers, self.merges) == (other.attends, other.transfers, other.merges)
+
+    def __hash__(self) -> int:
+        return hash((len(self.attends), len(self.transfers)))
+
+    def __repr__(self) -> str:
+        return f"Step(attends={self.attends}, transfers={self.transfers}, merges={self.merges})"
+
+
+class Schedule:
+    """A program for `world_size` ranks. Steps are made on demand, so a ring of thousands costs nothing until looked at.
+
+    Equality compares steps. `heads` is set where blocks are ranges of heads, and None where no block is.
+    """
+
+    __slots__ = ("heads", "num_steps", "step", "world_size")
+
+    def __init__(self, world_size: int, heads: Heads | None, num_steps: int, step: Callable[[int], Step]) -> None:
+        self.world_size = world_size
+        self.heads = heads
+        self.num_steps = num_steps
+        self.step: Callable[[int], Step] = lru_cache(maxsize=None)(step)
+
+    @classmethod
+    def of_steps(cls, world_size: int, heads: Heads | None, steps: Iterable[Step]) -> "Schedule":
+        """A schedule of steps that exist already."""
+        all_steps = tuple(steps)
+        return cls(world_size, heads, len(all_steps), all_steps.__getitem__)
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All steps in order."""
+        return map(self.step, range(self.num_steps))
+
+    def actions(self, rank: int, t: int) -> Actions:
+        """What one rank does in step t."""
+        return self.step(t).actions(rank)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (self.world_size, self.heads, self.num_steps) == (
+            other.world_size,
+            other.heads,
+            other.num_steps,
+        ) and all(mine == theirs for mine, theirs in zip(self.steps, other.steps, strict=True))
+
+    def __hash__(self) -> int:
+        return hash((self.world_size, self.heads, self.num_steps))
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {self.world_size} ranks, {self.num_steps} steps, heads {self.heads}>"

@@ -1,0 +1,177 @@
+"""What exactly does one rank do, in which order, waiting where?
+
+A schedule says what happens in a step; running it also needs the future: when is an arriving block first read, when is
+a buffer free, after which reader may a value be dropped? `compile_rank` answers that once and leaves a flat program
+that an executor walks without thinking.
+
+The rules. An input is waited for at its first reader. An arriving sum is merged before a transfer that takes it away,
+and otherwise before the receives of the step after next are posted, in schedule order and never in order of arrival;
+so no more than two of them are ever waiting. A send is done before the receives of the step after its first reader's
+are posted, so two buffers are enough for a ring, while a transfer that is read late may take its time.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from ringspan.schedule.actions import Attend, Block, Schedule, Transfer
+
+
+class Post(NamedTuple):
+    """Start the sends and receives of a step."""
+
+    step: int
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+class Arrived(NamedTuple):
+    """Wait for a receive; an input is then held, a sum is merged into this rank's part."""
+
+    step: int
+    transfer: Transfer
+
+
+class AllMerged(NamedTuple):
+    """Wait for every other rank's part of a sum posted in `step` and merge all parts in rank order."""
+
+    step: int
+    block: Block
+
+
+class Sent(NamedTuple):
+    """Wait until a send has left its buffer."""
+
+    step: int
+    transfer: Transfer
+
+
+class Do(NamedTuple):
+    """Compute."""
+
+    step: int
+    attend: Attend
+
+
+class Drop(NamedTuple):
+    """Forget a received input: its last reader is done."""
+
+    block: Block
+
+
+Instruction = Post | Arrived | AllMerged | Sent | Do | Drop
+Program = tuple[Instruction, ...]
+
+
+@lru_cache(maxsize=1024)
+def compile_rank(schedule: Schedule, rank: int) -> Program:
+    """The program of one rank of a valid schedule."""
+    return _Compiler(schedule, rank).program()
+
+
+class _Compiler:
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self.code: list[Instruction] = []
+        self.due: dict[Block, Arrived] = {}  # inputs on their way
+        self.sums: list[Arrived | AllMerged] = []  # sums on their way, in schedule order
+        self.sends: defaultdict[int, list[Sent]] = defaultdict(list)  # step before whose Post they must be done
+        self.readers = _last_readers(schedule, rank)
+
+    def program(self) -> Program:
+        for t in range(self.schedule.num_steps):
+            self._post(t)
+            for attend in self.schedule.actions(self.rank, t).attends:
+                for block in (*attend.qs, *attend.kvs):
+                    self._need(block)
+                self.code.append(Do(t, attend))
+                for block in (*attend.qs, *attend.kvs):
+                    self._done(block)
+        self._settle_sums(lambda _: True)
+        for t in sorted(self.sends):
+            self._settle_sends(t)
+        return tuple(self.code)
+
+    def _post(self, t: int) -> None:
+        _, sends, receives, merges = self.schedule.actions(self.rank, t)
+        self._settle_sends(t)
+        leaving = {transfer.block for transfer in sends if transfer.block.is_sum} | {merge.block for merge in merges}
+        self._settle_sums(lambda wait: wait.step <= t - 2 or _sum_of(wait) in leaving)
+        for transfer in sends:
+            self._need(transfer.block)
+        others = [peer for peer in range(self.schedule.world_size) if peer != self.rank]
+        merge_sends = [Transfer(merge.block, self.rank, peer) for merge in merges for peer in others]
+        merge_receives = [Transfer(merge.block, peer, self.rank) for merge in merges for peer in others]
+        self.code.append(Post(t, (*sends, *merge_sends), (*receives, *merge_receives)))
+        for transfer in (*sends, *merge_sends):
+            self.sends[_first_reads(self.schedule).get((t, transfer), t + 1) + 1].append(Sent(t, transfer))
+        for transfer in receives:
+            if transfer.block.is_sum:
+                self.sums.append(Arrived(t, transfer))
+            else:
+                self.due[transfer.block] = Arrived(t, transfer)
+        self.sums += [AllMerged(t, merge.block) for merge in merges]
+
+    def _need(self, block: Block) -> None:
+        """Wait for an input unless it is held already."""
+        for name in (block, block.whole):
+            if name in self.due:
+                self.code.append(self.due.pop(name))
+
+    def _settle_sums(self, is_due: Callable[[Arrived | AllMerged], bool]) -> None:
+        self.code += [wait for wait in self.sums if is_due(wait)]
+        self.sums = [wait for wait in self.sums if not is_due(wait)]
+
+    def _settle_sends(self, t: int) -> None:
+        for sent in self.sends.pop(t, []):
+            self.code.append(sent)
+            self._done(sent.transfer.block)
+
+    def _done(self, block: Block) -> None:
+        """Count a reader off; after the last one a received input is dropped."""
+        for name in (block, block.whole):
+            if name in self.readers:
+                self.readers[name] -= 1
+                if not self.readers[name]:
+                    self.code.append(Drop(name))
+                return
+
+
+def _sum_of(wait: Arrived | AllMerged) -> Block:
+    return wait.transfer.block if isinstance(wait, Arrived) else wait.block
+
+
+def _last_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
+    """How many attends and sends read each input the rank receives."""
+    counts: dict[Block, int] = {}
+    for t in range(schedule.num_steps):
+        attends, sends, receives, _ = schedule.actions(rank, t)
+        reads = [block for attend in attends for block in (*attend.qs, *attend.kvs)]
+        reads += [transfer.block for transfer in sends if not transfer.block.is_sum]
+        for block in reads:
+            name = block if block in counts else block.whole
+            if name in counts:
+                counts[name] += 1
+        counts |= {transfer.block: 0 for transfer in receives if not transfer.block.is_sum}
+    return counts
+
+
+@lru_cache(maxsize=64)
+def _first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
+    """For each transfer of an input, the step in which its receiver first reads it."""
+    waiting: dict[tuple[int, Block], tuple[int, Transfer]] = {}
+    first: dict[tuple[int, Transfer], int] = {}
+    for t, step in enumerate(schedule.steps):
+        reads = [(transfer.src, transfer.block) for transfer in step.transfers]
+        for rank, attends in enumerate(step.attends):
+            reads += [(rank, block) for attend in attends for block in (*attend.qs, *attend.kvs)]
+        for rank, block in reads:
+            for name in (block, block.whole):
+                if (rank, name) in waiting:
+                    first[waiting.pop((rank, name))] = t
+        for transfer in step.transfers:
+            if not transfer.block.is_sum:
+                waiting[transfer.dst, transfer.block] = (t, transfer)
+    return first

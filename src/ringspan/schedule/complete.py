@@ -1,0 +1,51 @@
+"""How do sums get home?
+
+A builder says only which inputs are copied where and who attends what. Every attend leaves a part of a sum (out, dq,
+dkv) on the rank that computed it; this module derives the transfers that bring those parts to their owners. There is
+one derivation, for forward and backward, so no builder writes it by hand.
+
+Two routes. `straight`: each part goes to its owner in the step after its last contribution. `follow`: the parts of one
+sum are added up on the way, from the first rank that read the block to the next, and from the last to the owner; the
+same number of messages, but between neighbours, and across nodes no oftener than the block itself went.
+"""
+
+from collections import defaultdict
+from typing import Literal
+
+from ringspan.schedule.actions import ALL, Block, Schedule, Step, Transfer
+from ringspan.schedule.visible import Visible
+
+Route = Literal["straight", "follow"]
+
+
+def complete(draft: Schedule, visible: Visible, route: Route = "straight") -> Schedule:
+    """The draft with the transfers of its sums."""
+    sums: defaultdict[int, list[Transfer]] = defaultdict(list)
+    for block, made in _parts_abroad(draft, visible).items():
+        sent = 0
+        onward = [block.owner] * len(made) if route == "straight" else [*list(made)[1:], block.owner]
+        for (rank, t), dst in zip(made.items(), onward, strict=True):
+            # A part that others join on the way leaves one step after the last of them has arrived.
+            sent = t + 1 if route == "straight" else max(t, sent) + 1
+            sums[sent].append(Transfer(block, rank, dst))
+    return Schedule.of_steps(draft.world_size, draft.heads, _with_sums(draft, sums))
+
+
+def _parts_abroad(draft: Schedule, visible: Visible) -> dict[Block, dict[int, int]]:
+    """For each sum the ranks that add to it away from its owner, in order, with the step of their last contribution."""
+    parts: defaultdict[Block, dict[int, int]] = defaultdict(dict)
+    for t, step in enumerate(draft.steps):
+        for rank, attends in enumerate(step.attends):
+            for attend in attends:
+                for block, _ in visible.contributions(attend):
+                    if block.owner not in (rank, ALL):
+                        parts[block][rank] = t
+    return parts
+
+
+def _with_sums(draft: Schedule, sums: dict[int, list[Transfer]]) -> list[Step]:
+    steps = []
+    for t in range(max([draft.num_steps, *(sent + 1 for sent in sums)])):
+        drafted = draft.step(t) if t < draft.num_steps else Step([()] * draft.world_size)
+        steps.append(Step(drafted.attends, (*drafted.transfers, *sums.get(t, ())), drafted.merges))
+    return steps

@@ -1,0 +1,92 @@
+"""A schedule as a text grid, steps down and ranks across, and back again.
+
+What a cell says, in order: attends (`q0×kv3`, several blocks joined by commas), what the rank sends (`kv3→1`), and sums
+merged by all ranks (`out*↔all`). `*` is every rank's block, `[0:4]` a range of heads. The grid is complete:
+`parse_schedule(format_schedule(s)) == s`.
+"""
+
+import re
+from collections.abc import Iterable
+
+from ringspan.errors import ScheduleError
+from ringspan.schedule.actions import ALL, INPUTS, SUMS, AllMerge, Attend, Block, Heads, Schedule, Step, Transfer
+
+_BLOCK = re.compile(r"(?P<kind>[a-z_]+)(?P<owner>\d+|\*)(?:\[(?P<start>\d+):(?P<stop>\d+)\])?")
+_HEADER = re.compile(r"(?P<ranks>\d+) ranks?(?:, heads (?P<heads>\d+)/(?P<kv_heads>\d+))?")
+
+
+def format_schedule(schedule: Schedule, steps: range | None = None, marked: int | None = None) -> str:
+    """The grid of all steps, or of some; `marked` points at one of them."""
+    heads = "" if schedule.heads is None else f", heads {schedule.heads.num_heads}/{schedule.heads.num_kv_heads}"
+    shown = range(schedule.num_steps) if steps is None else steps
+    rows = [["step", *(f"rank {rank}" for rank in range(schedule.world_size))]]
+    rows += [[str(t), *_cells(schedule.step(t))] for t in shown]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [" │ ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if marked is not None:
+        lines = [("▶ " if row[0] == str(marked) else "  ") + line for row, line in zip(rows, lines, strict=True)]
+    plural = "" if schedule.world_size == 1 else "s"
+    return "\n".join([f"{schedule.world_size} rank{plural}{heads}", *lines])
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule a grid describes."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    header = _HEADER.fullmatch(lines[0].strip()) if lines else None
+    if header is None:
+        raise ScheduleError(
+            f"the grid begins with {lines[0] if lines else ''!r}; its first line must be like '4 ranks' or "
+            "'4 ranks, heads 8/2'"
+        )
+    world_size = int(header["ranks"])
+    heads = Heads(int(header["heads"]), int(header["kv_heads"])) if header["heads"] else None
+    return Schedule.of_steps(world_size, heads, [_parse_step(line, t, world_size) for t, line in enumerate(lines[2:])])
+
+
+def _cells(step: Step) -> Iterable[str]:
+    for rank in range(len(step.attends)):
+        attends, sends, _, merges = step.actions(rank)
+        yield " ".join(map(str, (*attends, *sends, *merges)))
+
+
+def _parse_step(line: str, t: int, world_size: int) -> Step:
+    number, *cells = (cell.strip() for cell in line.split("│"))
+    if number != str(t) or len(cells) != world_size:
+        raise ScheduleError(
+            f"line {line!r}: expected step {t} and {world_size} cells, one per rank, separated by │; "
+            f"found step {number!r} and {len(cells)} cells"
+        )
+    attends: list[list[Attend]] = [[] for _ in range(world_size)]
+    transfers, merges = [], []
+    for rank, cell in enumerate(cells):
+        for word in cell.split():
+            left, mark, right = _split(word)
+            if mark == "×":
+                attends[rank].append(Attend(_parse_blocks(left), _parse_blocks(right)))
+            elif mark == "→":
+                transfers.append(Transfer(_parse_block(left), rank, int(right)))
+            elif rank == 0:
+                merges.append(AllMerge(_parse_block(left)))
+    return Step(attends, transfers, merges)
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    for mark in "×→↔":
+        if mark in word:
+            return word.partition(mark)
+    raise ScheduleError(f"{word!r} is no action; an action is like 'q0×kv3', 'kv3→1' or 'out*↔all'")
+
+
+def _parse_blocks(text: str) -> tuple[Block, ...]:
+    return tuple(map(_parse_block, text.split(",")))
+
+
+def _parse_block(text: str) -> Block:
+    match = _BLOCK.fullmatch(text)
+    if match is None or match["kind"] not in INPUTS | SUMS:
+        raise ScheduleError(
+            f"{text!r} is no block; a block is a kind ({', '.join(sorted(INPUTS | SUMS))}), an owner (a rank or *) and "
+            "perhaps heads, like 'kv3', 'q*' or 'q1[0:4]'"
+        )
+    heads = range(int(match["start"]), int(match["stop"])) if match["start"] else None
+    return Block(match["kind"], ALL if match["owner"] == "*" else int(match["owner"]), heads)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""Which blocks see which: all that an algorithm needs to know of masks and layouts.
+
+Builders take this matrix and nothing else about positions. It is small, its hash is that of a bytes object (which
+Python keeps), and many calls share it, so schedules are cached by it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.layout import Layout
+from ringspan.mask import Mask
+from ringspan.schedule.actions import ALL, Attend, Block
+
+Matrix = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """`matrix[q, kv]`: whether any query of rank q sees any key of rank kv; column P stands for the replicated keys."""
+
+    world_size: int
+    payload: bytes
+
+    @classmethod
+    def of(cls, matrix: npt.ArrayLike) -> "Visible":
+        """From an array of shape (P, P) or, with a column for replicated keys, (P, P + 1)."""
+        given = np.asarray(matrix, dtype=np.bool_)
+        world_size = given.shape[0]
+        padded = np.zeros((world_size, world_size + 1), dtype=np.bool_)
+        padded[:, : given.shape[1]] = given
+        return cls(world_size, padded.tobytes())
+
+    @property
+    def matrix(self) -> Matrix:
+        """The (P, P + 1) array, read-only."""
+        return np.frombuffer(self.payload, dtype=np.bool_).reshape(self.world_size, self.world_size + 1)
+
+    def sees(self, q: int, kv: int) -> bool:
+        """Whether block q sees anything of block kv; either may be ALL."""
+        return bool(_bits(self).rows[q] >> self._bit(kv) & 1)
+
+    def prune(self, attend: Attend) -> Attend | None:
+        """The attend without blocks that see, or are seen by, none of the others; None if nothing is left."""
+        bits = _bits(self)
+        q_bits, kv_bits = self._set(attend.qs), self._set(attend.kvs)
+        qs = tuple(q for q in attend.qs if bits.rows[q.owner] & kv_bits)
+        kvs = tuple(kv for kv in attend.kvs if bits.columns[kv.owner] & q_bits)
+        return Attend(qs, kvs) if qs else None
+
+    def contributions(self, attend: Attend) -> Iterator[tuple[Block, int]]:
+        """Each sum the attend adds to, with the set of what is added: kv owners for out and dq, q owners for dkv.
+
+        Sets of owners are bits of an int (bit P is ALL), so that the P × P pairs of one attend cost P operations.
+        """
+        bits = _bits(self)
+        q_bits, kv_bits = self._set(attend.qs), self._set(attend.kvs)
+        backward = attend.qs[0].kind == "q_grad"
+        for q in attend.qs:
+            if seen := bits.rows[q.owner] & kv_bits:
+                yield Block("dq" if backward else "out", q.owner, q.heads), seen
+        if backward:
+            for kv in attend.kvs:
+                if seen := bits.columns[kv.owner] & q_bits:
+                    yield Block("dkv", kv.owner, kv.heads), seen
+
+    def seen_by(self, block: Block) -> int:
+        """All that a sum must hold in the end, as a set of owners like those of `contributions`."""
+        bits = _bits(self)
+        if block.kind == "dkv":
+            return bits.columns[block.owner] & ~(1 << self.world_size)
+        return bits.rows[block.owner]
+
+    def owners(self, bits: int) -> list[int]:
+        """The members of a set of owners."""
+        return [ALL if i == self.world_size else i for i in range(self.world_size + 1) if bits >> i & 1]
+
+    def _set(self, blocks: tuple[Block, ...]) -> int:
+        return sum(1 << self._bit(block.owner) for block in blocks)
+
+    def _bit(self, owner: int) -> int:
+        return owner % (self.world_size + 1)
+
+
+class _Bits(NamedTuple):
+    """The matrix by rows (kv owners each q sees) and by columns; ALL, being -1, indexes the last entry of either."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _bits(visible: Visible) -> _Bits:
+    matrix = np.vstack([visible.matrix, visible.matrix.any(axis=0)])
+    rows, columns = (
+        tuple(int.from_bytes(row.tobytes(), "little") for row in np.packbits(side, axis=1, bitorder="little"))
+        for side in (matrix, matrix.T)
+    )
+    return _Bits(rows, columns)
+
+
+@lru_cache(maxsize=256)
+def visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout) -> Visible:
+    """The matrix for queries held by `layout` and keys by `kv_layout`."""
+    return Visible.of(layout.count_pairs(mask, kv_layout) > 0)

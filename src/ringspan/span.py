@@ -1,0 +1,49 @@
+"""A run of positions: the smallest value masks and layouts both speak of.
+
+A span is strided, so that every P-th token is one span rather than thousands. It is canonical: `stop` is one past the
+last position, so two spans with the same positions are equal.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.errors import LayoutError
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The positions start, start + step, … below stop."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.step < 1:
+            raise LayoutError(
+                f"Span(start={self.start}, stop={self.stop}, step={self.step}): positions are not negative and "
+                "ascend; use start >= 0 and step >= 1"
+            )
+        length = max(0, -(-(self.stop - self.start) // self.step))
+        object.__setattr__(self, "stop", self.start + (length - 1) * self.step + 1 if length else self.start)
+        if length <= 1:
+            object.__setattr__(self, "step", 1)
+
+    def __len__(self) -> int:
+        return -(-(self.stop - self.start) // self.step)
+
+    @property
+    def last(self) -> int:
+        """The last position; the span must not be empty."""
+        return self.stop - 1
+
+    def positions(self) -> Positions:
+        """All positions, ascending."""
+        return np.arange(self.start, self.stop, self.step, dtype=np.int64)
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}" + (f":{self.step}" if self.step > 1 else "")

@@ -1,0 +1,182 @@
+"""Which rows, how many bytes, cut into which pieces: a program bound to real layouts, a mask and shapes.
+
+A schedule knows blocks by name only. Here the names get positions and sizes, once per combination and cached, so that
+running a bound program slices and sends without computing anything about masks or layouts again.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ringspan.errors import LayoutError, ShapeError
+from ringspan.layout import Layout
+from ringspan.mask import Coverage, Mask
+from ringspan.pieces import Piece, PieceKind, cut_pieces
+from ringspan.schedule import ALL, AllMerged, Arrived, Block, Do, Drop, Heads, Post, Program, Sent, Transfer
+from ringspan.span import Positions
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The sizes of q (*batch, num_heads, seq, head_dim), k and v, and of one element of them and of their sums."""
+
+    batch: Shape
+    heads: Heads
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    sum_itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be computed, whatever the algorithm: who holds what, who sees what, and how large it is."""
+
+    mask: Mask
+    layout: Layout
+    kv_layout: Layout
+    shapes: Shapes
+
+    def __post_init__(self) -> None:
+        if self.layout.world_size != self.kv_layout.world_size:
+            raise LayoutError(
+                f"layout is for {self.layout.world_size} ranks and kv_layout for {self.kv_layout.world_size}; "
+                "make both for the same group"
+            )
+        if self.mask.rows is not None and self.shapes.batch[:1] != (len(self.mask.rows),):
+            raise ShapeError(
+                f"mask has {len(self.mask.rows)} rows and q has batch dims {self.shapes.batch}; per_row takes one mask "
+                "for each row of the first batch dim"
+            )
+
+    def positions(self, block: Block) -> Positions:
+        """The positions of a block's tokens, ascending."""
+        return block_positions(self.layout, self.kv_layout, block.kind in ("kv", "dkv"), block.owner)
+
+    def block_shapes(self, block: Block) -> tuple[Shape, ...]:
+        """The shapes of a block's arrays; lse has a last dim of 1, so that all of them slice alike."""
+        dims = {
+            "q": (self.shapes.head_dim,),
+            "kv": (self.shapes.head_dim, self.shapes.v_head_dim),
+            "q_grad": (self.shapes.head_dim, self.shapes.v_head_dim, self.shapes.v_head_dim, 1),
+            "out": (self.shapes.v_head_dim, 1),
+            "dq": (self.shapes.head_dim,),
+            "dkv": (self.shapes.head_dim, self.shapes.v_head_dim),
+        }[block.kind]
+        num_heads = self.shapes.heads.num_kv_heads if block.kind in ("kv", "dkv") else self.shapes.heads.num_heads
+        if block.heads is not None:
+            num_heads = len(block.heads)
+        rows = len(self.positions(block))
+        return tuple((*self.shapes.batch, num_heads, rows, dim) for dim in dims)
+
+    def block_bytes(self, block: Block) -> int:
+        """The bytes a Transfer of the block moves: inputs in their own type, sums and lse in that of the sums."""
+        sizes = [math.prod(shape) for shape in self.block_shapes(block)]
+        if block.is_sum:
+            return sum(sizes) * self.shapes.sum_itemsize
+        lse = sizes.pop() if block.kind == "q_grad" else 0
+        return sum(sizes) * self.shapes.itemsize + lse * self.shapes.sum_itemsize
+
+    def lighter_side(self) -> Literal["kv", "q"]:
+        """The side with fewer bytes to send round the ring in the backward pass, its gradient included."""
+        kv, q = (
+            sum(self.block_bytes(Block(kind, rank)) for rank in range(self.layout.world_size) for kind in kinds)
+            for kinds in (("kv", "dkv"), ("q_grad", "dq"))
+        )
+        return "kv" if kv <= q else "q"
+
+
+class Tile(NamedTuple):
+    """A q block against a kv block: the pieces to compute, and how much of it is visible."""
+
+    q: Block
+    kv: Block
+    pieces: tuple[Piece, ...]
+    coverage: Coverage
+    pairs: int
+
+
+class Message(NamedTuple):
+    """A transfer with its size."""
+
+    transfer: Transfer
+    nbytes: int
+
+
+class Exchange(NamedTuple):
+    """A Post with sizes."""
+
+    step: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+class Compute(NamedTuple):
+    """A Do with its tiles."""
+
+    step: int
+    tiles: tuple[Tile, ...]
+
+
+BoundProgram = tuple[Exchange | Compute | Arrived | AllMerged | Sent | Drop, ...]
+
+
+@lru_cache(maxsize=1024)
+def bind(program: Program, problem: Problem) -> BoundProgram:
+    """The program with everything filled in that running it would otherwise compute."""
+
+    def messages(transfers: tuple[Transfer, ...]) -> tuple[Message, ...]:
+        return tuple(Message(transfer, problem.block_bytes(transfer.block)) for transfer in transfers)
+
+    def bound(instruction: object) -> object:
+        match instruction:
+            case Post(step, sends, receives):
+                return Exchange(step, messages(sends), messages(receives))
+            case Do(step, attend):
+                pairs = [(q, kv) for q in attend.qs for kv in attend.kvs]
+                tiles = [_tile(problem, q, kv) for q, kv in pairs]
+                return Compute(step, tuple(tile for tile in tiles if tile.coverage is not Coverage.EMPTY))
+        return instruction
+
+    return tuple(map(bound, program))  # type: ignore[arg-type]
+
+
+def _tile(problem: Problem, q: Block, kv: Block) -> Tile:
+    pieces = _pieces(problem.mask, problem.layout, problem.kv_layout, q.owner, kv.owner)
+    pairs = sum(_num_pairs(piece) for piece in pieces)
+    num_rows = len(problem.mask.rows) if problem.mask.rows is not None else 1
+    whole = len(problem.positions(q)) * len(problem.positions(kv)) * num_rows
+    coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
+    return Tile(q, kv, pieces, coverage, pairs)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(mask: Mask, layout: Layout, kv_layout: Layout, q_owner: int, kv_owner: int) -> tuple[Piece, ...]:
+    return cut_pieces(
+        mask,
+        block_positions(layout, kv_layout, False, q_owner),
+        block_positions(layout, kv_layout, True, kv_owner),
+    )
+
+
+def _num_pairs(piece: Piece) -> int:
+    """Visible pairs of a piece, over all batch rows it stands for."""
+    num_rows = len(piece.rows) if piece.rows is not None else 1
+    height, width = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
+    if piece.kind is PieceKind.CAUSAL:
+        return num_rows * height * (height + 1) // 2
+    visible = height * width if piece.allowed is None else int(np.count_nonzero(piece.allowed))
+    return num_rows * visible
+
+
+@lru_cache(maxsize=4096)
+def block_positions(layout: Layout, kv_layout: Layout, is_kv: bool, owner: int) -> Positions:
+    """A rank's queries include the replicated ones; its keys do not, since those are a block of their own (ALL)."""
+    if owner == ALL:
+        return (kv_layout if is_kv else layout).replicated_positions()
+    return kv_layout.own_positions(owner) if is_kv else layout.positions(owner)
