@@ -44,7 +44,7 @@ def ring_attention_simulate(
 
 
 class RingCosts(TypedDict):
-    """What ring attention takes of each GPU, and what travels."""
+    """What ring attention takes of each GPU, and what travels. A ring step is one hop of K and V."""
 
     chunk_length: int
     ring_steps: int
@@ -85,7 +85,7 @@ def ring_attention_context_parallel(
     memory, total_comm = 3 * chunk_tensor, 2 * chunk_tensor * (gpus - 1)
     return RingCosts(
         chunk_length=chunk,
-        ring_steps=gpus,
+        ring_steps=gpus - 1,
         memory_per_gpu_bytes=memory,
         memory_per_gpu_mb=round(memory / _MB, 2),
         full_kv_memory_bytes=2 * tensor,

@@ -167,7 +167,8 @@ def _pieces(mask: Mask, layout: Layout, kv_layout: Layout, q_owner: int, kv_owne
 def _num_pairs(piece: Piece) -> int:
     """Visible pairs of a piece, over all batch rows it stands for."""
     num_rows = len(piece.rows) if piece.rows is not None else 1
-    height, width = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
+    height: int = piece.q.stop - piece.q.start
+    width: int = piece.kv.stop - piece.kv.start
     if piece.kind is PieceKind.CAUSAL:
         return num_rows * height * (height + 1) // 2
     visible = height * width if piece.allowed is None else int(np.count_nonzero(piece.allowed))
