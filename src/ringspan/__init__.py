@@ -1,8 +1,11 @@
 """Ringspan: exact attention over sequences longer than one device can hold.
 
 Masks and layouts say who sees whom and who holds what; `simulate_attention` runs any algorithm on NumPy arrays in one
-process. What is imported here needs no torch.
+process, `attention` on the ranks of a group. Only what needs torch is loaded when it is first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ringspan.algorithms import Mesh, build_decode, build_schedule
 from ringspan.balance import balanced
@@ -15,16 +18,31 @@ from ringspan.errors import (
     TransportError,
     UnsupportedError,
 )
-from ringspan.layout import Layout, Work, contiguous, striped, zigzag
+from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Coverage, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 from ringspan.schedule import Heads, Schedule, Visible, format_schedule, parse_schedule, validate, visible_blocks
 from ringspan.simulate import Gradients, RankStep, Simulation, simulate_attention
 from ringspan.span import Span
 from ringspan.teaching import ring_attention_context_parallel, ring_attention_simulate
+from ringspan.work import Work
+
+if TYPE_CHECKING:
+    from ringspan.call import Attention, attention
+    from ringspan.collectives import gather, shard
+    from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
 
+_NEED_TORCH = {
+    "Attention": "ringspan.call",
+    "attention": "ringspan.call",
+    "gather": "ringspan.collectives",
+    "run_in_process": "ringspan.transports.in_process",
+    "shard": "ringspan.collectives",
+}
+
 __all__ = [
+    "Attention",
     "Coverage",
     "Gradients",
     "Heads",
@@ -45,6 +63,7 @@ __all__ = [
     "Visible",
     "Work",
     "__version__",
+    "attention",
     "balanced",
     "build_decode",
     "build_schedule",
@@ -54,11 +73,14 @@ __all__ = [
     "format_schedule",
     "frame_causal",
     "full",
+    "gather",
     "parse_schedule",
     "per_row",
     "prefix",
     "ring_attention_context_parallel",
     "ring_attention_simulate",
+    "run_in_process",
+    "shard",
     "simulate_attention",
     "sliding_window",
     "striped",
@@ -66,3 +88,16 @@ __all__ = [
     "visible_blocks",
     "zigzag",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
+    try:
+        return getattr(import_module(_NEED_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
+        ) from None

@@ -24,8 +24,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.layout import BandedMask, Counts, Layout, Work, contiguous, near_equal_cuts, zigzag
+from ringspan.layout import Layout, contiguous, near_equal_cuts, zigzag
 from ringspan.span import Positions, Span
+from ringspan.work import BandedMask, Counts, Work
 
 SMALLEST_BLOCK = 128  # tokens
 BLOCKS_PER_RANK = (64, 128)  # the second only if the first is not good
@@ -35,6 +36,7 @@ NUM_STARTS = 2  # deals to search from
 SAMPLE = 16  # blocks of a rank to look at together: many quick steps beat few best ones
 SEARCH_BUDGET = 40_000_000  # step times evaluated per search
 MOST_BLOCKS = 4096  # to search; the block × block counts then take 128 MiB
+EXACT_BITS = 28  # all pairs, scaled down to this, can be squared and multiplied by 64 ranks in int64
 
 Owners = npt.NDArray[np.intp]  # (num_blocks,): the rank of each block
 
@@ -86,14 +88,15 @@ def _candidates(
     for edges in (whole, regions) if regions != whole else (whole,):
         ends, places = _cut(edges, world_size, align, block)
         for owners in _deals(places, np.diff(ends), world_size):
-            deals.append(_candidate(mask, ends, owners, world_size))
+            deals += [_candidate(mask, ends, owners, world_size)]
     deals.sort(key=lambda deal: deal.imbalance)
     for deal in deals[:NUM_STARTS]:
         if deal.imbalance <= GOOD or len(deal.owners) > MOST_BLOCKS:
             yield deal
         else:
             owners = _improve(_block_work(mask, deal.ends), np.diff(deal.ends), deal.owners, world_size)
-            yield _candidate(mask, deal.ends, owners, world_size)
+            improved = _candidate(mask, deal.ends, owners, world_size)
+            yield min(deal, improved, key=lambda one: one.imbalance)
 
 
 def _candidate(mask: HashableMask, ends: list[int], owners: Owners, world_size: int) -> _Candidate:
@@ -162,10 +165,16 @@ def _block_work(mask: HashableMask, ends: list[int]) -> Counts:
 
 
 class _Deal:
-    """A deal of blocks, with the sums that tell what a swap of two blocks would change."""
+    """A deal of blocks, with the sums that tell what a swap of two blocks would change.
+
+    What falls with every swap is the unevenness, the sum over steps of the standard deviation over ranks (times
+    world_size). The time itself, a sum of maxima, is no guide: few swaps lower a maximum, though many prepare it.
+    """
 
     def __init__(self, work: Counts, owners: Owners, world_size: int) -> None:
         self.work, self.owners = work, owners.copy()
+        self.shift = max(0, int(work.sum()).bit_length() - EXACT_BITS)
+        # (num_blocks, world_size): pairs of the block's queries with a rank's keys, and of the block's keys with its queries
         self.rows = np.stack([work[:, owners == rank].sum(axis=1) for rank in range(world_size)], axis=1)
         self.cols = np.stack([work[owners == rank].sum(axis=0) for rank in range(world_size)], axis=1)
         self.pairs = np.zeros((world_size, world_size), np.int64)
@@ -178,6 +187,8 @@ class _Deal:
             self.pairs[:, rank] = self.cols[self.owners == rank].sum(axis=0)
         self.steps = Work(self.pairs).per_step
         self.time = int(self.steps.max(axis=1).sum())
+        scaled = self.steps >> self.shift
+        self.unevenness = int(self._unevenness(scaled.sum(axis=1), (scaled**2).sum(axis=1)))
 
     def swap(self, i: int, j: int) -> None:
         """Exchange the owners of blocks i and j."""
@@ -188,16 +199,13 @@ class _Deal:
             sums[:, b] -= change
         self.sum_up((a, b))
 
-    def times(self, a: int, b: int, i: Owners, j: Owners) -> Counts:
-        """(len(i), len(j)): the time if a block i of rank a and a block j of rank b changed places.
+    def unevenness_after(self, a: int, b: int, i: Owners, j: Owners) -> Counts:
+        """(len(i), len(j)): the unevenness if a block i of rank a and a block j of rank b changed places.
 
         With d = e_i - e_j and u = e_b - e_a the pairs become W + u (dᵀ w A) + (Aᵀ w d) uᵀ + (dᵀ w d) u uᵀ: only the
-        rows and columns of a and b change, four entries in every step.
+        rows and columns of a and b change, at most four entries in every step.
         """
         ranks = np.arange(len(self.pairs))
-        rest = self.steps.copy()
-        for rank in (a, b):
-            rest[:, rank] = rest[ranks, (ranks + rank) % len(ranks)] = 0
         d_row = self.rows[i][:, None] - self.rows[j]
         d_col = self.cols[i][:, None] - self.cols[j]
         own = self.work.diagonal()
@@ -205,17 +213,25 @@ class _Deal:
         row_a, row_b = self.pairs[a] - d_row, self.pairs[b] + d_row
         col_a, col_b = self.pairs[:, a] - d_col, self.pairs[:, b] + d_col
         row_a[..., a] += d_both - d_col[..., a]
-        row_b[..., b] += d_both + d_col[..., b]
         row_a[..., b] += d_col[..., a] - d_both
         row_b[..., a] -= d_col[..., b] + d_both
-        col_a[..., a], col_a[..., b] = row_a[..., a], row_b[..., a]
-        col_b[..., b], col_b[..., a] = row_b[..., b], row_a[..., b]
-        top = np.maximum(row_a[..., (a - ranks) % len(ranks)], row_b[..., (b - ranks) % len(ranks)])
-        np.maximum(top, col_a[..., (a + ranks) % len(ranks)], out=top)
-        np.maximum(top, col_b[..., (b + ranks) % len(ranks)], out=top)
-        np.maximum(top, rest.max(axis=1), out=top)
-        times: Counts = top.sum(axis=-1)
-        return times
+        row_b[..., b] += d_both + d_col[..., b]
+        for col in (col_a, col_b):
+            col[..., [a, b]] = 0  # counted with the rows
+        rest = self.steps >> self.shift
+        for rank in (a, b):
+            rest[:, rank] = rest[ranks, (ranks + rank) % len(ranks)] = 0
+        total, squares = rest.sum(axis=1), (rest**2).sum(axis=1)
+        for rank, row, col in ((a, row_a, col_a), (b, row_b, col_b)):
+            for entries in (row[..., (rank - ranks) % len(ranks)], col[..., (rank + ranks) % len(ranks)]):
+                entries >>= self.shift
+                total = total + entries
+                squares = squares + entries**2
+        return self._unevenness(total, squares)
+
+    def _unevenness(self, total: Counts, squares: Counts) -> Counts:
+        """Of the sums over ranks in every step (last axis); only integers are summed, so all machines agree."""
+        return np.sqrt(len(self.pairs) * squares - total**2).astype(np.int64).sum(axis=-1)
 
     def hottest_pairs(self) -> Iterator[tuple[int, int]]:
         """All pairs of ranks, those first that hold up the most steps, as holder of the queries or of the keys."""
@@ -229,7 +245,7 @@ class _Deal:
 
 
 def _improve(work: Counts, tokens: Counts, owners: Owners, world_size: int) -> Owners:
-    """Swap blocks between two ranks while that shortens the time and keeps the token counts within their range."""
+    """Swap blocks between two ranks while that evens the steps and keeps the token counts within their range."""
     deal = _Deal(work, owners, world_size)
     held = np.array([tokens[owners == rank].sum() for rank in range(world_size)])
     least, most = held.min(), held.max()
@@ -247,10 +263,10 @@ def _improve(work: Counts, tokens: Counts, owners: Owners, world_size: int) -> O
             moved = tokens[i][:, None] - tokens[j]
             legal = (held[a] - moved >= least) & (held[a] - moved <= most)
             legal &= (held[b] + moved >= least) & (held[b] + moved <= most)
-            times = np.where(legal, deal.times(a, b, i, j), deal.time)
-            spent += times.size * world_size
-            best = np.unravel_index(times.argmin(), times.shape)
-            if times[best] < deal.time:
+            after = np.where(legal, deal.unevenness_after(a, b, i, j), deal.unevenness)
+            spent += after.size * world_size
+            best = np.unravel_index(after.argmin(), after.shape)
+            if after[best] < deal.unevenness:
                 held[[a, b]] += np.array([-1, 1]) * moved[best]
                 deal.swap(i[best[0]], j[best[1]])
                 idle_sweeps = 0

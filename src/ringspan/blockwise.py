@@ -1,7 +1,10 @@
 """Attention of one piece in NumPy: online softmax, block by block, exact to rounding.
 
-This is the arithmetic the simulator gives to the executor. Nothing larger than one block of scores is ever made. A sum
-is a tuple of arrays (..., heads, seq, dim): ("out": out, lse), ("dq": dq), ("dkv": dk, dv); lse has a last dim of 1.
+This is the arithmetic the simulator gives to the executor. Beside its arguments it holds, for each head, a few arrays
+of Q_ROWS × KV_ROWS scores and of Q_ROWS rows, however long the sequence is. A sum is a tuple of arrays
+(..., heads, seq, dim): ("out": out, lse), ("dq": dq), ("dkv": dk, dv); lse has a last dim of 1.
+
+NaN and infinity are legal input: they reach the rows that see them, without a warning, and no others.
 """
 
 from collections.abc import Iterator
@@ -18,14 +21,14 @@ from ringspan.tiles import Shape
 
 Array = npt.NDArray[np.floating]
 
-Q_ROWS = 512
+# Small enough for the scores to stay in a core's cache, large enough for the calls not to count.
+Q_ROWS = 256
 KV_ROWS = 512
 
 
 class _Cell(NamedTuple):
-    """One block of scores: rows, columns, and the part of the mask that falls on it (None: all visible)."""
+    """One block of scores: its keys, and the part of the mask that falls on it (None: all visible)."""
 
-    q: slice
     kv: slice
     allowed: Allowed | None
 
@@ -44,6 +47,7 @@ class Blockwise:
             value[1].fill(-np.inf)
         return value
 
+    @np.errstate(all="ignore")
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place; partial attention is weighed by its share of the softmax."""
         if block.kind != "out":
@@ -54,88 +58,96 @@ class Blockwise:
         peak = _finite(np.maximum(lse, part_lse))
         weight, part_weight = np.exp(lse - peak), np.exp(part_lse - peak)
         total = weight + part_weight
-        share = np.divide(part_weight, total, out=np.zeros_like(total), where=total != 0)
-        out += share * (part_out - out)
-        with np.errstate(divide="ignore"):
-            lse[...] = peak + np.log(total)
+        lse[...] = peak + np.log(total)
+        total[total == 0] = 1
+        out *= weight / total
+        out += part_weight / total * part_out
 
+    @np.errstate(all="ignore")
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value) -> None:
         """Forward: take the piece's keys into the running (out, lse) of its queries."""
-        for (q_rows,), kv_rows, (out_rows, lse_rows) in _batches(piece, q, kv, out):
-            keys, values = _by_group(kv_rows, 1)
-            group = q_rows.shape[-3] // keys.shape[-4]
-            (queries,), (sums, lses) = _by_group((q_rows,), group), _by_group((out_rows, lse_rows), group)
-            for cells in _rows_of_cells(piece):
-                rows = piece_rows(piece.q, cells[0].q)
-                block = np.asarray(queries[..., rows, :], self.dtype) * self.scale
-                state = _Running(sums[..., rows, :], lses[..., rows, :])
-                for cell in cells:
-                    columns = piece_rows(piece.kv, cell.kv)
-                    state.take(block, keys[..., columns, :], values[..., columns, :], cell.allowed)
-                sums[..., rows, :], lses[..., rows, :] = state.normalised()
-
-    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
-        """Backward: add the piece's share of dq, dk and dv, given the merged out and lse of its queries."""
-        for q_rows, kv_rows, sums in _batches(piece, q_grad, kv, (*dq, *dkv)):
-            keys, values = _by_group(kv_rows, 1)
-            group = q_rows[0].shape[-3] // keys.shape[-4]
-            queries, douts, outs, lses = _by_group(q_rows, group)
-            (dqs,), (dks, dvs) = _by_group(sums[:1], group), _by_group(sums[1:], 1)
-            for cells in _rows_of_cells(piece):
-                rows = piece_rows(piece.q, cells[0].q)
-                block, dout = (np.asarray(x[..., rows, :], self.dtype) for x in (queries, douts))
-                delta = (dout * outs[..., rows, :]).sum(axis=-1, keepdims=True)
-                lse = lses[..., rows, :]
-                for cell in cells:
-                    columns = piece_rows(piece.kv, cell.kv)
+        for queries, keys, values, outs, lses in _batches(piece, *q, *kv, *out):
+            group = queries.shape[-3] // keys.shape[-3]
+            for rows, cells in _rows_of_cells(piece, group):
+                block, *sums = (self._fold(x[..., rows, :], group) for x in (queries, outs, lses))
+                block = block * self.scale
+                running = _Running(*sums)
+                for columns, allowed in cells:
                     k, v = (np.asarray(x[..., columns, :], self.dtype) for x in (keys, values))
-                    scores = self.scale * (block @ k.swapaxes(-1, -2))
-                    if cell.allowed is not None:
-                        scores = np.where(cell.allowed, scores, -np.inf)
-                    # A query that sees no key has lse = -inf; its probabilities are 0, not exp(inf).
-                    weights = np.exp(scores - np.where(np.isneginf(lse), np.inf, lse))
-                    dscores = weights * (dout @ v.swapaxes(-1, -2) - delta) * self.scale
-                    dqs[..., rows, :] += dscores @ k
-                    dks[..., columns, :] += (dscores.swapaxes(-1, -2) @ block).sum(axis=-3, keepdims=True)
-                    dvs[..., columns, :] += (weights.swapaxes(-1, -2) @ dout).sum(axis=-3, keepdims=True)
+                    running.take(block @ k.swapaxes(-1, -2), v, allowed)
+                for total, result in zip((outs, lses), running.normalised(), strict=True):
+                    view = total[..., rows, :]
+                    view[...] = result.reshape(view.shape)
+
+    @np.errstate(all="ignore")
+    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
+        """Backward: add the piece's share of dq, dk and dv, given the merged out and lse of its queries.
+
+        With s = scale · q kᵀ: dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k, dk = dsᵀ (scale · q).
+        """
+        for queries, douts, outs, lses, keys, values, dqs, dks, dvs in _batches(piece, *q_grad, *kv, *dq, *dkv):
+            group = queries.shape[-3] // keys.shape[-3]
+            for rows, cells in _rows_of_cells(piece, group):
+                block, dout, out, lse = (self._fold(x[..., rows, :], group) for x in (queries, douts, outs, lses))
+                block = block * self.scale
+                delta = (dout * out).sum(axis=-1, keepdims=True)
+                # A query that sees no key has lse = -inf; its probabilities are 0, not exp(inf).
+                lse = np.where(np.isneginf(lse), np.inf, lse)
+                block_dq = dqs[..., rows, :]
+                for columns, allowed in cells:
+                    k, v = (np.asarray(x[..., columns, :], self.dtype) for x in (keys, values))
+                    probs = block @ k.swapaxes(-1, -2)
+                    np.exp(np.subtract(probs, lse, out=probs), out=probs)
+                    dscores = dout @ v.swapaxes(-1, -2)
+                    dscores -= delta
+                    dscores *= probs
+                    if allowed is not None:
+                        for hidden in (probs, dscores):
+                            np.copyto(hidden, 0, where=~allowed)
+                    seen_by = None if allowed is None else allowed.T
+                    block_dq += self.scale * _product(dscores, k, allowed).reshape(block_dq.shape)
+                    dks[..., columns, :] += _product(dscores.swapaxes(-1, -2), block, seen_by)
+                    dvs[..., columns, :] += _product(probs.swapaxes(-1, -2), dout, seen_by)
+
+    def _fold(self, x: Array, group: int) -> Array:
+        """(..., heads, seq, dim) to (..., KV heads, group · seq, dim): the heads of a group share keys, so they are rows."""
+        *batch, heads, rows, dim = x.shape
+        return np.asarray(x, self.dtype).reshape(*batch, heads // group, group * rows, dim)
 
 
 class _Running:
     """Online softmax of some queries: the largest score so far, the sum of weights relative to it, and their values."""
 
     def __init__(self, out: Array, lse: Array) -> None:
-        self.peak = lse.copy()
-        self.total = np.where(np.isneginf(lse), 0, 1).astype(lse.dtype)
+        self.peak = lse
+        self.total = np.exp(lse - _finite(lse))
         self.out = out.copy()
 
-    def take(self, q: Array, k: Array, v: Array, allowed: Allowed | None) -> None:
-        scores = q @ np.asarray(k, q.dtype).swapaxes(-1, -2)
+    def take(self, scores: Array, v: Array, allowed: Allowed | None) -> None:
         if allowed is not None:
-            scores = np.where(allowed, scores, -np.inf)
+            np.copyto(scores, -np.inf, where=~allowed)
         peak = np.maximum(self.peak, scores.max(axis=-1, keepdims=True))
         base = _finite(peak)
-        np.exp(np.subtract(scores, base, out=scores), out=scores)
+        weights = np.exp(np.subtract(scores, base, out=scores), out=scores)
         decay = np.exp(self.peak - base)
-        self.total = self.total * decay + scores.sum(axis=-1, keepdims=True)
+        self.total = self.total * decay + weights.sum(axis=-1, keepdims=True)
         self.out *= decay
-        self.out += _weighted(scores, np.asarray(v, q.dtype), allowed)
+        self.out += _product(weights, v, allowed)
         self.peak = peak
 
     def normalised(self) -> tuple[Array, Array]:
-        with np.errstate(divide="ignore"):
-            lse = _finite(self.peak) + np.log(self.total)
-        return np.divide(self.out, self.total, out=np.zeros_like(self.out), where=self.total != 0), lse
+        lse = _finite(self.peak) + np.log(self.total)
+        return self.out / np.where(self.total == 0, 1, self.total), lse
 
 
-def _weighted(weights: Array, v: Array, allowed: Allowed | None) -> Array:
-    """The product weights @ v, where a NaN or infinity in v reaches only the queries that see it (0 · NaN is NaN)."""
-    if allowed is None or np.isfinite(v).all():
-        return weights @ v
-    broken = ~np.isfinite(v).min(axis=(*range(v.ndim - 2), -1))
-    total = weights @ np.where(broken[:, None], 0, v)
-    for column in np.flatnonzero(broken):
-        seen = np.broadcast_to(allowed, weights.shape)[..., column, None]
-        total += np.where(seen, weights[..., column, None] * v[..., column, None, :], 0)
+def _product(weights: Array, x: Array, allowed: Allowed | None) -> Array:
+    """weights @ x, where a NaN or infinity in a row of x stays away from those not allowed to see it (0 · NaN is NaN)."""
+    if allowed is None or np.isfinite(x).all():
+        return weights @ x
+    broken = ~np.isfinite(x).all(axis=(*range(x.ndim - 2), -1))
+    total = weights @ np.where(broken[:, None], 0, x)
+    for row in np.flatnonzero(broken):
+        total += np.where(allowed[:, row, None], weights[..., row, None] * x[..., row, None, :], 0)
     return total
 
 
@@ -144,22 +156,17 @@ def _finite(peak: Array) -> Array:
     return np.where(np.isneginf(peak), 0, peak)
 
 
-def _batches(piece: Piece, *values: Value) -> Iterator[tuple[Value, ...]]:
-    """Views of the values for each batch row the piece stands for, or of all of them at once."""
+def _batches(piece: Piece, *arrays: Array) -> Iterator[tuple[Array, ...]]:
+    """Views of the arrays for each batch row the piece stands for, or all of them at once."""
     if piece.rows is None:
-        yield values
+        yield arrays
         return
     for row in piece.rows:
-        yield tuple(tuple(x[row : row + 1] for x in value) for value in values)
+        yield tuple(x[row : row + 1] for x in arrays)
 
 
-def _by_group(value: Value, group: int) -> Value:
-    """(..., heads, seq, dim) to (..., KV heads, group, seq, dim); a view, since only the head axis is split."""
-    return tuple(x.reshape(*x.shape[:-3], x.shape[-3] // group, group, *x.shape[-2:]) for x in value)
-
-
-def _rows_of_cells(piece: Piece) -> Iterator[list[_Cell]]:
-    """The piece in blocks of scores, one list for each block of queries; invisible blocks are left out."""
+def _rows_of_cells(piece: Piece, group: int) -> Iterator[tuple[slice, list[_Cell]]]:
+    """The piece in blocks of scores: some rows of the tile and the cells they see, masks repeated for each head."""
     height, width = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
     is_causal = piece.kind is PieceKind.CAUSAL
     for top in range(0, height, Q_ROWS):
@@ -171,10 +178,7 @@ def _rows_of_cells(piece: Piece) -> Iterator[list[_Cell]]:
             allowed = piece.allowed[top:bottom, left:right] if piece.allowed is not None else None
             if is_causal and right > top + 1:
                 allowed = np.arange(left, right) <= np.arange(top, bottom)[:, None]
-            cells.append(_Cell(slice(top, bottom), slice(left, right), allowed))
-        yield cells
-
-
-def piece_rows(piece: slice, cell: slice) -> slice:
-    """A cell's rows or columns as offsets into the tile."""
-    return slice(piece.start + cell.start, piece.start + cell.stop)
+            if allowed is not None:
+                allowed = np.tile(allowed, (group, 1))
+            cells.append(_Cell(slice(piece.kv.start + left, piece.kv.start + right), allowed))
+        yield slice(piece.q.start + top, piece.q.start + bottom), cells

@@ -44,7 +44,10 @@ class Wire(Protocol):
         """Wait for a message posted in that step."""
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Wait until a message has left; its buffer may then be used again."""
+        """Wait until a message has left."""
+
+    def release(self, value: Value, /) -> None:
+        """A received value is no longer needed; its buffers may be used again."""
 
 
 class Event(NamedTuple):
@@ -86,12 +89,13 @@ class RankState:
             return view_heads(self._begun(block.whole), block.heads)
         return self._begun(block)
 
-    def add(self, block: Block, part: Value) -> None:
-        """Merge an arrived part into this rank's."""
+    def add(self, block: Block, part: Value) -> bool:
+        """Merge an arrived part into this rank's; False if it was kept as this rank's, since there was none yet."""
         if block.owner != self.rank and block not in self.sums:
             self.sums[block] = part
-        else:
-            self.arithmetic.merge(block, self.sum(block), part)
+            return False
+        self.arithmetic.merge(block, self.sum(block), part)
+        return True
 
     def take(self, block: Block) -> Value:
         """What a message carries: a copy of an input's name, or all of a sum's part, which is then begun anew."""
@@ -136,17 +140,17 @@ def execute(
                 value = wire.receive(posted, transfer)
                 block = transfer.block
                 note(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
-                if block.is_sum:
-                    state.add(block, value)
-                else:
+                if not block.is_sum:
                     state.inputs[block] = value
+                elif state.add(block, value):
+                    wire.release(value)
             case AllMerged(posted, block):
                 _merge_all(posted, block, state, wire)
                 note(Event(rank, step, "merge", (block,)))
             case Sent(posted, transfer):
                 wire.sent(posted, transfer)
             case Drop(block):
-                del state.inputs[block]
+                wire.release(state.inputs.pop(block))
                 note(Event(rank, step, "drop", (block,)))
 
 
@@ -186,6 +190,8 @@ def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     for peer in range(state.problem.layout.world_size):
         part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
         state.arithmetic.merge(block, total, part)
+        if peer != state.rank:
+            wire.release(part)
     if block in state.sums:
         state.arithmetic.merge(block, total, state.sums[block])
     state.sums[block] = total

@@ -7,61 +7,21 @@ query × key matrix, so that a million tokens take about a second.
 """
 
 import functools
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.span import Positions, Span
+from ringspan.work import BandedMask, Counts, Work, count_pairs
 
 Array = TypeVar("Array")  # a NumPy array or a tensor
-Counts = npt.NDArray[np.int64]
 
 SHOWN = 4  # ranks and spans per rank in a printed layout
-
-
-class BandedMask(Protocol):
-    """What this module needs of a mask: per query row, intervals [lo, hi) of visible positions."""
-
-    @property
-    def rows(self) -> "Sequence[BandedMask] | None":
-        """One mask per batch row, or None if all rows share this one."""
-
-    def bands(self, q_positions: Positions, /) -> Sequence[tuple[Positions, Positions]]:
-        """The (lo, hi) of every band, one entry per query."""
-
-
-class Work(NamedTuple):
-    """How many (query, key) pairs each rank attends, and against whose keys.
-
-    `pairs` is (world_size, world_size): [q rank, kv owner], summed over the rows of a per_row mask. Replicated keys
-    count to the rank that reads them; replicated queries count on every rank, since every rank computes them.
-    """
-
-    pairs: Counts
-
-    @property
-    def per_rank(self) -> Counts:
-        """(world_size,): all pairs of each q rank."""
-        per_rank: Counts = self.pairs.sum(axis=1)
-        return per_rank
-
-    @property
-    def per_step(self) -> Counts:
-        """(world_size, world_size): [step t, rank r], the pairs of r with the keys of (r - t) mod P, met at step t."""
-        ranks = np.arange(len(self.pairs))
-        return np.take_along_axis(self.pairs, (ranks[:, None] - ranks) % len(ranks), axis=1).T
-
-    @property
-    def imbalance(self) -> float:
-        """Time over ideal time of a ring that waits for its busiest rank at every step; 1.0 is perfect."""
-        total = int(self.pairs.sum())
-        busiest = int(self.per_step.max(axis=1).sum())
-        return busiest * len(self.pairs) / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -104,6 +64,11 @@ class Layout:
             ranks.append("…")
         copies = f"; replicated {_format_spans(self.replicated)}" if self.replicated else ""
         return f"<Layout of {self.num_positions} positions on {self.world_size} ranks: {' | '.join(ranks)}{copies}>"
+
+    def fingerprint(self) -> str:
+        """A text short enough to read, the same on every machine, and different for different layouts."""
+        spans = repr((self.spans_by_rank, self.replicated)).encode()
+        return f"{self!r} #{hashlib.blake2b(spans, digest_size=8).hexdigest()}"
 
     @property
     def world_size(self) -> int:
@@ -184,22 +149,15 @@ class Layout:
         pairs[np.diag_indices_from(pairs)] += counts[:, -1]
         return Work(pairs)
 
-    def count_pairs(self, mask: BandedMask, kv_layout: "Layout") -> npt.NDArray[np.int64]:
+    def count_pairs(self, mask: BandedMask, kv_layout: "Layout") -> Counts:
         """(world_size, world_size + 1): visible pairs [q rank, kv owner]; the last column is the replicated keys."""
         if kv_layout.world_size != self.world_size:
             raise LayoutError(
                 f"kv_layout.world_size={kv_layout.world_size}: queries and keys are on the same ranks; "
                 f"use a layout for {self.world_size}"
             )
-        keys = _KeyRuns.of(kv_layout)
-        masks = (mask,) if mask.rows is None else mask.rows
-        counts = np.zeros((self.world_size, self.world_size + 1), np.int64)
-        for rank in range(self.world_size):
-            q_positions = self.positions(rank)
-            for one in masks:
-                lo, hi = _disjoint(one.bands(q_positions), len(q_positions))
-                counts[rank] += keys.count_below(hi) - keys.count_below(lo)
-        return counts
+        queries = [self.positions(rank) for rank in range(self.world_size)]
+        return count_pairs(mask, queries, (*kv_layout.spans_by_rank, kv_layout.replicated))
 
     def _spans(self, rank: int) -> tuple[Span, ...]:
         if not 0 <= rank < self.world_size:
@@ -347,57 +305,3 @@ def _rows(layout: Layout, rank: int) -> slice | Positions:
     index = np.searchsorted(everything, held)
     first, stop = int(index[0]), int(index[-1]) + 1
     return slice(first, stop) if stop - first == len(index) else index
-
-
-def _disjoint(bands: Sequence[tuple[Positions, Positions]], num_rows: int) -> tuple[Positions, Positions]:
-    """The union of the bands as intervals that do not meet within a row: all lo and all hi, in no particular order."""
-    if not bands:
-        return np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    lo = np.stack([band_lo for band_lo, _ in bands])
-    hi = np.maximum(lo, np.stack([band_hi for _, band_hi in bands]))
-    if len(bands) > 1:
-        order = lo.argsort(axis=0, kind="stable")
-        lo, hi = np.take_along_axis(lo, order, 0), np.take_along_axis(hi, order, 0)
-        reached = np.maximum.accumulate(hi, axis=0)
-        lo[1:] = np.maximum(lo[1:], reached[:-1])  # what earlier bands of the row cover is not counted again
-        hi = np.maximum(lo, hi)
-    return lo.ravel(), hi.ravel()
-
-
-class _KeyRuns(NamedTuple):
-    """The keys as runs that do not overlap, ascending, so that counts per owner are sums over runs.
-
-    A strided span becomes runs of one position each. Replicated keys are owner `world_size`.
-    """
-
-    start: Positions
-    length: Counts
-    by_owner: npt.NDArray[np.intp]  # runs sorted by owner
-    owner_ends: npt.NDArray[np.intp]  # (world_size + 2,): where each owner's runs begin in by_owner, and the end
-
-    @classmethod
-    def of(cls, layout: Layout) -> "_KeyRuns":
-        groups = (*layout.spans_by_rank, layout.replicated)
-        spans = [span for group in groups for span in group]
-        runs_of_span = np.array([1 if span.step == 1 else len(span) for span in spans], np.intp)
-        lengths = np.array([len(span) if span.step == 1 else 1 for span in spans], np.int64)
-        starts = [np.array([span.start]) if span.step == 1 else span.positions() for span in spans]
-        owners = np.repeat(np.repeat(np.arange(len(groups)), [len(group) for group in groups]), runs_of_span)
-        start, length = np.concatenate([_positions([]), *starts]), np.repeat(lengths, runs_of_span)
-        order = start.argsort(kind="stable")
-        by_owner = owners[order].argsort(kind="stable")
-        owner_ends = np.searchsorted(owners, np.arange(len(groups) + 1))
-        return cls(start[order], length[order], by_owner, owner_ends)
-
-    def count_below(self, ends: Positions) -> Counts:
-        """(world_size + 1,): summed over `ends`, how many keys of each owner are below the end."""
-        runs_below = np.searchsorted(self.start, ends)
-        ends_in = np.bincount(runs_below, minlength=len(self.start) + 1)
-        ends_past = ends_in[::-1].cumsum()[::-1][1:]  # [run]: ends beyond the start of the run
-        inside = runs_below > 0
-        last = runs_below[inside] - 1
-        # Every run that begins below an end counts whole, but for what sticks out of the last one.
-        counts = self.length * ends_past
-        np.subtract.at(counts, last, np.maximum(self.start[last] + self.length[last] - ends[inside], 0))
-        sums = np.concatenate([np.zeros(1, np.int64), counts[self.by_owner].cumsum()])
-        return np.diff(sums[self.owner_ends])

@@ -96,7 +96,7 @@ class Mask(ABC):
             raise MaskError(f"{found}: positions are integers in one dimension; see Span(0, 8).positions()")
         if array.size and array.min() < 0:
             raise MaskError(f"{name} contains {array.min()}: positions count from 0; shift them")
-        self._check_known(name, int(array.max(initial=-1)) + 1)
+        self._check_known(name, int(array.max()) + 1 if array.size else 0)
         return array.astype(np.int64, copy=False)
 
     @abstractmethod

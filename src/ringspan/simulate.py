@@ -19,7 +19,7 @@ from ringspan.execute import Event, RankState, Value, execute
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer, compile_rank, validate, visible_blocks
-from ringspan.tiles import Message, Problem, Shapes, bind
+from ringspan.tiles import Message, Problem, Shapes, bind, local_rows
 
 Array = npt.NDArray[np.floating]
 
@@ -160,7 +160,7 @@ def _simulate_backward(forward: Simulation, dout: Array, schedule: Schedule) -> 
         if rank > 0 and layout.replicated:
             # Every rank computes the replicated queries, but their gradient is to count once.
             arrays[1] = arrays[1].copy()
-            arrays[1][..., np.isin(layout.positions(rank), layout.replicated_positions()), :] = 0
+            arrays[1][..., local_rows(layout, rank).replicated, :] = 0
         return {Block("q_grad", rank): tuple(map(_with_heads, arrays))} | _kv_inputs(case, rank)
 
     states, trace = _run(schedule, case, inputs, backward=True)
@@ -186,6 +186,9 @@ class _Network:
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
         """Nothing to wait for: messages are handed over by reference."""
+
+    def release(self, value: Value, /) -> None:
+        """Nothing to reuse."""
 
 
 def _run(
@@ -252,10 +255,10 @@ def _kv_inputs(case: Case, rank: int) -> dict[Block, Value]:
     whole = tuple(_with_heads(layout.shard(x, rank, -2)) for x in (case.k, case.v))
     if not layout.replicated:
         return {Block("kv", rank): whole}
-    is_replicated = np.isin(layout.positions(rank), layout.replicated_positions())
+    own, replicated = local_rows(layout, rank)
     return {
-        Block("kv", rank): tuple(x[..., ~is_replicated, :] for x in whole),
-        Block("kv", ALL): tuple(x[..., is_replicated, :] for x in whole),
+        Block("kv", rank): tuple(x[..., own, :] for x in whole),
+        Block("kv", ALL): tuple(x[..., replicated, :] for x in whole),
     }
 
 
@@ -266,8 +269,8 @@ def _unshard_keys(states: list[RankState], layout: Layout, i: int) -> Array:
     for state in states:
         own = state.sums[Block("dkv", state.rank)][i]
         part = np.empty((*own.shape[:-2], layout.shard_len(state.rank), own.shape[-1]), own.dtype)
-        is_replicated = np.isin(layout.positions(state.rank), layout.replicated_positions())
-        part[..., ~is_replicated, :], part[..., is_replicated, :] = own, replicated
+        rows = local_rows(layout, state.rank)
+        part[..., rows.own, :], part[..., rows.replicated, :] = own, replicated
         parts.append(part)
     return layout.unshard(parts, -2)
 

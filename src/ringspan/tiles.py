@@ -181,3 +181,24 @@ def block_positions(layout: Layout, kv_layout: Layout, is_kv: bool, owner: int) 
     if owner == ALL:
         return (kv_layout if is_kv else layout).replicated_positions()
     return kv_layout.own_positions(owner) if is_kv else layout.positions(owner)
+
+
+class LocalRows(NamedTuple):
+    """Where a rank's own and the replicated positions stand in its shard; slices where they are one run."""
+
+    own: slice | Positions
+    replicated: slice | Positions
+
+
+@lru_cache(maxsize=256)
+def local_rows(layout: Layout, rank: int) -> LocalRows:
+    """How a shard falls into the block that only this rank holds and the one that all ranks do."""
+    is_replicated = np.isin(layout.positions(rank), layout.replicated_positions())
+    return LocalRows(_as_slice(np.flatnonzero(~is_replicated)), _as_slice(np.flatnonzero(is_replicated)))
+
+
+def _as_slice(index: Positions) -> slice | Positions:
+    if not len(index):
+        return slice(0, 0)
+    first, stop = int(index[0]), int(index[-1]) + 1
+    return slice(first, stop) if stop - first == len(index) else index

@@ -186,6 +186,7 @@ def test_numpy_integers_and_generators_are_welcome() -> None:
     assert repr(prefix(np.int32(3))) == "prefix(3)"
     assert documents(np.array([2, 3])) == documents(length for length in (2, 3))
     assert sliding_window(np.uint8(4), np.int64(-4)) == sliding_window(4, -4)
+    assert causal().allowed(np.array([1], dtype=np.uint8), range(3)).tolist() == [[True, True, False]]
 
 
 def test_per_row_stacks_its_rows() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import ringspan.pieces
 from mask_cases import NUM_POSITIONS, MaskCase, masks
 from ringspan.errors import MaskError
-from ringspan.mask import Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
+from ringspan.mask import Band, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 from ringspan.pieces import LEAF, Piece, PieceKind, cut_pieces
 from ringspan.span import Positions, Span
 
@@ -80,6 +80,26 @@ def test_each_visible_pair_is_in_exactly_one_piece(case: MaskCase, q: Positions,
     pieces = cut_pieces(case.mask, q, kv)
     np.testing.assert_array_equal(times_painted(pieces, q, kv), case.expected(q, kv))
     assert {piece.rows for piece in pieces} <= {None}
+
+
+@st.composite
+def monotone_bands(draw: st.DrawFn) -> list[Band]:
+    ends = st.lists(st.integers(0, 9), min_size=4, max_size=4).map(sorted).map(np.array)
+    return draw(st.lists(st.builds(Band, ends, ends), min_size=1, max_size=4))
+
+
+@settings(deadline=None, max_examples=400)
+@given(monotone_bands())
+def test_disjoint_bands_have_the_same_union(bands: list[Band]) -> None:
+    def times(some: list[Band]) -> np.ndarray:
+        return sum((lo[:, None] <= np.arange(9)) & (np.arange(9) < hi[:, None]) for lo, hi in some) + np.zeros((4, 9))
+
+    disjoint = ringspan.pieces._disjoint(bands)
+    np.testing.assert_array_equal(times(disjoint), times(bands) > 0)
+    for lo, hi in disjoint:
+        assert (lo <= hi).all()
+        assert (np.diff(lo) >= 0).all()
+        assert (np.diff(hi) >= 0).all()
 
 
 @settings(deadline=None)

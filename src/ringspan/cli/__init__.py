@@ -1,1 +1,52 @@
-"""placeholder"""
+"""The command line: `ringspan COMMAND`. One file per command; here is only what they share.
+
+Exit codes: 0 all is well, 1 a check failed, 2 the input cannot be used, 130 interrupted. Commands parse and print;
+what only some of them need (rich, torch) they import when they run, so that `--help` stays quick.
+"""
+
+import io
+import sys
+
+import click
+
+from ringspan import __version__
+from ringspan.algorithms import ALGORITHMS
+from ringspan.cli.simulate import simulate
+from ringspan.errors import RingspanError
+
+__all__ = ["main"]
+
+
+class _BadInput(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    """Commands whose errors are one line each, never a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; what it cannot use is told in the spelling of the command line."""
+        try:
+            return super().invoke(ctx)
+        except RingspanError as error:
+            message = str(error)
+            for name in ALGORITHMS:
+                message = message.replace(name, name.replace("_", "-"))
+            raise _BadInput(message) from error
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else ctx.command_path
+            raise _BadInput(f"{error.format_message().rstrip('.')} (see '{command} --help')") from error
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, prog_name="ringspan")
+def main() -> None:
+    """Exact attention over sequences longer than one device can hold."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show × is no reason to fail
+
+
+main.add_command(simulate)

@@ -1,0 +1,125 @@
+"""`ringspan simulate`: context-parallel attention on simulated devices, explained and checked."""
+
+import dataclasses
+import json
+import os
+
+import click
+
+from ringspan import __version__
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh
+from ringspan.cli.values import MASK_FORMS, parse_layout, parse_mask, parse_mesh, parsed_by
+from ringspan.lesson import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_SEQ_LEN,
+    MAX_WORLD_SIZE,
+    LayoutChoice,
+    Lesson,
+    Settings,
+    run_lesson,
+)
+from ringspan.mask import Mask
+
+FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
+
+EXAMPLES = """\b
+Examples:
+  ringspan simulate
+  ringspan simulate --layout contiguous --direction reverse
+  ringspan simulate --devices 8 --tokens 200 --mask "causal & window:32"
+  ringspan simulate --mask "causal & documents:24,40" --layout balanced
+  ringspan simulate --algorithm hybrid --algorithm double-ring --mesh 2x2
+  ringspan simulate --json > lesson.json
+"""
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option("--devices", type=click.IntRange(1, MAX_WORLD_SIZE), default=4, help="Ranks in the group.")
+@click.option("--tokens", type=click.IntRange(1, MAX_SEQ_LEN), default=64, help="Length of the sequence.")
+@click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=8, help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(1, MAX_HEADS), default=2, help="KV heads; they divide the query heads.")
+@click.option("--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), default=32, help="Elements of a head.")
+@click.option(
+    "--mask",
+    callback=parsed_by(parse_mask),
+    metavar="MASK",
+    default="causal",
+    help=f"Who sees whom: {MASK_FORMS}, or several joined by & and |.",
+)
+@click.option(
+    "--layout",
+    callback=parsed_by(parse_layout),
+    metavar="LAYOUT",
+    default="zigzag",
+    help="Who holds what: contiguous, zigzag, striped[:BLOCK] or balanced.",
+)
+@click.option(
+    "--algorithm",
+    "algorithms",
+    type=click.Choice([name.replace("_", "-") for name in ALGORITHMS]),
+    multiple=True,
+    default=("pass-kv", "pass-q"),
+    help="What to run; may be given several times.",
+)
+@click.option(
+    "--direction",
+    type=click.Choice(["forward", "reverse"]),
+    help="Which way blocks go round in pass-kv, pass-q and hybrid.  [default: forward]",
+)
+@click.option(
+    "--mesh",
+    callback=parsed_by(parse_mesh),
+    metavar="OUTERxINNER",
+    help="Ranks in two dimensions, for hybrid and double-ring.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random q, k and v.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.pass_context
+def simulate(
+    ctx: click.Context,
+    devices: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mask: Mask,
+    layout: LayoutChoice,
+    algorithms: tuple[str, ...],
+    direction: Direction | None,
+    mesh: Mesh | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Run exact attention on simulated devices, step by step, and check it.
+
+    Shows who holds which tokens, who computes and sends what at which step, and how much work and traffic that makes.
+    Every result is held against dense attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
+    """
+    names = tuple(dict.fromkeys(name.replace("-", "_") for name in algorithms))
+    lesson = _run(Settings(devices, tokens, heads, kv_heads, head_dim, mask, layout, names, direction, mesh, seed))
+    if as_json:
+        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(lesson)}, indent=2, allow_nan=False))
+    else:
+        _print(lesson)
+    if not lesson.is_verified:
+        ctx.exit(1)
+
+
+def _run(settings: Settings) -> Lesson:
+    """Compute, with a sign of life if a terminal is watching."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        return run_lesson(settings, lambda doing: status.update(f"Computing: {doing}"))
+
+
+def _print(lesson: Lesson) -> None:
+    from rich.console import Console
+
+    from ringspan.report.text import print_lesson
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    print_lesson(lesson, console)

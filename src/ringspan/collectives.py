@@ -1,0 +1,91 @@
+"""Whole sequences to shards and back, with gradients, for uneven shards.
+
+`shard` takes this rank's rows of a tensor every rank holds; `gather` puts the whole together on every rank. The
+gradient of a gathered row goes to the rank that owns it, summed over all ranks, as each of them may have used it.
+"""
+
+from typing import Any
+
+import torch
+
+from ringspan.contract import Signature
+from ringspan.errors import LayoutError, ShapeError
+from ringspan.layout import Layout
+from ringspan.session import Session, session_of
+from ringspan.transports.base import Receive, Send
+
+
+def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
+    """This rank's rows of a tensor that every rank holds; differentiable as any indexing is, without messages."""
+    session = _session(layout, group)
+    return layout.shard(whole, session.transport.rank, dim)
+
+
+def gather(part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
+    """The whole tensor on every rank, from the ranks' shards; differentiable."""
+    session = _session(layout, group)
+    rank = session.transport.rank
+    if part.shape[dim] != layout.shard_len(rank):
+        raise ShapeError(
+            f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
+            f"positions along dim {dim}"
+        )
+    gathered: torch.Tensor = _Gather.apply(part, layout, session, dim)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _session(layout: Layout, group: Any) -> Session:
+    session = session_of(group)
+    if layout.world_size != session.transport.world_size:
+        raise LayoutError(
+            f"the layout is for {layout.world_size} ranks and the group has {session.transport.world_size}; "
+            "make it for the group"
+        )
+    return session
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, layout: Layout, session: Session, dim: int) -> torch.Tensor:
+        ctx.layout, ctx.session, ctx.dim = layout, session, dim
+        _agree(session, "gather", part, layout, dim)
+        part = part.contiguous()
+        shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
+        return layout.unshard(_exchange(session, [part] * layout.world_size, shapes), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        layout, session, dim = ctx.layout, ctx.session, ctx.dim
+        rank = session.transport.rank
+        _agree(session, "gradient of gather", grads[0], layout, dim)
+        pieces = [layout.shard(grads[0], peer, dim).contiguous() for peer in range(layout.world_size)]
+        received = _exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size)
+        return torch.stack(received).sum(dim=0), None, None, None
+
+
+def _agree(session: Session, what: str, x: torch.Tensor, layout: Layout, dim: int) -> None:
+    """All ranks are in the same call, with tensors that differ in the sharded dim only."""
+    shape = list(x.shape)
+    shape[dim] = layout.num_positions
+    fields = {"call": what, "shape": shape, "dim": dim % x.ndim, "dtype": x.dtype, "layout": layout.fingerprint()}
+    session.contract.agree(Signature.of(fields), session.transport.timeout_s)
+
+
+def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:
+    shape = list(part.shape)
+    shape[dim] = length
+    return tuple(shape)
+
+
+def _exchange(session: Session, sends: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Send the r-th tensor to rank r and receive one of the r-th shape from it."""
+    transport = session.transport
+    received = [part if peer == transport.rank else part.new_empty(shapes[peer]) for peer, part in enumerate(sends)]
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    posted = transport.exchange(
+        [Send(peer, sends[peer]) for peer in peers if sends[peer].numel()],
+        [Receive(peer, received[peer]) for peer in peers if received[peer].numel()],
+    )
+    for handle in (*posted.receives, *posted.sends):
+        handle.wait(transport.timeout_s)
+    return received

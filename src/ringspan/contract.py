@@ -1,0 +1,120 @@
+"""Do all ranks mean the same call?
+
+A transport takes what it is given: gloo fills a buffer with a shorter message silently, and a longer one kills the
+process. So every call begins with a header of fixed size from every rank to every rank: the number of the call and a
+digest of all that must agree. No payload is received before the headers do. When a signature is new, or anything is
+wrong, the full descriptions follow; every rank then sees the same facts and raises the same error, which names the
+field, the odd rank out and both values, and the group stays usable.
+
+A rank whose arguments are refused locally says so in its header instead of leaving the others waiting.
+"""
+
+import hashlib
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ringspan.errors import TransportError
+from ringspan.transports.base import Transport
+
+_HEADER = struct.Struct("<4sBxxxIQQ")  # magic, state, length of the description, call number, digest
+_MAGIC = b"RSP1"
+_KNOWN, _NEW, _REFUSED = range(3)
+
+
+class Signature(NamedTuple):
+    """All that must agree between ranks, by name, and its digest."""
+
+    fields: Mapping[str, str]
+    digest: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, object]) -> "Signature":
+        """From values whose text tells them apart."""
+        texts = {name: str(value) for name, value in fields.items()}
+        text = json.dumps(texts, sort_keys=True).encode()
+        return cls(texts, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+
+
+@dataclass(slots=True)
+class Contract:
+    """One rank's side of the agreement, for the life of a group."""
+
+    transport: Transport
+    num_calls: int = 0
+    agreed: set[int] = field(default_factory=set)
+
+    def agree(self, signature: Signature, timeout_s: float) -> None:
+        """Return once all ranks are known to make this call; raise the same TransportError on all if they do not."""
+        state = _KNOWN if signature.digest in self.agreed else _NEW
+        headers, texts = self._tell(state, signature.digest, dict(signature.fields), timeout_s)
+        if texts is None:
+            return
+        complaint = _complaint(headers, texts)
+        if complaint is not None:
+            raise TransportError(complaint)
+        self.agreed.add(signature.digest)
+
+    def refuse(self, reason: str, timeout_s: float) -> None:
+        """Tell the other ranks that this one cannot make the call they are about to make."""
+        self._tell(_REFUSED, 0, {"refused": reason}, timeout_s)
+
+    def _tell(
+        self, state: int, digest: int, fields: dict[str, str], timeout_s: float
+    ) -> "tuple[list[_Header], list[dict[str, str]] | None]":
+        """Everybody's header, and everybody's description unless all headers are the same well-known one."""
+        self.num_calls += 1
+        text = json.dumps(fields).encode()
+        mine = _HEADER.pack(_MAGIC, state, len(text), self.num_calls, digest)
+        try:
+            everyone = self.transport.all_gather_bytes(mine, timeout_s)
+        except TransportError as error:
+            rank = self.transport.rank
+            raise TransportError(f"rank {rank}, call {self.num_calls}, before its first step: {error}") from None
+        if state == _KNOWN and everyone.count(mine) == len(everyone):
+            return [], None
+        headers = [_Header(*_HEADER.unpack(header)) for header in everyone]
+        longest = max(header.length for header in headers)
+        padded = self.transport.all_gather_bytes(text.ljust(longest), timeout_s)
+        return headers, [json.loads(text) for text in padded]
+
+
+class _Header(NamedTuple):
+    magic: bytes
+    state: int
+    length: int
+    call: int
+    digest: int
+
+
+def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | None:
+    """What the ranks disagree about, if anything; the same text on every rank."""
+    refusals = [f"rank {rank}: {text['refused']}" for rank, text in enumerate(texts) if "refused" in text]
+    if refusals:
+        return f"attention was refused, on {'; '.join(refusals)}"
+    calls = _by_value({rank: f"call {header.call}" for rank, header in enumerate(headers)})
+    if len(calls) > 1:
+        return f"the ranks are out of step: {_tell_apart(calls)}; every rank must make every call"
+    names = dict.fromkeys(name for text in texts for name in text)
+    differences = {name: _by_value({rank: text.get(name, "-") for rank, text in enumerate(texts)}) for name in names}
+    told = [f"{name}: {_tell_apart(values)}" for name, values in differences.items() if len(values) > 1]
+    return f"the ranks do not make the same call; {'; '.join(told)}" if told else None
+
+
+def _by_value(values: dict[int, str]) -> dict[str, list[int]]:
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks[value].append(rank)
+    return ranks
+
+
+def _tell_apart(values: dict[str, list[int]]) -> str:
+    """The odd ones first: "rank 2 has A, ranks 0, 1, 3 have B"."""
+    parts = []
+    for value, ranks in sorted(values.items(), key=lambda item: len(item[1])):
+        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+        parts.append(f"{who} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,91 @@
+"""Attention by its definition, in plain torch: any device, any floating dtype, any head_dim.
+
+It serves what the fused operators refuse, and recomputes the pieces in which a NaN or an infinity made one of them go
+wrong. Queries are taken a few rows at a time, so the scores in memory stay small however long the piece is. Heads that
+share a KV head become rows of one matrix product, so K and V are never repeated.
+"""
+
+import torch
+
+from ringspan.kernels.base import Request
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import Partial, accumulator_dtype
+
+MAX_SCORES = 2**21
+"""Scores in one block of rows (8 MB in float32), unless a single row has more."""
+
+
+class Reference:
+    """Exact in the accumulator type, and NaN and infinity reach only the rows that see them."""
+
+    name = "reference"
+
+    def refuses(self, request: Request) -> str | None:
+        """Only what is no floating-point type."""
+        return None if request.dtype.is_floating_point else "takes only floating-point types"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
+        """Attend one piece, in blocks of rows."""
+        batch, heads, num_rows, _ = q.shape
+        kv_heads, num_keys = k.shape[1:3]
+        dtype = accumulator_dtype(q.dtype)
+        keys, values = k.to(dtype), v.to(dtype)
+        out = torch.empty(batch, heads, num_rows, v.shape[-1], dtype=dtype, device=q.device)
+        lse = torch.empty(batch, heads, num_rows, dtype=dtype, device=q.device)
+        # (batch, KV heads, heads in a group, rows, …): views, since only the head axis is split.
+        queries, outs, lses = (torch.unflatten(x, 1, (kv_heads, -1)) for x in (q, out, lse))
+        step = max(1, MAX_SCORES // (batch * heads * num_keys))
+        for top in range(0, num_rows, step):
+            bottom = min(top + step, num_rows)
+            reach = bottom if piece.kind is PieceKind.CAUSAL else num_keys
+            part = _attend(
+                queries[..., top:bottom, :].to(dtype) * scale,
+                keys[..., :reach, :],
+                values[..., :reach, :],
+                _visible(piece, top, bottom, reach, q.device),
+            )
+            outs[..., top:bottom, :], lses[..., top:bottom] = part
+        return Partial(out, lse)
+
+
+def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.device) -> torch.Tensor | None:
+    """Which of the first `reach` keys the rows top … bottom-1 see, as bool (rows, keys); None if all of them."""
+    if piece.kind is PieceKind.FULL:
+        return None
+    if piece.kind is PieceKind.CAUSAL:
+        return torch.arange(reach, device=device) <= torch.arange(top, bottom, device=device)[:, None]
+    assert piece.allowed is not None
+    return torch.tensor(piece.allowed[top:bottom], device=device)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> Partial:
+    """Softmax attention of scaled queries (batch, KV heads, group, rows, dim) to k and v (batch, KV heads, keys, …)."""
+    group_and_rows = q.shape[2:4]
+    scores = q.flatten(2, 3) @ k.mT
+    if visible is not None:
+        visible = visible.repeat(group_and_rows[0], 1)
+        scores.masked_fill_(~visible, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    # A row that sees nothing has peak -inf; -inf - -inf would be NaN, while exp(-inf - 0) is 0.
+    peak.masked_fill_(peak == -torch.inf, 0.0)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = _weighted(weights, v, visible) / total.masked_fill(total == 0, 1.0)
+    lse = (peak + total.log()).squeeze(-1)
+    return Partial(*(torch.unflatten(x, 2, group_and_rows) for x in (out, lse)))
+
+
+def _weighted(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """The product weights @ v, where a NaN or infinity in v reaches only the rows that see it (0 · NaN is NaN)."""
+    is_finite = v.isfinite()
+    if visible is None or bool(is_finite.all()):
+        return weights @ v
+
+    def reached(rows: torch.Tensor, values: torch.Tensor, result: float) -> torch.Tensor:
+        """`result` where one of the rows' keys has one of the values, else 0."""
+        return torch.where(rows.to(v.dtype) @ values.to(v.dtype) > 0, result, 0.0)
+
+    # As in the plain product: positive · ±inf = ±inf, anything else with a NaN or an infinity is NaN.
+    total = weights @ v.masked_fill(~is_finite, 0.0)
+    total += reached(weights > 0, v == torch.inf, torch.inf) + reached(weights > 0, v == -torch.inf, -torch.inf)
+    return total + reached(visible, v.isnan(), torch.nan) + reached(visible & (weights == 0), v.isinf(), torch.nan)

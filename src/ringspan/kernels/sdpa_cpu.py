@@ -1,0 +1,101 @@
+"""Attention of one piece by PyTorch's fused CPU operator, with its gaps closed.
+
+What the operator gets wrong, it gets wrong silently, so everything it needs is seen to here:
+
+- bfloat16 and float16 are computed in float32. Parts then come back unrounded, whatever their number, and the operator
+  stays away from half-precision instructions, which are slower than float32 on CPUs without them.
+- It reads the last dim of its tensors as contiguous, whatever their strides, and wants v as wide as q and k.
+- A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row whose NaN it overlooked.
+- In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
+
+The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds; a piece that
+shows one is computed again by the reference.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from ringspan.kernels.base import Request, with_unit_stride
+from ringspan.kernels.reference import Reference
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import Partial, accumulator_dtype
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+FOLD_ROWS, FOLD_KEYS = 128, 256
+"""A few rows against many keys: the heads of a group go through as rows of one, so K and V are read once, not once per
+head. With fewer keys the copies this takes cost more than it saves; with more rows it saves little."""
+
+_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_REFERENCE = Reference()
+
+
+class SdpaCpu:
+    """The aten flash operator for CPUs."""
+
+    name = "sdpa_cpu"
+
+    def refuses(self, request: Request) -> str | None:
+        """Other devices and types; any head_dim will do."""
+        if request.device.type != "cpu":
+            return "takes only tensors on the CPU"
+        return None if request.dtype in DTYPES else "takes only float64, float32, bfloat16 and float16"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
+        """Attend one piece."""
+        operands = _operands(q, k, v)
+        part = Partial(*_ATTEND[piece.kind](*operands, piece, scale))
+        if _is_doubtful(part, piece):
+            return _REFERENCE.forward(q, k, v, piece, scale)
+        return part if q.shape[-1] <= v.shape[-1] else Partial(part.out[..., : v.shape[-1]], part.lse)
+
+
+def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors as the operator wants them; what is so already passes untouched, since short pieces are quick."""
+    dtype = accumulator_dtype(q.dtype)
+    if q.dtype != dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    # Zeros beside q and k add nothing to a score; zeros beside v make columns of the output that are cut off again.
+    missing = q.shape[-1] - v.shape[-1]
+    if missing > 0:
+        v = pad(v, (0, missing))
+    elif missing < 0:
+        q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
+    return with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+
+
+_Result = tuple[torch.Tensor, torch.Tensor]
+
+
+def _attend_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, scale: float) -> _Result:
+    batch, heads, num_rows, head_dim = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    if heads == kv_heads or num_rows > FOLD_ROWS or num_keys < FOLD_KEYS:
+        result: _Result = _operator(q, k, v, 0.0, False, scale=scale)
+        return result
+    out, lse = _operator(q.reshape(batch, kv_heads, -1, head_dim), k, v, 0.0, False, scale=scale)
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
+def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, scale: float) -> _Result:
+    result: _Result = _operator(q, k, v, 0.0, True, scale=scale)
+    return result
+
+
+def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> _Result:
+    hidden = ~torch.tensor(piece.allowed)
+    bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    out, lse = _operator(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    return out, lse.masked_fill_(hidden.all(-1), -torch.inf)
+
+
+_ATTEND = {PieceKind.FULL: _attend_full, PieceKind.CAUSAL: _attend_causal, PieceKind.MASKED: _attend_masked}
+
+
+def _is_doubtful(part: Partial, piece: Piece) -> bool:
+    """Whether the result may be wrong: see above. It may also be right, as an lse of 0 or a NaN in the input can be."""
+    if not part.lse.all():
+        return True
+    return piece.kind is not PieceKind.FULL and math.isnan(part.out.sum())

@@ -1,0 +1,123 @@
+"""Attention of one piece by the fused CUDA operators of PyTorch that return the log-sum-exp.
+
+Thin on purpose: these have not been run on a GPU here, only traced for signatures, shapes and types. On a machine with
+a GPU `ringspan bench --selfcheck` runs every path of this file and compares it with the reference.
+
+Heads that share a KV head: flash and cuDNN take them as they are; efficient wants as many heads on both sides and is
+called once for each head of a group, since repeating K and V would cost their memory. Flash and cuDNN take no mask that
+suits here, so MASKED pieces go to efficient with an additive mask. Each returns the lse as a natural logarithm, in
+shapes of its own. NaN and infinity spread inside a tile as these operators spread them: to look for it would make the
+host wait for the device at every piece.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ringspan.kernels.base import Request, with_unit_stride
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import Partial
+
+_aten = torch.ops.aten
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+HEAD_DIM_MULTIPLE = 8
+"""16 bytes of a half type, the unit in which the operators load."""
+
+BIAS_MULTIPLE = 16
+"""Rows of an additive mask must start at multiples of this many elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """One fused operator: `attend(q, k, v, is_causal, scale)` and what it takes."""
+
+    name: str
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int | None = None
+    equal_head_dims: bool = True
+    min_keys: int = 1
+    needs_ampere: bool = True
+
+    def refuses(self, request: Request) -> str | None:
+        """Devices, types and widths the operator has no code for."""
+        widths = request.head_dim, request.v_head_dim
+        if request.device.type != "cuda":
+            return "takes only tensors on a CUDA device"
+        if request.dtype not in self.dtypes:
+            return f"takes only {', '.join(str(dtype) for dtype in self.dtypes)}"
+        if any(width % HEAD_DIM_MULTIPLE for width in widths):
+            return f"takes head_dim and v_head_dim only in multiples of {HEAD_DIM_MULTIPLE}"
+        if self.equal_head_dims and widths[0] != widths[1]:
+            return "takes only v_head_dim equal to head_dim"
+        if self.max_head_dim is not None and max(widths) > self.max_head_dim:
+            return f"takes head_dim only up to {self.max_head_dim}"
+        needs_ampere = self.needs_ampere or request.dtype == torch.bfloat16
+        # Without a device there is none to ask; tensors on it can then only be fake ones.
+        if needs_ampere and torch.cuda.is_available() and torch.cuda.get_device_capability(request.device) < (8, 0):
+            return "takes this type only on devices of compute capability 8.0 or newer"
+        return None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
+        """Attend one piece."""
+        q, k, v = (with_unit_stride(x) for x in (q, k, v))
+        if piece.kind is PieceKind.MASKED:
+            return _attend_masked(q, k, v, piece, scale)
+        attend = self.attend if k.shape[2] >= self.min_keys else _attend_efficient
+        return attend(q, k, v, piece.kind is PieceKind.CAUSAL, scale)
+
+
+def _attend_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> Partial:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    return Partial(out, lse)
+
+
+def _attend_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> Partial:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    return Partial(out, lse.reshape(q.shape[:-1]))  # from (batch, heads, rows, 1)
+
+
+def _attend_efficient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    bias: torch.Tensor | None = None,
+) -> Partial:
+    """`bias` is (rows, keys)."""
+    batch, _, num_rows, _ = q.shape
+    kv_heads = k.shape[1]
+    if bias is not None:
+        bias = bias.expand(batch, kv_heads, -1, -1)
+    members = torch.unflatten(q, 1, (kv_heads, -1)).unbind(2)
+    parts = [
+        _aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, is_causal, scale=scale)
+        for member in members
+    ]
+    # The lse comes padded to a multiple of 32 rows.
+    outs, lses = [part[0] for part in parts], [part[1][..., :num_rows] for part in parts]
+    if len(parts) == 1:
+        return Partial(outs[0], lses[0])
+    return Partial(torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2))
+
+
+def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
+    hidden = ~torch.tensor(piece.allowed, device=q.device)
+    num_rows, num_keys = hidden.shape
+    row_stride = -(-num_keys // BIAS_MULTIPLE) * BIAS_MULTIPLE
+    bias = torch.zeros(num_rows, row_stride, dtype=q.dtype, device=q.device)[:, :num_keys]
+    out, lse = _attend_efficient(q, k, v, False, scale, bias.masked_fill_(hidden, -torch.inf))
+    # The operator says lse = 0 for a row that sees nothing.
+    sees_nothing = hidden.all(-1)
+    return Partial(out.masked_fill(sees_nothing[:, None], 0.0), lse.masked_fill(sees_nothing, -torch.inf))
+
+
+FLASH = CudaKernel("sdpa_flash", _attend_flash, HALF_TYPES, max_head_dim=256)
+EFFICIENT = CudaKernel(
+    "sdpa_efficient", _attend_efficient, (*HALF_TYPES, torch.float32), equal_head_dims=False, needs_ampere=False
+)
+CUDNN = CudaKernel("sdpa_cudnn", _attend_cudnn, HALF_TYPES, max_head_dim=128, min_keys=2)

@@ -1,0 +1,151 @@
+"""What a report on the terminal is made of: sections, sentences, tables, bars and schedule grids.
+
+Nothing is ever cut off: text wraps, tables fold, and a grid wider than the screen is continued below. Colour only
+repeats what the characters say.
+"""
+
+import itertools
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+PROSE_WIDTH = 96
+INDENT = 2
+NO_BREAK = "\N{NO-BREAK SPACE}"
+BAR_WIDTH = 16
+LEVELS = "·▁▂▃▄▅▆▇█"
+
+GRID_RANKS = 8  # more ranks or steps are no longer read, so they are left to --json
+GRID_STEPS = 10
+GRID_BANDS = 4  # ranks that do not fit side by side are continued below, up to so many times
+GRID_SEPARATOR = " │ "
+GRID_STYLES = (
+    (r"\S+×\S+", "bold"),  # computes
+    (r"(q|kv)[\d*]\S*→\d+", "cyan"),  # sends an input on
+    (r"out[\d*]\S*(→\d+|↔all)", "magenta"),  # a partial result goes home
+    (r"│", "dim"),
+)
+
+
+class Page:
+    """A report being printed. Sections are numbered as they come."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._numbers = itertools.count(1)
+
+    @property
+    def width(self) -> int:
+        """Columns for sentences: lines longer than this are hard to read."""
+        return min(self.console.width, PROSE_WIDTH)
+
+    def section(self, title: str) -> None:
+        """A numbered heading."""
+        self.console.print()
+        heading = Text(f"{next(self._numbers)}. {title} ", "bold")
+        self.console.print(heading.append("─" * (self.width - len(heading)), "not bold dim"))
+
+    def prose(self, *sentences: str) -> None:
+        """Sentences, wrapped; empty ones are left out, and a no-break space keeps words together."""
+        for line in textwrap.wrap(" ".join(filter(None, sentences)), self.width):
+            self.console.print(Text(line.replace(NO_BREAK, " ")))
+
+    def show(self, *items: RenderableType) -> None:
+        """Lines or tables, indented."""
+        for item in items:
+            self.console.print(Padding(item, (0, 0, 0, INDENT), expand=False))
+
+    def facts(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Names and what they are."""
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self.console.print(Padding(table, (0, 0, 0, INDENT), expand=False), width=self.width)
+
+    def grid(self, grid: str) -> None:
+        """A schedule's grid, as `format_schedule` writes it."""
+        self.show(*_grid_lines(grid, self.console.width - INDENT))
+
+
+def new_table(*columns: str) -> Table:
+    """An empty table; a column whose name begins with > is of numbers and stands to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", show_edge=False)
+    for column in columns:
+        name = column.removeprefix(">")
+        table.add_column(Text(name), justify="left" if name == column else "right", overflow="fold")
+    return table
+
+
+def format_bar(value: int, most: int) -> str:
+    """A bar of at most BAR_WIDTH characters; anything above zero shows."""
+    length = round(BAR_WIDTH * value / most) if most else 0
+    return "█" * length or ("▏" if value else "")
+
+
+def format_level(value: int, most: int) -> str:
+    """One character: a dot for nothing, else a block as high as the part of `most`."""
+    return LEVELS[-(-(len(LEVELS) - 1) * value // most)] if value else LEVELS[0]
+
+
+def format_count(number: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_percent(ratio: float, decimals: int = 1) -> str:
+    """0.125 as 12.5 %."""
+    return f"{100 * ratio:.{decimals}f} %"
+
+
+def format_list(items: Iterable[object], most: int) -> str:
+    """Items with spaces between, and how many more there are."""
+    words = list(map(str, items))
+    return " ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def _grid_lines(grid: str, width: int) -> Iterator[Text]:
+    """The grid in bands of ranks that fit the width, and a note of what was left out."""
+    title, *lines = grid.splitlines()
+    yield Text(title, "dim")
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines]
+    num_steps, num_ranks = len(rows) - 1, len(rows[0]) - 1
+    rows = rows[: 1 + GRID_STEPS]
+    widths = [max(len(row[column]) for row in rows) for column in range(1 + min(num_ranks, GRID_RANKS))]
+    bands = _bands(widths, width)[:GRID_BANDS]
+    for i, band in enumerate(bands):
+        if i:
+            yield Text(" ")
+        for row in rows:
+            line = GRID_SEPARATOR.join(row[column].ljust(widths[column]) for column in (0, *band)).rstrip()
+            hanging = " " * widths[0] + GRID_SEPARATOR
+            for part in textwrap.wrap(line, width, subsequent_indent=hanging, break_on_hyphens=False) or [line]:
+                yield _styled(part, is_header=row is rows[0])
+    ranks, steps = bands[-1].stop - 1, len(rows) - 1
+    if ranks < num_ranks or steps < num_steps:
+        yield Text(f"({steps} of {num_steps} steps, {ranks} of {num_ranks} ranks; --json has them all)", "dim")
+
+
+def _bands(widths: list[int], width: int) -> list[range]:
+    """Columns 1, 2, … in as few equal groups as fit beside column 0; a single one may be wider than the screen."""
+    num_ranks = len(widths) - 1
+    bands: list[range] = []
+    for num_bands in range(1, num_ranks + 1):
+        size = -(-num_ranks // num_bands)
+        bands = [range(first, min(first + size, num_ranks + 1)) for first in range(1, num_ranks + 1, size)]
+        if all(widths[0] + sum(len(GRID_SEPARATOR) + widths[column] for column in band) <= width for band in bands):
+            break
+    return bands
+
+
+def _styled(line: str, *, is_header: bool) -> Text:
+    text = Text(line, "dim" if is_header else "")
+    for pattern, style in GRID_STYLES:
+        text.highlight_regex(pattern, style)
+    return text

@@ -1,0 +1,204 @@
+"""How does one rank run attention for real: with tensors, a kernel and a transport?
+
+The bound program and the executor are those of the simulator. This file adds what they leave open: tensors for arrays,
+a kernel for the arithmetic, messages for the wire, and buffers that are used again. What a signature needs is prepared
+once and cached, so that a repeated call only walks its program.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ringspan.algorithms import Direction, Mesh, build_schedule
+from ringspan.errors import TransportError
+from ringspan.execute import Arithmetic, Event, RankState, Value, Wire, execute
+from ringspan.kernels.base import Kernel
+from ringspan.layout import Layout
+from ringspan.pieces import Piece
+from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, validate, visible_blocks
+from ringspan.softmax import Partial, accumulator_dtype, merge_
+from ringspan.tiles import BoundProgram, Message, Problem, Shape, bind, local_rows
+from ringspan.transports.base import Handle, Receive, Send, Transport
+
+
+class Prepared(NamedTuple):
+    """All that one signature needs on one rank."""
+
+    problem: Problem
+    schedule: Schedule
+    program: BoundProgram
+
+
+@lru_cache(maxsize=256)
+def prepare(problem: Problem, rank: int, algorithm: str, mesh: Mesh | None, direction: Direction | None) -> Prepared:
+    """Build, prove, compile and bind the schedule of a signature."""
+    visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
+    schedule = build_schedule(algorithm, visible, heads=problem.shapes.heads, mesh=mesh, direction=direction)
+    validate(schedule, visible)
+    return Prepared(problem, schedule, bind(compile_rank(schedule, rank), problem))
+
+
+def run_forward(
+    prepared: Prepared,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    arithmetic: Arithmetic,
+    wire: Wire,
+    rank: int,
+    record: Callable[[Event], None] | None = None,
+) -> Partial:
+    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type."""
+    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, k, v)
+    state = RankState(rank, prepared.problem, inputs, backward=False, arithmetic=arithmetic)
+    for _ in execute(prepared.program, state, wire, record):
+        pass
+    out, lse = state.sums[Block("out", rank)]
+    return Partial(out, lse.squeeze(-1))
+
+
+def _kv_inputs(layout: Layout, rank: int, k: torch.Tensor, v: torch.Tensor) -> dict[Block, Value]:
+    if not layout.replicated:
+        return {Block("kv", rank): (k, v)}
+    own, replicated = local_rows(layout, rank)
+    return {
+        Block("kv", rank): (k[..., own, :], v[..., own, :]),
+        Block("kv", ALL): (k[..., replicated, :], v[..., replicated, :]),
+    }
+
+
+class TorchArithmetic:
+    """Sums of tensors; a kernel attends one piece at a time."""
+
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
+        self.kernel = kernel
+        self.scale = scale
+        self.dtype = accumulator_dtype(like.dtype)
+        self.device = like.device
+
+    def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
+        """Nothing summed yet: out = 0 with lse = -inf, or zero gradients."""
+        value = tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        if block.kind == "out":
+            value[1].fill_(-torch.inf)
+        return value
+
+    def merge(self, block: Block, into: Value, part: Value) -> None:
+        """Add a part to a sum in place."""
+        if block.kind == "out":
+            merge_(Partial(into[0], into[1].squeeze(-1)), Partial(part[0], part[1].squeeze(-1)))
+        else:
+            for total, addend in zip(into, part, strict=True):
+                total += addend
+
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value) -> None:
+        """Forward: attend a piece and merge it into the running output of its queries."""
+        queries, (keys, values), (sums, lses) = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
+        for batch in _batches(piece):
+            part = self.kernel.forward(queries[0][batch], keys[batch], values[batch], piece, self.scale)
+            merge_(Partial(sums[batch], lses[batch].squeeze(-1)), part)
+
+    def attend_grad(self, *_: object) -> None:
+        """Backward is not built yet; the public call refuses it before anything runs."""
+        raise AssertionError("the runtime has no backward yet")
+
+
+def _rows(value: Value, rows: slice) -> Value:
+    return tuple(x.narrow(-2, rows.start, rows.stop - rows.start) for x in value)
+
+
+def _batches(piece: Piece) -> Sequence[slice]:
+    """The batch rows a piece stands for, as views."""
+    return (slice(None),) if piece.rows is None else [slice(row, row + 1) for row in piece.rows]
+
+
+class Buffers:
+    """Receive buffers that outlive a call: a ring needs two, and asking for new ones costs more than filling them."""
+
+    def __init__(self) -> None:
+        self._spare: defaultdict[tuple[Shape, torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous buffer with any contents."""
+        spare = self._spare[shape, dtype, device]
+        return spare.pop() if spare else torch.empty(shape, dtype=dtype, device=device)
+
+    def put(self, buffer: torch.Tensor) -> None:
+        """Give a buffer back."""
+        self._spare[tuple(buffer.shape), buffer.dtype, buffer.device].append(buffer)
+
+    def clear(self) -> None:
+        """Free all of them."""
+        self._spare.clear()
+
+
+class TransportWire:
+    """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
+
+    def __init__(
+        self, transport: Transport, buffers: Buffers, problem: Problem, like: torch.Tensor, timeout_s: float
+    ) -> None:
+        self.transport = transport
+        self.buffers = buffers
+        self.problem = problem
+        self.dtype = like.dtype
+        self.device = like.device
+        self.timeout_s = timeout_s
+        self._incoming: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
+        self._outgoing: dict[tuple[int, Transfer], Sequence[Handle]] = {}
+
+    def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
+        """Start the messages of a step."""
+        if not sends and not receives:
+            return
+        outgoing = [(message.transfer, [x.contiguous() for x in value]) for message, value in sends]
+        incoming = [(message.transfer, self._buffers(message.transfer.block)) for message in receives]
+        try:
+            posted = self.transport.exchange(
+                [Send(transfer.dst, x) for transfer, value in outgoing for x in value],
+                [Receive(transfer.src, buffer) for transfer, value in incoming for buffer in value],
+            )
+        except TransportError as error:
+            blocks = ", ".join(str(message.transfer) for message, _ in sends)
+            raise self._failed(step, f"sending {blocks}" if sends else "receiving", error) from None
+        send_handles, receive_handles = iter(posted.sends), iter(posted.receives)
+        for transfer, tensors in outgoing:
+            self._outgoing[step, transfer] = [next(send_handles) for _ in tensors]
+        for transfer, value in incoming:
+            self._incoming[step, transfer] = ([next(receive_handles) for _ in value], value)
+
+    def receive(self, step: int, transfer: Transfer, /) -> Value:
+        """Wait for all tensors of a block."""
+        handles, value = self._incoming.pop((step, transfer))
+        self._wait(handles, step, transfer, f"waiting for {transfer.block} from rank {transfer.src}")
+        return value
+
+    def sent(self, step: int, transfer: Transfer, /) -> None:
+        """Wait until all tensors of a block have left."""
+        self._wait(
+            self._outgoing.pop((step, transfer)), step, transfer, f"sending {transfer.block} to rank {transfer.dst}"
+        )
+
+    def release(self, value: Value, /) -> None:
+        """Keep the buffers of a block for the next one."""
+        for buffer in value:
+            self.buffers.put(buffer)
+
+    def _buffers(self, block: Block) -> Value:
+        dtype = accumulator_dtype(self.dtype) if block.is_sum else self.dtype
+        return tuple(self.buffers.take(shape, dtype, self.device) for shape in self.problem.block_shapes(block))
+
+    def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, what: str) -> None:
+        try:
+            for handle in handles:
+                handle.wait(self.timeout_s)
+        except TransportError as error:
+            nbytes = self.problem.block_bytes(transfer.block)
+            raise self._failed(step, f"{what} ({nbytes} bytes)", error) from None
+
+    def _failed(self, step: int, what: str, error: TransportError) -> TransportError:
+        return TransportError(f"rank {self.transport.rank}, step {step}, {what}: {error}")

@@ -1,0 +1,36 @@
+"""What a group keeps from call to call: its transport, the agreement between its ranks, and receive buffers.
+
+There is one session per group, made when the group is first used and gone with it.
+"""
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from ringspan.algorithms import Mesh
+from ringspan.contract import Contract
+from ringspan.runtime import Buffers
+from ringspan.transports import Transport, find_group, open_transport
+
+
+class Session(NamedTuple):
+    """One rank's side of a group in use; `mesh` is set if the group has two dimensions."""
+
+    transport: Transport
+    mesh: Mesh | None
+    contract: Contract
+    buffers: Buffers
+
+
+# Keyed by the group, which a transport refers to only weakly, so that a session goes when its group does.
+_SESSIONS: "WeakKeyDictionary[Any, Session]" = WeakKeyDictionary()
+
+
+def session_of(group: Any) -> Session:
+    """The session of a group, which may be anything `open_transport` takes."""
+    key = find_group(group)
+    session = _SESSIONS.get(key)
+    if session is None:
+        transport, shape = open_transport(key)
+        session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers())
+        _SESSIONS[key] = session
+    return session

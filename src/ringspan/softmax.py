@@ -1,0 +1,34 @@
+"""Partial attention and how two parts of it become one.
+
+Attention over some of the keys is a normalised output and the log of the sum it was divided by. Two such parts over
+different keys merge exactly: each counts by its share of the joint sum, exp(lse - joint lse). Outputs cannot just be
+added, because each was divided by its own sum.
+
+Accumulators are float32 (float64 for float64 inputs) whatever the inputs are, so that the error of half types does not
+grow with the number of parts.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Partial(NamedTuple):
+    """`out` (batch, heads, seq, dim), normalised; `lse` (batch, heads, seq), natural log, -inf where no key is seen."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are kept and sent in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_(into: Partial, part: Partial) -> None:
+    """Take a part over other keys into `into`, in place. Nothing merged with nothing stays nothing, never NaN."""
+    joint = torch.logaddexp(into.lse, part.lse)
+    # Where neither saw a key all three are -inf, and -inf - -inf would be NaN; the share is then exp(-inf) = 0.
+    share = torch.exp(part.lse - joint.masked_fill(joint == -torch.inf, 0.0))
+    into.out.lerp_(part.out.to(into.out.dtype), share.unsqueeze(-1))
+    into.lse.copy_(joint)

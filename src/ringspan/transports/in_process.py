@@ -1,0 +1,255 @@
+"""Ranks as threads of one process: the same programs in a notebook or a test, without launching anything.
+
+A message is copied once, straight from the sender's tensor into the receiver's buffer, by whichever side posts second.
+So no wait needs more of the other rank than that it has posted, in whatever order ranks wait; and there is no thread
+besides the ranks. Unlike real networks this one sees both sizes, and refuses a message that does not fit its buffer.
+
+A group that has failed stays failed: what is under way then cannot be told from what a later call would send.
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import torch
+
+from ringspan.errors import ShapeError, TransportError
+from ringspan.transports.base import Posted, Receive, Send
+
+T = TypeVar("T")
+
+_GRACE_S = 1.0  # for ranks to notice, after the time of a run is over, that their waits have ended
+
+
+class _End:
+    """One rank's end of a message, and the handle it waits on."""
+
+    __slots__ = ("_done", "_is_through", "_room", "peer", "rank", "side", "tensor")
+
+    def __init__(
+        self, room: "_Room", side: Literal["send", "receive"], rank: int, peer: int, tensor: torch.Tensor
+    ) -> None:
+        assert tensor.is_contiguous()
+        self.side = side
+        self.rank = rank
+        self.peer = peer
+        self.tensor = tensor
+        self._room = room
+        self._is_through = False
+        self._done = threading.Event()
+
+    def finish(self, is_through: bool) -> None:
+        self._is_through = is_through
+        self._done.set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+            self._room.fail(self.rank, f"{self} timed out after {timeout_s:g} s: rank {self.peer} did not post its end")
+        if not self._is_through:
+            raise TransportError(self._room.failure)
+
+    def __str__(self) -> str:
+        way = "to" if self.side == "send" else "from"
+        return f"rank {self.rank}: the {self.side} of {self.tensor.nbytes} bytes {way} rank {self.peer}"
+
+
+class _Round:
+    """One gathering of bytes, done when all ranks have given theirs or the group has failed."""
+
+    def __init__(self) -> None:
+        self.payloads: dict[int, bytes] = {}
+        self.done = threading.Event()
+
+
+class _Room:
+    """What the ranks of one run share."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.failure: str | None = None
+        self.failed_rank: int | None = None
+        self._lock = threading.RLock()
+        self._returned: set[int] = set()
+        # Per (src, dst), in order; of one side only, because an end is matched as soon as both are there.
+        self._unmatched: defaultdict[tuple[int, int], deque[_End]] = defaultdict(deque)
+        self._num_gathers = [0] * world_size  # by rank
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)  # by number, those under way
+
+    def post(self, end: _End) -> None:
+        """Match an end with the first one waiting for it, or leave it for the peer to find."""
+        assert 0 <= end.peer < self.world_size
+        channel = (end.rank, end.peer) if end.side == "send" else (end.peer, end.rank)
+        with self._lock:
+            if self.failure is not None:
+                return end.finish(False)
+            waiting = self._unmatched[channel]
+            if not waiting or waiting[0].side == end.side:
+                waiting.append(end)
+                return self._fail_if_returned(end)
+            other = waiting.popleft()
+        # Outside the lock: other pairs of ranks go on while this one copies.
+        return self._deliver(end, other) if end.side == "send" else self._deliver(other, end)
+
+    def gather(self, rank: int, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Every rank's payload; the n-th call of one rank meets the n-th of all others."""
+        with self._lock:
+            self._num_gathers[rank] = number = self._num_gathers[rank] + 1
+            this = self._rounds[number]
+            this.payloads[rank] = payload
+            if len(this.payloads) == self.world_size:
+                self._rounds.pop(number).done.set()
+            elif missing := self._returned - this.payloads.keys():
+                self.fail(rank, _left(f"rank {rank}: the gathering of bytes", min(missing)))
+        if not this.done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+            silent = [peer for peer in range(self.world_size) if peer not in this.payloads]
+            self.fail(rank, f"rank {rank}: the gathering of bytes timed out after {timeout_s:g} s: no word of {silent}")
+        if len(this.payloads) < self.world_size:
+            raise TransportError(self.failure)
+        return [this.payloads[peer] for peer in range(self.world_size)]
+
+    def fail(self, rank: int | None, reason: str) -> None:
+        """End all waits with this reason. The first one stands."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure, self.failed_rank = reason, rank
+            for waiting in self._unmatched.values():
+                while waiting:
+                    waiting.popleft().finish(False)
+            for this in self._rounds.values():
+                this.done.set()
+
+    def leave(self, rank: int) -> None:
+        """The rank has returned: who still waits for it waits in vain."""
+        with self._lock:
+            self._returned.add(rank)
+            for waiting in self._unmatched.values():
+                if waiting:
+                    self._fail_if_returned(waiting[0])
+            for this in self._rounds.values():
+                if rank not in this.payloads:
+                    self.fail(min(this.payloads), _left(f"rank {min(this.payloads)}: the gathering of bytes", rank))
+
+    def _fail_if_returned(self, end: _End) -> None:
+        if end.peer in self._returned:
+            self.fail(end.rank, _left(str(end), end.peer))
+
+    def _deliver(self, send: _End, receive: _End) -> None:
+        is_through = send.tensor.nbytes == receive.tensor.nbytes
+        if is_through:
+            # In inference mode any buffer may be written, also one that another thread made in inference mode.
+            with torch.inference_mode():
+                _bytes_of(receive.tensor).copy_(_bytes_of(send.tensor))
+        else:
+            sizes = f"{send.tensor.nbytes} bytes to rank {receive.rank}, which expects {receive.tensor.nbytes}"
+            self.fail(receive.rank, f"rank {send.rank} sends {sizes}; sizes must be the same on both ranks")
+        send.finish(is_through)
+        receive.finish(is_through)
+
+
+def _left(waiting: str, peer: int) -> str:
+    return f"{waiting} waits in vain: rank {peer} has returned already; all ranks must make the same calls"
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class InProcessRank:
+    """One rank of `run_in_process`: a transport, and what `group=` takes."""
+
+    def __init__(self, room: _Room, rank: int, timeout_s: float) -> None:
+        self._room = room
+        self._rank = rank
+        self.timeout_s = timeout_s
+
+    def transport(self) -> "InProcessRank":
+        """The same rank as another object, which a cache keyed by this one can hold without keeping this one alive."""
+        return InProcessRank(self._room, self._rank, self.timeout_s)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return self._room.world_size
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Post all ends. The copies whose other end is there already are made here."""
+        if self._room.failure is not None:
+            raise TransportError(self._room.failure)
+        incoming = [_End(self._room, "receive", self._rank, src, buffer) for src, buffer in receives]
+        outgoing = [_End(self._room, "send", self._rank, dst, tensor) for dst, tensor in sends]
+        for end in (*incoming, *outgoing):
+            self._room.post(end)
+        return Posted(outgoing, incoming)
+
+    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Every rank's payload, in rank order. A reference is passed, nothing copied."""
+        return self._room.gather(self._rank, payload, timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """End all waits of all ranks with this reason, for good."""
+        self._room.fail(self._rank, reason)
+
+    def close(self) -> None:
+        """Nothing to let go of: threads and buffers end with the run."""
+
+
+def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout_s: float = 60.0) -> list[T]:
+    """Call `fn(group)` on every rank, each in its own thread, and return the results in rank order.
+
+    The exception of the first rank that fails is raised here, with a note that names the rank; the other ranks' waits
+    end at once. The whole run may take `timeout_s`; a rank that computes on past that cannot be stopped, and its thread
+    is left behind. Ranks run in the caller's gradient mode. They share torch's random generator: draw inputs outside,
+    or from a generator of each rank's own.
+    """
+    if world_size < 1:
+        raise ShapeError(f"world_size={world_size}: a group has at least one rank")
+    room = _Room(world_size)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}  # in the order in which ranks failed
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                results[rank] = fn(InProcessRank(room, rank, timeout_s))
+        except BaseException as error:
+            errors[rank] = error
+            room.fail(rank, f"rank {rank} failed with {type(error).__name__}: {error}")
+        room.leave(rank)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"ringspan rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        _join(threads, timeout_s)
+    except BaseException as error:  # such as KeyboardInterrupt in a notebook
+        room.fail(None, f"the run was given up: {type(error).__name__}")
+        raise
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:
+        what = f"run_in_process(timeout_s={timeout_s:g}): ranks {late} had not finished in time"
+        room.fail(None, what)
+        _join(threads, _GRACE_S)
+        raise TransportError(f"{what}; allow more time, or see where they wait") from errors.get(late[0])
+    if errors:
+        first = room.failed_rank if room.failed_rank in errors else next(iter(errors))
+        errors[first].add_note(f"on rank {first} of {world_size} in run_in_process")
+        raise errors[first]
+    return [results[rank] for rank in range(world_size)]
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    deadline = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

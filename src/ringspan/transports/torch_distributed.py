@@ -1,0 +1,155 @@
+"""Messages over torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Two habits of gloo shape this file. A receive cannot be cancelled or polled, and a wait that times out closes every
+connection of the group. So waits carry the whole deadline, and giving up is done on purpose: `abort` writes the reason
+to the group's store and closes the connections, which ends the waits of all other ranks at once; they find the reason
+in the store. A group that was aborted is of no more use.
+
+NCCL takes one batch per rank and step. That path has not been run here.
+"""
+
+import contextlib
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringspan.errors import TransportError
+from ringspan.transports.base import Posted, Receive, Send
+
+_TAG = 0x5253
+_ABORT_TAG = 0x5254
+_REASON = "ringspan/aborted"
+
+
+class TorchDistributed:
+    """One rank's end of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        backend = dist.get_backend(group)
+        self._is_nccl = backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
+        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self.timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group; it is the caller's, and this transport does not keep it alive."""
+        group = self._group()
+        if group is None:
+            raise TransportError("the process group is gone; make a new one")
+        return group
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Receives are posted first, so that a message finds its buffer."""
+        if self._is_nccl:
+            return self._exchange_batch(sends, receives)
+        incoming = [self._start(self.group.recv, src, buffer, "from") for src, buffer in receives]
+        outgoing = [self._start(self.group.send, dst, tensor, "to") for dst, tensor in sends]
+        return Posted(outgoing, incoming)
+
+    def _start(self, call: Callable[..., Any], peer: int, tensor: torch.Tensor, way: str) -> "_Handle":
+        what = f"{tensor.nbytes} bytes {way} rank {peer}"
+        try:
+            return _Handle(self, call([tensor], peer, _TAG), what)
+        except RuntimeError as error:
+            raise self._failure(f"rank {self.rank} posted {what}", error) from None
+
+    def _exchange_batch(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        operations = [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=src) for src, buffer in receives] + [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=dst) for dst, tensor in sends
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        batch = _Batch(self, works)
+        return Posted([batch] * len(sends), [batch] * len(receives))
+
+    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Between CPUs a message to each, so that an error can name the peer; between GPUs one collective."""
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
+        everyone = mine.new_empty(self.world_size, len(payload))
+        everyone[self.rank] = mine
+        if self._is_nccl:
+            dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.group)
+        else:
+            peers = [peer for peer in range(self.world_size) if peer != self.rank]
+            posted = self.exchange(
+                [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
+            )
+            for handle in (*posted.receives, *posted.sends):
+                handle.wait(timeout_s)
+        return [bytes(row) for row in everyone.cpu().numpy()]
+
+    def abort(self, reason: str) -> None:
+        """Publish the reason, unless another rank was first, and close the group's connections."""
+        with contextlib.suppress(RuntimeError):  # the rank that served the store may be gone
+            self._store.compare_set(_REASON, "", reason)
+        if self._is_nccl:
+            self.group.abort()
+        elif self.world_size > 1:
+            # Only an expired wait makes gloo close its connections.
+            with contextlib.suppress(RuntimeError):
+                never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, _ABORT_TAG)
+                never.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Nothing to let go of: the process group belongs to the caller."""
+
+    def _failure(self, what: str, error: RuntimeError) -> TransportError:
+        """The error to raise, with the reason another rank has given, or this rank's own, told to the others."""
+        reason = self._published()
+        if reason is None:
+            reason = f"{what}: {_plain(error)}"
+            self.abort(reason)
+        return TransportError(reason)
+
+    def _published(self) -> str | None:
+        try:
+            return self._store.get(_REASON).decode() if self._store.check([_REASON]) else None
+        except RuntimeError:
+            return None
+
+
+def _plain(error: RuntimeError) -> str:
+    """What gloo says, without its source lines and advice."""
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split(". This is typically")[0]
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+class _Handle:
+    """One message."""
+
+    __slots__ = ("_transport", "_what", "_work")
+
+    def __init__(self, transport: TorchDistributed, work: Any, what: str) -> None:
+        self._transport = transport
+        self._work = work
+        self._what = what
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._transport._failure(f"rank {self._transport.rank} waited for {self._what}", error) from None
+
+
+class _Batch:
+    """All messages of one step; waiting for one waits for all."""
+
+    def __init__(self, transport: TorchDistributed, works: list[Any]) -> None:
+        self._transport = transport
+        self._works = works
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            for work in self._works:
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._transport._failure(f"rank {self._transport.rank} waited for a batch", error) from None
+        self._works = []
