@@ -96,7 +96,7 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
             f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"

@@ -2,49 +2,52 @@
 
 A ring waits for its busiest rank at every step, so what counts is `Layout.work(mask).imbalance`: the sum over steps of
 the busiest rank's visible pairs, over the mean. `contiguous` or `zigzag` is taken if it is good enough, since few long
-runs suit kernels best. Otherwise the sequence is cut into blocks, the blocks are dealt in a few regular ways, and from
-the best deals on blocks are swapped between ranks as long as that sum falls.
+runs suit kernels best and need fewer messages. Otherwise the sequence is cut into blocks, the blocks are dealt in a few
+regular ways, and from the best deals on blocks are swapped between ranks as long as the steps become more even.
 
-Promised: blocks of at least 128 tokens if there is one per rank, token counts equal within the longest block, and the
-same answer on every rank and machine (integer arithmetic and a fixed amount of work; no clock, no randomness).
+Promised: blocks of at least 128 tokens if the sequence has one per rank, token counts equal within the longest block, and
+the same answer on every rank and machine (a fixed amount of work; no clock, no randomness, no sums of floats).
 
-Aimed at: an imbalance of at most 1.05 from 64 blocks of 128 tokens per rank on, for up to 16 ranks. It is reached for
-full, causal, windowed, prefix, frame-causal and packed-document masks and their unions as the tests list them. No layout
-reaches it for every mask: if all the work is in one document of 512 tokens, blocks of 128 leave nothing for a fifth
-rank, and a causal document of one or three blocks per rank cannot be shared evenly. Shorter sequences have too few
-blocks to choose from; with more ranks the search may end early, and with more than 4096 blocks there is only the choice
-of deal. What came out is always told by `Layout.work`.
+Aimed at: an imbalance of at most 1.05 from 64 blocks of 128 tokens per rank on, for up to 32 ranks. It is reached for
+full, causal, windowed, prefix, frame-causal and packed-document masks and their unions. No layout reaches it for every
+mask: if all the work is in one document of 512 tokens, blocks of 128 leave nothing to do for a fifth rank, and one causal
+document of one or three blocks per rank cannot be shared evenly. Shorter sequences have too few blocks to choose from;
+on more ranks the search ends before its goal, and beyond 4096 blocks there is only the choice of deal. What came out is
+always told by `Layout.work`.
 """
 
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.layout import Layout, contiguous, near_equal_cuts, zigzag
+from ringspan.layout import Counts, Layout, Work, contiguous, near_equal_cuts, zigzag
+from ringspan.mask import Mask
 from ringspan.span import Positions, Span
-from ringspan.work import BandedMask, Counts, Work
 
 SMALLEST_BLOCK = 128  # tokens
-BLOCKS_PER_RANK = (64, 128)  # the second only if the first is not good
-ENOUGH = 1.05  # the imbalance at which no other way is tried
+BLOCKS_PER_RANK = (64, 128)  # the second only if the first is not enough
 GOOD = 1.03  # the imbalance at which a search ends
+ENOUGH = 1.05  # the imbalance at which no other way is tried
 NUM_STARTS = 2  # deals to search from
-SAMPLE = 16  # blocks of a rank to look at together: many quick steps beat few best ones
-SEARCH_BUDGET = 40_000_000  # step times evaluated per search
+SAMPLE = 8  # blocks of a rank to look at together: many quick steps beat few best ones
+NUM_TRIES = 10_000  # pairs of ranks to look at in one search
 MOST_BLOCKS = 4096  # to search; the block × block counts then take 128 MiB
 EXACT_BITS = 28  # all pairs, scaled down to this, can be squared and multiplied by 64 ranks in int64
 
 Owners = npt.NDArray[np.intp]  # (num_blocks,): the rank of each block
 
 
-class HashableMask(BandedMask, Protocol):
-    """A mask that can key a cache."""
+def balanced(mask: Mask, seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
+    """Deal blocks of at least 128 tokens so that the ranks have equal work under `mask` at every ring step.
 
-    def __hash__(self) -> int: ...
+    Every cut lies on start + a multiple of `align`. A sequence with less than one such block per rank gets the better
+    one of `contiguous` and `zigzag`.
+    """
+    return _balanced(mask, seq_len, world_size, align, start)
 
 
 class _Candidate(NamedTuple):
@@ -55,18 +58,13 @@ class _Candidate(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def balanced(mask: HashableMask, seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
-    """Deal blocks of at least 128 tokens so that the ranks have equal work under `mask` at every ring step.
-
-    Every cut lies on start + a multiple of `align`. With less than one such block per rank, the better one of
-    `contiguous` and `zigzag`.
-    """
+def _balanced(mask: Mask, seq_len: int, world_size: int, align: int, start: int) -> Layout:
     smallest = -(-SMALLEST_BLOCK // align) * align
     plain = [contiguous(seq_len, world_size, align=align, start=start)]
-    if not smallest * world_size <= seq_len < 2 * smallest * world_size:
+    if not smallest * world_size <= seq_len < 2 * smallest * world_size:  # chunks of a zigzag would be too small
         plain.append(zigzag(seq_len, world_size, align=align, start=start))
     imbalance, layout = min(((one.work(mask).imbalance, one) for one in plain), key=lambda found: found[0])
-    if seq_len < smallest * world_size:
+    if imbalance <= GOOD or seq_len < smallest * world_size:
         return layout
     for blocks_per_rank in BLOCKS_PER_RANK:
         block = max(smallest, -(-(seq_len // (blocks_per_rank * world_size)) // align) * align)
@@ -78,17 +76,14 @@ def balanced(mask: HashableMask, seq_len: int, world_size: int, *, align: int = 
     return layout
 
 
-def _candidates(
-    mask: HashableMask, seq_len: int, world_size: int, align: int, start: int, block: int
-) -> Iterator[_Candidate]:
-    """What swapping blocks makes of the best of the regular deals."""
-    whole = [start, start + seq_len]
-    regions = _regions(mask, seq_len, world_size, align, start, block)
-    deals = []
-    for edges in (whole, regions) if regions != whole else (whole,):
-        ends, places = _cut(edges, world_size, align, block)
-        for owners in _deals(places, np.diff(ends), world_size):
-            deals += [_candidate(mask, ends, owners, world_size)]
+def _candidates(mask: Mask, seq_len: int, world_size: int, align: int, start: int, block: int) -> Iterator[_Candidate]:
+    """The best of the regular deals, each after swapping blocks as long as that helps."""
+    cuttings = [[start, start + seq_len], _regions(mask, seq_len, world_size, align, start, block)]
+    deals = [
+        _candidate(mask, ends, owners, world_size)
+        for ends, places in (_cut(edges, world_size, align, block) for edges, _ in itertools.groupby(cuttings))
+        for owners in _deals(places, np.diff(ends), world_size)
+    ]
     deals.sort(key=lambda deal: deal.imbalance)
     for deal in deals[:NUM_STARTS]:
         if deal.imbalance <= GOOD or len(deal.owners) > MOST_BLOCKS:
@@ -99,13 +94,13 @@ def _candidates(
             yield min(deal, improved, key=lambda one: one.imbalance)
 
 
-def _candidate(mask: HashableMask, ends: list[int], owners: Owners, world_size: int) -> _Candidate:
+def _candidate(mask: Mask, ends: list[int], owners: Owners, world_size: int) -> _Candidate:
     blocks = [Span(*pair) for pair in itertools.pairwise(ends)]
     layout = Layout(tuple(tuple(blocks[i] for i in np.flatnonzero(owners == rank)) for rank in range(world_size)))
     return _Candidate(layout.work(mask).imbalance, layout, ends, owners)
 
 
-def _regions(mask: HashableMask, seq_len: int, world_size: int, align: int, start: int, block: int) -> list[int]:
+def _regions(mask: Mask, seq_len: int, world_size: int, align: int, start: int, block: int) -> list[int]:
     """The ends of regions that deserve their own, equal blocks on all ranks: documents of a block per rank or more."""
     seams = _seams(mask, start, start + seq_len)
     lengths = np.diff(seams)
@@ -120,7 +115,7 @@ def _regions(mask: HashableMask, seq_len: int, world_size: int, align: int, star
     return [*edges, start + seq_len]
 
 
-def _seams(mask: HashableMask, start: int, stop: int) -> Positions:
+def _seams(mask: Mask, start: int, stop: int) -> Positions:
     """Start, stop and every position between them that no visible pair straddles."""
     q = np.arange(start, stop, dtype=np.int64)
     first, end = q.copy(), q.copy()
@@ -159,7 +154,7 @@ def _deals(places: Owners, tokens: Counts, world_size: int) -> Iterator[Owners]:
         yield owners
 
 
-def _block_work(mask: HashableMask, ends: list[int]) -> Counts:
+def _block_work(mask: Mask, ends: list[int]) -> Counts:
     """(num_blocks, num_blocks): visible pairs of the queries of one block with the keys of another."""
     return Layout(tuple((Span(*pair),) for pair in itertools.pairwise(ends))).work(mask).pairs
 
@@ -174,7 +169,7 @@ class _Deal:
     def __init__(self, work: Counts, owners: Owners, world_size: int) -> None:
         self.work, self.owners = work, owners.copy()
         self.shift = max(0, int(work.sum()).bit_length() - EXACT_BITS)
-        # (num_blocks, world_size): pairs of the block's queries with a rank's keys, and of the block's keys with its queries
+        # (num_blocks, world_size): pairs of a block's queries with a rank's keys; of its keys with a rank's queries
         self.rows = np.stack([work[:, owners == rank].sum(axis=1) for rank in range(world_size)], axis=1)
         self.cols = np.stack([work[owners == rank].sum(axis=0) for rank in range(world_size)], axis=1)
         self.pairs = np.zeros((world_size, world_size), np.int64)
@@ -231,7 +226,9 @@ class _Deal:
 
     def _unevenness(self, total: Counts, squares: Counts) -> Counts:
         """Of the sums over ranks in every step (last axis); only integers are summed, so all machines agree."""
-        return np.sqrt(len(self.pairs) * squares - total**2).astype(np.int64).sum(axis=-1)
+        deviations = np.sqrt(len(self.pairs) * squares - total**2).astype(np.int64)
+        unevenness: Counts = deviations.sum(axis=-1)
+        return unevenness
 
     def hottest_pairs(self) -> Iterator[tuple[int, int]]:
         """All pairs of ranks, those first that hold up the most steps, as holder of the queries or of the keys."""
@@ -251,8 +248,8 @@ def _improve(work: Counts, tokens: Counts, owners: Owners, world_size: int) -> O
     least, most = held.min(), held.max()
     good_time = GOOD * int(work.sum()) / world_size
     stride = max(1, len(owners) // (world_size * SAMPLE))
-    spent = sweep = idle_sweeps = 0
-    while deal.time > good_time and spent < SEARCH_BUDGET and idle_sweeps < stride**2:
+    tries = sweep = idle_sweeps = 0
+    while deal.time > good_time and tries < NUM_TRIES and idle_sweeps < stride**2:
         sweep, idle_sweeps = sweep + 1, idle_sweeps + 1
         for number, (a, b) in enumerate(deal.hottest_pairs()):
             i_offset, j_offset = divmod((number + sweep) % stride**2, stride)
@@ -264,7 +261,7 @@ def _improve(work: Counts, tokens: Counts, owners: Owners, world_size: int) -> O
             legal = (held[a] - moved >= least) & (held[a] - moved <= most)
             legal &= (held[b] + moved >= least) & (held[b] + moved <= most)
             after = np.where(legal, deal.unevenness_after(a, b, i, j), deal.unevenness)
-            spent += after.size * world_size
+            tries += 1
             best = np.unravel_index(after.argmin(), after.shape)
             if after[best] < deal.unevenness:
                 held[[a, b]] += np.array([-1, 1]) * moved[best]

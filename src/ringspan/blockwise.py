@@ -91,7 +91,7 @@ class Blockwise:
                 block, dout, out, lse = (self._fold(x[..., rows, :], group) for x in (queries, douts, outs, lses))
                 block = block * self.scale
                 delta = (dout * out).sum(axis=-1, keepdims=True)
-                # A query that sees no key has lse = -inf; its probabilities are 0, not exp(inf).
+                # A query with no score above -inf has lse = -inf; its probabilities are 0, not exp(inf).
                 lse = np.where(np.isneginf(lse), np.inf, lse)
                 block_dq = dqs[..., rows, :]
                 for columns, allowed in cells:
@@ -110,7 +110,7 @@ class Blockwise:
                     dvs[..., columns, :] += _product(probs.swapaxes(-1, -2), dout, seen_by)
 
     def _fold(self, x: Array, group: int) -> Array:
-        """(..., heads, seq, dim) to (..., KV heads, group · seq, dim): the heads of a group share keys, so they are rows."""
+        """(..., heads, seq, dim) to (..., KV heads, group · seq, dim): heads that share keys are just more rows."""
         *batch, heads, rows, dim = x.shape
         return np.asarray(x, self.dtype).reshape(*batch, heads // group, group * rows, dim)
 
@@ -120,7 +120,7 @@ class _Running:
 
     def __init__(self, out: Array, lse: Array) -> None:
         self.peak = lse
-        self.total = np.exp(lse - _finite(lse))
+        self.total = np.ones_like(lse)  # exp(lse - peak); where the peak is -inf it decays to 0
         self.out = out.copy()
 
     def take(self, scores: Array, v: Array, allowed: Allowed | None) -> None:
@@ -141,12 +141,12 @@ class _Running:
 
 
 def _product(weights: Array, x: Array, allowed: Allowed | None) -> Array:
-    """weights @ x, where a NaN or infinity in a row of x stays away from those not allowed to see it (0 · NaN is NaN)."""
+    """The product weights @ x, where a NaN or infinity in x reaches only those that see its row (0 · NaN is NaN)."""
     if allowed is None or np.isfinite(x).all():
         return weights @ x
-    broken = ~np.isfinite(x).all(axis=(*range(x.ndim - 2), -1))
-    total = weights @ np.where(broken[:, None], 0, x)
-    for row in np.flatnonzero(broken):
+    is_broken = np.any(~np.isfinite(x), axis=(*range(x.ndim - 2), -1), keepdims=True)
+    total = weights @ np.where(is_broken, 0, x)
+    for row in np.flatnonzero(is_broken):
         total += np.where(allowed[:, row, None], weights[..., row, None] * x[..., row, None, :], 0)
     return total
 
@@ -165,20 +165,25 @@ def _batches(piece: Piece, *arrays: Array) -> Iterator[tuple[Array, ...]]:
         yield tuple(x[row : row + 1] for x in arrays)
 
 
-def _rows_of_cells(piece: Piece, group: int) -> Iterator[tuple[slice, list[_Cell]]]:
-    """The piece in blocks of scores: some rows of the tile and the cells they see, masks repeated for each head."""
-    height, width = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
-    is_causal = piece.kind is PieceKind.CAUSAL
+def _rows_of_cells(piece: Piece, group: int) -> Iterator[tuple[slice, Iterator[_Cell]]]:
+    """The piece in blocks of scores: rows of the tile, and for them the cells they see."""
+    height = piece.q.stop - piece.q.start
     for top in range(0, height, Q_ROWS):
-        bottom = min(top + Q_ROWS, height)
-        reach = bottom if is_causal else width
-        cells = []
-        for left in range(0, reach, KV_ROWS):
-            right = min(left + KV_ROWS, reach)
-            allowed = piece.allowed[top:bottom, left:right] if piece.allowed is not None else None
-            if is_causal and right > top + 1:
-                allowed = np.arange(left, right) <= np.arange(top, bottom)[:, None]
-            if allowed is not None:
-                allowed = np.tile(allowed, (group, 1))
-            cells.append(_Cell(slice(piece.kv.start + left, piece.kv.start + right), allowed))
-        yield slice(piece.q.start + top, piece.q.start + bottom), cells
+        rows = range(top, min(top + Q_ROWS, height))
+        yield slice(piece.q.start + rows.start, piece.q.start + rows.stop), _cells(piece, rows, group)
+
+
+def _cells(piece: Piece, rows: range, group: int) -> Iterator[_Cell]:
+    """The cells of some rows of the piece, those beyond the diagonal left out; masks are repeated for each head."""
+    is_causal = piece.kind is PieceKind.CAUSAL
+    reach = rows.stop if is_causal else piece.kv.stop - piece.kv.start
+    for left in range(0, reach, KV_ROWS):
+        right = min(left + KV_ROWS, reach)
+        allowed = None
+        if is_causal and right > rows.start + 1:
+            allowed = np.arange(left, right) <= np.asarray(rows)[:, None]
+        elif piece.allowed is not None:
+            allowed = piece.allowed[rows.start : rows.stop, left:right]
+        if allowed is not None:
+            allowed = np.tile(allowed, (group, 1))
+        yield _Cell(slice(piece.kv.start + left, piece.kv.start + right), allowed)

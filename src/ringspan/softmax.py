@@ -29,6 +29,7 @@ def merge_(into: Partial, part: Partial) -> None:
     """Take a part over other keys into `into`, in place. Nothing merged with nothing stays nothing, never NaN."""
     joint = torch.logaddexp(into.lse, part.lse)
     # Where neither saw a key all three are -inf, and -inf - -inf would be NaN; the share is then exp(-inf) = 0.
-    share = torch.exp(part.lse - joint.masked_fill(joint == -torch.inf, 0.0))
-    into.out.lerp_(part.out.to(into.out.dtype), share.unsqueeze(-1))
+    share = torch.exp(part.lse - joint.masked_fill(joint == -torch.inf, 0.0)).unsqueeze(-1)
+    # Not lerp: it subtracts the two, and the difference of an infinity and anything is no average of them.
+    into.out.mul_(1 - share).addcmul_(part.out.to(into.out.dtype), share)
     into.lse.copy_(joint)

@@ -281,6 +281,21 @@ def test_a_broken_key_reaches_only_the_rows_that_see_it(row, name, value):
                 assert not np.isfinite(got.out[:, ~spared]).any(axis=-1).any(), f"{what}: a broken row looks sound"
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
+def test_a_broken_key_reaches_only_the_gradients_that_depend_on_it(row, name):
+    clean, broken = poisoned_arrays(name, np.nan)
+    for spec in (("causal",), ("documents", (11, 6, 7))):
+        for layout in (rs.contiguous(24, 4), rs.zigzag(24, 4), rs.striped(24, 4)):
+            got = run(broken, mask=make_mask(spec), layout=layout, **options(row, 4))[2:]
+            wanted = expect(spec, layout, layout, clean)[2:]
+            allowed = oracle.dense_mask(spec, range(24), range(24))
+            spared_rows = ~allowed[:, POISONED]
+            spared_keys = ~allowed[~spared_rows].any(axis=0)  # those that no broken row sees
+            for x, y, spared in zip(got, wanted, (spared_rows, spared_keys, spared_keys), strict=True):
+                assert largest_error(x[:, spared], y[:, spared]) < EXACT, (row.algorithm, layout, spec)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
 def test_a_broken_batch_row_leaves_the_others_alone(row):
     layout = rs.zigzag(16, 4)

@@ -40,7 +40,7 @@ class _Commands(click.Group):
             ctx.exit(130)
 
 
-@click.group(cls=_Commands)
+@click.group("ringspan", cls=_Commands)
 @click.version_option(__version__, prog_name="ringspan")
 def main() -> None:
     """Exact attention over sequences longer than one device can hold."""

@@ -1,7 +1,7 @@
 """A lesson on the terminal: short sections, each a sentence or two and then the numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -169,25 +169,31 @@ def _busy(work: LayoutWork, rank: int) -> Text:
 
 def _print_run(page: Page, run: Run, parameters: Parameters) -> None:
     page.section(f"{NAMES[run.algorithm]}: {IDEAS[run.algorithm]}")
-    to, sign = ("next", "-") if parameters.direction == "forward" else ("previous", "+")
-    origin = f"(r {sign} t) mod {parameters.world_size}".replace(" ", NO_BREAK)
-    rings = [name for name in parameters.algorithms if name in ("pass_kv", "pass_q") and parameters.world_size > 1]
-    is_first, last = run.algorithm == parameters.algorithms[0], parameters.world_size - 1
-    page.prose(
-        f"Steps go down, ranks across. q0×kv{last}: attend the queries of rank 0 to the keys and values of rank {last}."
-        if is_first
-        else "",
-        "kv0→1: meanwhile send the keys and values of rank 0 to rank 1, for a later step." if is_first and last else "",
-        "[0:2]: only heads 0 and 1." if "[" in run.grid else "",
-        f"Blocks go to the {to} rank, so rank r at step t has the block of rank {origin}."
-        if run.algorithm in rings[:1]
-        else "",
-        f"out{last}→{last}: a partial result goes home to rank {last} and is merged there."
-        if any(traffic.kind == "out" for traffic in run.traffic)
-        else "",
-    )
+    page.prose(*_how_to_read(run, parameters))
     page.grid(run.grid)
     page.show(Text("largest difference from dense attention: ").append(_verdict(run.check)))
+
+
+def _how_to_read(run: Run, parameters: Parameters) -> Iterator[str]:
+    """What the grid means; things told in an earlier section are not told again."""
+    last = parameters.world_size - 1
+    if run.algorithm == parameters.algorithms[0]:
+        attends = f"q0×kv{last}: attend the queries of rank 0 to the keys and values of rank {last}."
+        yield f"Steps go down, ranks across. {attends}"
+        if last:
+            yield "kv0→1: meanwhile send the keys and values of rank 0 to rank 1, for a later step."
+    if "[" in run.grid:
+        yield "[0:2]: only heads 0 and 1."
+    rings = [name for name in parameters.algorithms if name in ("pass_kv", "pass_q") and last]
+    if run.algorithm in rings[:1]:
+        to, sign = ("next", "-") if parameters.direction == "forward" else ("previous", "+")
+        origin = f"(r {sign} t) mod {parameters.world_size}".replace(" ", NO_BREAK)
+        yield f"Blocks go to the {to} rank, so rank r at step t has the block of rank {origin}."
+    num_messages = {traffic.kind: traffic.num_messages for traffic in run.traffic}
+    if run.algorithm in rings[:1] and max(num_messages.values(), default=0) < last * (last + 1):
+        yield "A block that nobody further on needs is not sent."
+    if "out" in num_messages:
+        yield f"out{last}→{last}: a partial result goes home to rank {last} and is merged there."
 
 
 def _print_one_query(page: Page, query: OneQuery) -> None:

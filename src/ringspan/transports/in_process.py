@@ -104,7 +104,9 @@ class _Room:
                 self.fail(rank, _left(f"rank {rank}: the gathering of bytes", min(missing)))
         if not this.done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             silent = [peer for peer in range(self.world_size) if peer not in this.payloads]
-            self.fail(rank, f"rank {rank}: the gathering of bytes timed out after {timeout_s:g} s: no word of {silent}")
+            self.fail(
+                rank, f"rank {rank}: the gathering of bytes timed out after {timeout_s:g} s: no word of ranks {silent}"
+            )
         if len(this.payloads) < self.world_size:
             raise TransportError(self.failure)
         return [this.payloads[peer] for peer in range(self.world_size)]

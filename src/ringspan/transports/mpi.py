@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _DATA_TAG, _NOTICE_TAG = 1, 2
 _NOTICE_BYTES = 2000  # short enough to leave at once ("eager") on common MPI libraries, whatever the receivers do
 _SPIN_S = 100e-6
-_SLEEPS_S = (10e-6, 20e-6, 50e-6, 100e-6)  # the last one is repeated
+_SLEEP_S = 50e-6
 
 
 @cache
@@ -228,12 +228,10 @@ class _Message:
 def _poll(request: "MPI.Request", status: "MPI.Status", deadline: float, is_over: Callable[[], bool]) -> bool:
     """Whether the request was done before the deadline, and before everything was over."""
     spin_until = time.monotonic() + _SPIN_S
-    num_sleeps = 0
     while not request.Test(status):
         now = time.monotonic()
         if now > deadline or is_over():
             return False
         if now > spin_until:
-            time.sleep(_SLEEPS_S[min(num_sleeps, len(_SLEEPS_S) - 1)])
-            num_sleeps += 1
+            time.sleep(_SLEEP_S)
     return True

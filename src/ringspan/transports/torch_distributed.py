@@ -2,8 +2,8 @@
 
 Two habits of gloo shape this file. A receive cannot be cancelled or polled, and a wait that times out closes every
 connection of the group. So waits carry the whole deadline, and giving up is done on purpose: `abort` writes the reason
-to the group's store and closes the connections, which ends the waits of all other ranks at once; they find the reason
-in the store. A group that was aborted is of no more use.
+to the group's store and closes this rank's connections, which ends the waits of its peers at once; they find the reason
+in the store and close theirs. A group that was aborted is of no more use.
 
 NCCL takes one batch per rank and step. That path has not been run here.
 """
@@ -87,33 +87,28 @@ class TorchDistributed:
         return [bytes(row) for row in everyone.cpu().numpy()]
 
     def abort(self, reason: str) -> None:
-        """Publish the reason, unless another rank was first, and close the group's connections."""
-        with contextlib.suppress(RuntimeError):  # the rank that served the store may be gone
-            self._store.compare_set(_REASON, "", reason)
-        if self._is_nccl:
-            self.group.abort()
-        elif self.world_size > 1:
-            # Only an expired wait makes gloo close its connections.
-            with contextlib.suppress(RuntimeError):
-                never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, _ABORT_TAG)
-                never.wait(timedelta(milliseconds=1))
+        """Publish the reason, unless another rank was first, and close this rank's connections."""
+        self._give_up(reason)
 
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the caller."""
 
     def _failure(self, what: str, error: RuntimeError) -> TransportError:
-        """The error to raise, with the reason another rank has given, or this rank's own, told to the others."""
-        reason = self._published()
-        if reason is None:
-            reason = f"{what}: {_plain(error)}"
-            self.abort(reason)
-        return TransportError(reason)
+        """The error to raise: the reason the first rank to fail has published, which may be this one."""
+        return TransportError(self._give_up(f"{what}: {_plain(error)}"))
 
-    def _published(self) -> str | None:
-        try:
-            return self._store.get(_REASON).decode() if self._store.check([_REASON]) else None
-        except RuntimeError:
-            return None
+    def _give_up(self, reason: str) -> str:
+        """Close the connections, so that no rank waits for this one in vain; returns the first reason given."""
+        with contextlib.suppress(RuntimeError):  # the rank that served the store may be gone
+            reason = self._store.compare_set(_REASON, "", reason).decode()
+        with contextlib.suppress(RuntimeError):
+            if self._is_nccl:
+                self.group.abort()
+            elif self.world_size > 1:
+                # Only an expired wait makes gloo close its connections.
+                never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, _ABORT_TAG)
+                never.wait(timedelta(milliseconds=1))
+        return reason
 
 
 def _plain(error: RuntimeError) -> str:

@@ -1,0 +1,394 @@
+"""The kernels that run on a CPU, against dense float64 attention."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import oracle
+import ringspan.kernels.reference
+from ringspan.errors import UnsupportedError
+from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
+from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import Partial, accumulator_dtype
+
+torch.set_num_threads(1)
+
+SCALE = 0.3
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Allowed = npt.NDArray[np.bool_]
+
+each_kernel = pytest.mark.parametrize("kernel", [Reference(), SdpaCpu()], ids=lambda kernel: kernel.name)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def random_qkv(
+    n: int,
+    m: int,
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 8,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+) -> QKV:
+    generator = torch.Generator().manual_seed(n * 1000 + m)
+    shapes = (
+        (batch, heads[0], n, head_dim),
+        (batch, heads[1], m, head_dim),
+        (batch, heads[1], m, v_head_dim or head_dim),
+    )
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def random_mask(n: int, m: int) -> Allowed:
+    """About half visible, the second row nothing."""
+    allowed = np.random.default_rng(n * 1000 + m).random((n, m)) < 0.5
+    allowed[1:2] = False
+    return allowed
+
+
+def piece_of(kind: PieceKind, n: int, m: int) -> tuple[Piece, Allowed]:
+    """A piece and the dense mask it stands for."""
+    allowed = np.ones((n, m), np.bool_)
+    if kind is PieceKind.CAUSAL:
+        assert n == m
+        allowed = np.tril(allowed)
+    elif kind is PieceKind.MASKED:
+        allowed = random_mask(n, m)
+    own = allowed if kind is PieceKind.MASKED else None
+    return Piece(slice(0, n), slice(0, m), kind, own, None), allowed
+
+
+def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
+    """As the oracle says, in the type that sums are kept in and to its precision, whatever the type of the input."""
+    out, lse = oracle.dense_attention(*(x.double().numpy() for x in qkv), allowed, SCALE)
+    dtype = accumulator_dtype(qkv[0].dtype)
+    torch.testing.assert_close(part.out, torch.from_numpy(out).to(dtype))
+    torch.testing.assert_close(part.lse, torch.from_numpy(lse).to(dtype))
+
+
+SIZES = {
+    PieceKind.FULL: [(1, 1), (1, 300), (7, 13), (130, 257)],
+    PieceKind.CAUSAL: [(1, 1), (17, 17), (65, 65), (197, 197)],
+    PieceKind.MASKED: [(1, 3), (5, 9), (64, 101), (33, 200)],
+}
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("kind", PieceKind)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=lambda heads: f"{heads[0]}over{heads[1]}")
+def test_pieces_of_any_size(kernel: Kernel, dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
+    for n, m in SIZES[kind]:
+        qkv = random_qkv(n, m, heads, dtype=dtype)
+        piece, allowed = piece_of(kind, n, m)
+        assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", PieceKind)
+def test_pieces_of_several_inner_blocks(kernel: Kernel, kind: PieceKind) -> None:
+    qkv = random_qkv(775, 775, (2, 1), batch=1)
+    piece, allowed = piece_of(kind, 775, 775)
+    assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("kind", PieceKind)
+def test_any_head_dim_and_v_head_dim(kernel: Kernel, dtype: torch.dtype, kind: PieceKind) -> None:
+    for head_dim, v_head_dim in [(1, 1), (7, 7), (24, 16), (16, 24), (5, 1), (1, 9), (80, 300)]:
+        qkv = random_qkv(33, 33, (4, 2), head_dim, v_head_dim, dtype)
+        piece, allowed = piece_of(kind, 33, 33)
+        assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_types_lose_at_most_twice_what_plain_attention_loses(kernel: Kernel, dtype: torch.dtype) -> None:
+    qkv = random_qkv(200, 200, (4, 4), 64, dtype=dtype)
+    piece, allowed = piece_of(PieceKind.CAUSAL, 200, 200)
+    truth = torch.from_numpy(oracle.dense_attention(*(x.double().numpy() for x in qkv), allowed, SCALE)[0])
+    # Not the fused operator: its bfloat16 code ends the process on virtual CPUs that promise more than they have.
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = scaled_dot_product_attention(*qkv, is_causal=True, scale=SCALE)
+    ours = kernel.forward(*qkv, piece, SCALE).out.to(dtype)
+    error, plain_error = ((out.double() - truth).abs().max() for out in (ours, plain))
+    assert error <= 2 * plain_error
+    assert plain_error > 0
+
+
+@each_kernel
+def test_rows_that_see_nothing(kernel: Kernel) -> None:
+    q, k, v = random_qkv(5, 9)
+    piece, _ = piece_of(PieceKind.MASKED, 5, 9)
+    part = kernel.forward(q, k, v, piece, SCALE)
+    assert torch.equal(part.out[:, :, 1], torch.zeros(2, 2, 8))
+    assert torch.equal(part.lse[:, :, 1], torch.full((2, 2), -torch.inf))
+    nowhere = piece._replace(allowed=np.zeros((5, 9), np.bool_))
+    part = kernel.forward(q, k, v, nowhere, SCALE)
+    assert torch.equal(part.out, torch.zeros(2, 2, 5, 8))
+    assert torch.equal(part.lse, torch.full((2, 2, 5), -torch.inf))
+
+
+@each_kernel
+def test_a_mask_that_nobody_may_write_to(kernel: Kernel) -> None:
+    qkv = random_qkv(5, 9)
+    piece, allowed = piece_of(PieceKind.MASKED, 5, 9)
+    allowed.flags.writeable = False
+    assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+# NaN and infinity
+
+
+def plain_attention(qkv: QKV, allowed: Allowed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row by itself over just the keys it sees, so that nothing can reach it from anywhere else."""
+    q, k, v = (x.double() for x in qkv)
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    for row, seen in enumerate(torch.from_numpy(allowed)):
+        scores = SCALE * (q[:, :, row, None] @ k[:, :, seen].mT)
+        has_weight = scores.ne(-torch.inf).any(-1, keepdim=True)
+        weights = torch.where(has_weight, torch.softmax(scores, -1), 0.0)
+        out[:, :, row] = (weights @ v[:, :, seen]).squeeze(-2)
+        lse[:, :, row] = torch.logsumexp(scores, -1).squeeze(-1)
+    return out, lse
+
+
+def assert_plain(part: Partial, qkv: QKV, allowed: Allowed) -> None:
+    out, lse = plain_attention(qkv, allowed)
+    torch.testing.assert_close(part.out, out.to(part.out.dtype), equal_nan=True)
+    # A sum with an infinite score in it is infinite or NaN, as the order of operations has it.
+    lost = ~(lse.isfinite() | lse.isneginf())
+    torch.testing.assert_close(part.lse.masked_fill(lost, 0.0), lse.masked_fill(lost, 0.0).to(part.lse.dtype))
+    assert not part.lse[lost].isfinite().any()
+    assert not part.lse[lost].isneginf().any()
+
+
+ODD_VALUES = [torch.nan, torch.inf, -torch.inf]
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", PieceKind)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_odd_values_reach_only_rows_that_see_them(
+    kernel: Kernel, kind: PieceKind, dtype: torch.dtype, value: float
+) -> None:
+    for n, column in [(1, 0), (6, 3), (40, 0), (40, 17), (40, 39)]:
+        piece, allowed = piece_of(kind, n, n)
+        for which in (0, 1, 2):
+            qkv = random_qkv(n, n, dtype=dtype)
+            qkv[which][0, 1, column, 2] = value
+            assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
+def test_odd_values_in_a_later_inner_block(kernel: Kernel, kind: PieceKind) -> None:
+    piece, allowed = piece_of(kind, 530, 530)
+    q, k, v = random_qkv(530, 530)
+    expected = Reference().forward(q, k, v, piece, SCALE)
+    v[:, :, 520] = torch.nan
+    out = kernel.forward(q, k, v, piece, SCALE).out
+    sees_it = torch.from_numpy(allowed[:, 520])
+    torch.testing.assert_close(out[:, :, ~sees_it], expected.out[:, :, ~sees_it])
+    assert out[:, :, sees_it].isnan().all()
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
+def test_odd_values_of_all_kinds_at_once(kernel: Kernel, kind: PieceKind) -> None:
+    random = np.random.default_rng(0)
+    for trial in range(12):
+        n = (4, 21, 64)[trial % 3]
+        piece, allowed = piece_of(kind, n, n)
+        qkv = random_qkv(n, n)
+        for x in qkv[1:]:
+            for value in ODD_VALUES:
+                x[torch.from_numpy(random.random(tuple(x.shape[:3])) < 0.1), trial % 8] = value
+        assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@each_kernel
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 33, 512, 513, 530, 1030])
+def test_no_nan_is_lost_however_the_keys_fall_into_blocks(kernel: Kernel, m: int) -> None:
+    """Where every score is NaN or -inf the CPU operator takes the row for one that sees nothing."""
+    piece, allowed = piece_of(PieceKind.FULL, 3, m)
+    for nans in (slice(None), slice(0, 1), slice(-1, None), slice(0, 512), slice(512, None)):
+        for others in (1.0, -torch.inf):
+            q, k, v = random_qkv(3, m)
+            q = q.abs()
+            k[:] = others
+            k[:, :, nans] = torch.nan
+            assert_plain(kernel.forward(q, k, v, piece, SCALE), (q, k, v), allowed)
+
+
+@each_kernel
+def test_scores_that_are_all_minus_infinity_have_no_weight(kernel: Kernel) -> None:
+    q, k, v = random_qkv(4, 9)
+    piece, _ = piece_of(PieceKind.FULL, 4, 9)
+    part = kernel.forward(q.abs(), torch.full_like(k, -torch.inf), v, piece, SCALE)
+    assert torch.equal(part.out, torch.zeros_like(q))
+    assert torch.equal(part.lse, torch.full((2, 2, 4), -torch.inf))
+
+
+@each_kernel
+def test_a_log_sum_exp_of_zero_is_nothing_special(kernel: Kernel) -> None:
+    q, k, v = random_qkv(3, 1)
+    piece, _ = piece_of(PieceKind.FULL, 3, 1)
+    part = kernel.forward(torch.zeros_like(q), k, v, piece, SCALE)
+    assert torch.equal(part.lse, torch.zeros(2, 2, 3))
+    torch.testing.assert_close(part.out, v.expand(2, 2, 3, 8))
+
+
+# Memory
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", PieceKind)
+@each_dtype
+def test_strided_views(kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> None:
+    n = m = 40
+    piece, allowed = piece_of(kind, n, m)
+    qkv = random_qkv(n, m, (4, 2), dtype=dtype)
+    views = {
+        "(batch, seq, heads, dim)": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv],
+        "dim not last": [x.mT.contiguous().mT for x in qkv],
+        "every other": [x.repeat_interleave(2, -1)[..., ::2] for x in qkv],
+        "rows of a longer tensor": [torch.cat([x, x], 2)[:, :, n:] for x in qkv],
+    }
+    for name, strided in views.items():
+        assert all(torch.equal(x, view) for x, view in zip(qkv, strided, strict=True)), name
+        assert_right(kernel.forward(*strided, piece, SCALE), qkv, allowed)
+    one_for_all = [x[:1].expand(2, -1, -1, -1) for x in qkv]
+    assert_right(kernel.forward(*one_for_all, piece, SCALE), tuple(one_for_all), allowed)
+
+
+@pytest.mark.parametrize("n", [1, 2, FOLD_ROWS, FOLD_ROWS + 1])
+@pytest.mark.parametrize("m", [FOLD_KEYS - 1, FOLD_KEYS, 600])
+def test_few_rows_against_many_keys(n: int, m: int) -> None:
+    """Where the heads of a group go through as rows of one head, and where they just do not."""
+    piece, allowed = piece_of(PieceKind.FULL, n, m)
+    for heads in [(6, 2), (4, 1), (4, 4)]:
+        q, k, v = random_qkv(n, m, heads)
+        for queries in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+            assert_right(SdpaCpu().forward(queries, k, v, piece, SCALE), (q, k, v), allowed)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple) else (result,)
+        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in made:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in inputs:
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", [PieceKind.FULL, PieceKind.CAUSAL])
+def test_the_reference_holds_few_scores_and_repeats_no_keys(kind: PieceKind) -> None:
+    n = 1100
+    qkv = random_qkv(n, n, (4, 1), batch=1)
+    piece, allowed = piece_of(kind, n, n)
+    assert 4 * n * n > 2 * MAX_SCORES
+    with LargestTensor() as largest:
+        part = Reference().forward(*qkv, piece, SCALE)
+    assert largest.numel <= MAX_SCORES
+    assert_right(part, qkv, allowed)
+
+
+def test_the_reference_in_blocks_of_any_height(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in PieceKind:
+        piece, allowed = piece_of(kind, 33, 33)
+        qkv = random_qkv(33, 33, (4, 2))
+        for max_scores in (1, 700, 2000):
+            monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
+            assert_right(Reference().forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+def test_the_cpu_operator_is_given_k_and_v_as_they_are() -> None:
+    """No copy of either, with few rows and with many; only q and out may be copied."""
+    for n in (4, 300):
+        q, k, v = random_qkv(n, 2000, (4, 1), batch=1)
+        piece, _ = piece_of(PieceKind.FULL, n, 2000)
+        with LargestTensor() as largest:
+            SdpaCpu().forward(q, k, v, piece, SCALE)
+        assert largest.numel <= max(q.numel(), 1)
+
+
+# Choice
+
+CPU = Request(torch.device("cpu"), torch.float32, 64, 64)
+CUDA = CPU._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (CPU, "sdpa_cpu"),
+        (CPU._replace(head_dim=7, v_head_dim=300, dtype=torch.float16), "sdpa_cpu"),
+        (CPU._replace(dtype=torch.float8_e4m3fn), "reference"),
+        (CPU._replace(device=torch.device("meta")), "reference"),
+        (CUDA, "sdpa_flash"),
+        (CUDA._replace(dtype=torch.float32), "sdpa_efficient"),
+        (CUDA._replace(head_dim=192, v_head_dim=128), "sdpa_efficient"),
+        (CUDA._replace(dtype=torch.float64), "reference"),
+        (CUDA._replace(head_dim=65), "reference"),
+    ],
+)
+def test_auto_takes_the_first_that_can(request_: Request, name: str) -> None:
+    assert choose_kernel("auto", request_).name == name
+
+
+def test_a_name_takes_that_kernel() -> None:
+    assert {
+        kernel.name: choose_kernel(kernel.name, CUDA if "cpu" not in kernel.name else CPU) for kernel in KERNELS
+    } == {kernel.name: kernel for kernel in KERNELS}
+
+
+def test_an_unknown_name_lists_the_choices() -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        choose_kernel("fast", CPU)
+    assert str(raised.value) == (
+        "kernel='fast': there is no such kernel; use one of auto, sdpa_flash, sdpa_efficient, sdpa_cudnn, sdpa_cpu, "
+        "reference"
+    )
+
+
+def test_a_refusal_gives_the_reason_and_who_could() -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        choose_kernel("sdpa_flash", CPU)
+    assert str(raised.value) == (
+        "kernel='sdpa_flash' with torch.float32 on cpu, head_dim=64, v_head_dim=64: sdpa_flash takes only tensors on a "
+        "CUDA device; use kernel='auto', or sdpa_cpu or reference"
+    )
+
+
+def test_what_no_kernel_can_do_gives_every_reason() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"torch.int64 on cpu.*sdpa_cpu takes only float64.*; convert the tensors"
+    ):
+        choose_kernel("auto", CPU._replace(dtype=torch.int64))
+
+
+def test_names_differ() -> None:
+    names = [kernel.name for kernel in KERNELS]
+    assert len({*names, "auto"}) == len(names) + 1
+    assert math.prod(name.isidentifier() for name in names)

@@ -1,0 +1,126 @@
+"""What `ringspan simulate` refuses, and how it ends when something is wrong: never with a traceback."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ringspan.cli import main
+from ringspan.cli.values import parse_mask
+from ringspan.errors import MaskError
+from ringspan.lesson import Settings, decode, prefill
+from ringspan.simulate import Simulation, simulate_attention
+
+
+def simulate(*args: str, **env: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--devices 0", "'--devices': 0 is not in the range 1<=x<=64"),
+        ("--devices -3", "-3 is not in the range"),
+        ("--devices 1000000", "1000000 is not in the range"),
+        ("--tokens 0", "'--tokens': 0 is not in the range 1<=x<=8192"),
+        ("--tokens 99999999999999999999", "is not in the range"),
+        ("--tokens 8192", "more than 268,435,456; use fewer tokens or heads"),
+        (
+            "--tokens 1024 --heads 128 --head-dim 1024",
+            "more than 16,777,216; use fewer tokens, fewer heads or a smaller",
+        ),
+        (
+            "--heads 6 --kv-heads 4",
+            "6 query heads over 4 KV heads: every KV head serves the same number of query heads",
+        ),
+        ("--heads 99999999999999 --kv-heads 7", "is not in the range"),
+        ("--head-dim 0", "'--head-dim': 0 is not in the range"),
+        ("--head-dim 100000000000", "is not in the range"),
+        ("--seed text", "'--seed': 'text' is not a valid integer"),
+        ("--seed -1", "-1 is not in the range x>=0"),
+        ("--mask nonsense", "'--mask': 'nonsense' is no mask; use full, causal, window:LEFT[:RIGHT], prefix:N"),
+        ("--mask causal&", "'' is no mask"),
+        ("--mask window:x", "'window:x' is no mask"),
+        ("--mask prefix:-1", "n counts tokens"),
+        ("--mask documents:10,20", "the mask's documents have 30 tokens"),
+        ("--layout foo", "'--layout': 'foo' is no layout; use contiguous, zigzag, striped[:BLOCK] or balanced"),
+        ("--layout zigzag:2", "'zigzag:2' is no layout"),
+        ("--layout striped:0", "block=0"),
+        (
+            "--mesh 3x5",
+            "a mesh is given, but pass-kv, pass-q has none; leave it out, or run one of hybrid, double-ring",
+        ),
+        ("--mesh two", "'--mesh': 'two' is no mesh; use OUTERxINNER"),
+        ("--mesh 3x5 --algorithm hybrid", "mesh=(3, 5): outer × inner must be the 4 ranks"),
+        ("--algorithm double-ring", "mesh=None: double-ring runs on ranks in two dimensions"),
+        ("--algorithm ulysses --devices 3", "Ulysses over 3 ranks with 8 query heads and 2 KV heads"),
+        ("--algorithm nope", "'nope' is not one of 'pass-kv', 'pass-q'"),
+        ("--algorithm all-gather --direction reverse", "a direction is given, but all-gather has none"),
+        ("--direction sideways", "'sideways' is not one of 'forward', 'reverse'"),
+        ("--bogus", "(see 'ringspan simulate --help')"),
+        ("surplus", "unexpected extra argument"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(args: str, message: str) -> None:
+    result = simulate(*args.split())
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_unknown_command_gets_one_clear_line() -> None:
+    result = CliRunner().invoke(main, ["simulat"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: No such command 'simulat'")
+    assert result.stderr.count("\n") == 1
+
+
+def test_parse_mask_lists_the_forms() -> None:
+    with pytest.raises(MaskError, match="use full, causal, window") as error:
+        parse_mask("causal | sliding:3")
+    assert "'sliding:3'" in str(error.value)
+
+
+def spoilt(spoil: Callable[[Any], Any]) -> Callable[..., Simulation]:
+    def run(*args: Any, **kwargs: Any) -> Simulation:
+        simulation = simulate_attention(*args, **kwargs)
+        return dataclasses.replace(simulation, out=spoil(simulation.out))
+
+    return run
+
+
+def test_a_wrong_result_ends_in_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "simulate_attention", spoilt(lambda out: out + np.float32(1e-3)))
+    result = simulate()
+    assert result.exit_code == 1
+    assert "✗ wrong: 1.0e-03" in result.stdout
+    assert "✗ 2 of 10 results differ from dense attention: pass-KV, pass-Q." in result.stdout
+    data = json.loads(simulate("--json").stdout)
+    assert data["is_verified"] is False
+    assert data["failures"] == ["pass_kv", "pass_q"]
+
+
+def test_a_wrong_decode_step_ends_in_exit_code_1_and_nan_is_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "simulate_attention", spoilt(lambda out: out * np.float32(np.nan)))
+    result = simulate("--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert data["failures"][0] == "decode step 0 of the one sequence"
+    assert len(data["failures"]) == 8
+    assert data["decode"]["batch"]["steps"][0]["check"]["out_error"] is None
+    assert "✗ wrong: not a number" in simulate().stdout
+
+
+def test_interrupt_ends_quietly_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Settings) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Settings, "__post_init__", interrupt)
+    result = simulate()
+    assert (result.exit_code, result.output) == (130, "")

@@ -1,0 +1,213 @@
+"""The promises of `compile_rank`, checked by walking the programs of all algorithms instruction by instruction."""
+
+import numpy as np
+import pytest
+
+import ringspan as rs
+from cases import ROWS, WORLD_SIZES, legal_heads, meshes
+from faults import make_samples
+from ringspan.schedule import AllMerged, Arrived, Block, Do, Drop, Post, Program, Schedule, Sent, Transfer, compile_rank
+
+SIDES = (None, "kv", "q")
+
+
+def all_seeing_schedules() -> dict[str, Schedule]:
+    """Every algorithm, forward and backward, where every rank sees every other and the keys that all hold."""
+    schedules = {}
+    for row in ROWS:
+        for world_size in WORLD_SIZES:
+            visible = rs.Visible.of(np.ones((world_size, world_size + 1)))
+            for mesh in meshes(row, world_size):
+                degree = 1 if not row.splits_heads else world_size if mesh is None else mesh.inner
+                for backward in SIDES:
+                    name = f"{row.algorithm} {world_size} {mesh and tuple(mesh)} {backward}"
+                    heads = legal_heads(degree)[1]
+                    schedules[name] = rs.build_schedule(
+                        row.algorithm, visible, heads=heads, mesh=mesh, backward=backward
+                    )
+    for query in ("sharded", "replicated"):
+        schedules[f"decode {query}"] = rs.build_decode(rs.Visible.of(np.ones((4, 5))), query=query)
+    return schedules
+
+
+@pytest.fixture(scope="module")
+def schedules() -> dict[str, Schedule]:
+    """Those of `all_seeing_schedules`, and random ones in which little is seen."""
+    samples = enumerate(make_samples(3, 60))
+    return all_seeing_schedules() | {f"{i} {sample.name}": sample.schedule for i, sample in samples}
+
+
+def programs(schedules: dict[str, Schedule]):
+    for name, schedule in schedules.items():
+        for rank in range(schedule.world_size):
+            yield f"rank {rank} of {name}", schedule, rank, compile_rank(schedule, rank)
+
+
+def place_of(program: Program) -> dict[object, int]:
+    """Where each instruction stands; there are no two alike."""
+    places = {instruction: i for i, instruction in enumerate(program)}
+    assert len(places) == len(program)
+    return places
+
+
+def posts_of(program: Program) -> list[int]:
+    """Where the Post of each step stands."""
+    return [i for i, instruction in enumerate(program) if isinstance(instruction, Post)]
+
+
+def sends_of(program: Program) -> list[tuple[int, Transfer]]:
+    posts = [instruction for instruction in program if isinstance(instruction, Post)]
+    return [(post.step, transfer) for post in posts for transfer in post.sends]
+
+
+def receives_of(program: Program) -> list[tuple[int, Transfer]]:
+    posts = [instruction for instruction in program if isinstance(instruction, Post)]
+    return [(post.step, transfer) for post in posts for transfer in post.receives]
+
+
+def is_held_as(name: Block, block: Block) -> bool:
+    """Whether `block` is read from what was received as `name`."""
+    return name in (block, block.whole)
+
+
+def reads(instruction: object, name: Block) -> bool:
+    if isinstance(instruction, Do):
+        return any(is_held_as(name, block) for block in (*instruction.attend.qs, *instruction.attend.kvs))
+    return isinstance(instruction, Post) and any(is_held_as(name, transfer.block) for transfer in instruction.sends)
+
+
+def readers_of(program: Program, name: Block) -> list[int]:
+    return [i for i, instruction in enumerate(program) if reads(instruction, name)]
+
+
+def test_every_step_is_posted_once_and_its_attends_follow(schedules):
+    for name, schedule, rank, program in programs(schedules):
+        walked = [(i.step, i.attend) for i in program if isinstance(i, Do)]
+        planned = [(t, attend) for t, step in enumerate(schedule.steps) for attend in step.attends[rank]]
+        assert walked == planned, name
+        steps = [i.step for i in program if isinstance(i, Post | Do)]
+        assert steps == sorted(steps), name
+        assert [i.step for i in program if isinstance(i, Post)] == list(range(schedule.num_steps)), name
+
+
+def test_every_send_of_one_rank_is_a_receive_of_another(schedules):
+    for name, schedule in schedules.items():
+        ranks = range(schedule.world_size)
+        sent = [message for rank in ranks for message in sends_of(compile_rank(schedule, rank))]
+        received = [message for rank in ranks for message in receives_of(compile_rank(schedule, rank))]
+        assert sorted(sent, key=str) == sorted(received, key=str), name
+        planned = sum(len(step.transfers) for step in schedule.steps)
+        merged = sum(len(step.merges) for step in schedule.steps) * len(ranks) * (len(ranks) - 1)
+        assert len(sent) == planned + merged, name
+
+
+def test_an_input_is_waited_for_at_its_first_reader(schedules):
+    for name, _, _, program in programs(schedules):
+        places, posts = place_of(program), posts_of(program)
+        for t, transfer in receives_of(program):
+            if transfer.block.is_sum:
+                continue
+            arrived = places[Arrived(t, transfer)]
+            first = readers_of(program, transfer.block)[0]
+            assert posts[t] < arrived < first, (name, transfer)
+            between = [i for i in program[arrived + 1 : first] if isinstance(i, Post | Do)]
+            assert not between, (name, transfer)
+
+
+def test_every_sum_that_arrives_is_merged_within_two_steps(schedules):
+    """And before a transfer takes it away; what arrives of one sum is merged in the order of the schedule."""
+    for name, schedule, _, program in programs(schedules):
+        places, posts = place_of(program), posts_of(program)
+        waits: dict[Block, list[int]] = {}
+        for t, transfer in receives_of(program):
+            if not transfer.block.is_sum:
+                continue
+            is_merge = transfer.block in [merge.block for merge in schedule.step(t).merges]
+            wait = places[AllMerged(t, transfer.block) if is_merge else Arrived(t, transfer)]
+            leaves = [posts[when] for when, sent in sends_of(program) if when > t and sent.block == transfer.block]
+            deadline = min([*posts[t + 2 : t + 3], *leaves[:1], len(program)])
+            assert posts[t] < wait < deadline, (name, transfer)
+            waits.setdefault(transfer.block, []).append(wait)
+        for block, of_block in waits.items():
+            assert of_block == sorted(of_block), (name, block)
+
+
+def test_every_send_is_waited_for_once_and_in_time(schedules):
+    """Before the receives of the step after its first reader's are posted."""
+    for name, schedule, _, program in programs(schedules):
+        places, posts = place_of(program), posts_of(program)
+        waits = [i for i in program if isinstance(i, Sent)]
+        assert sorted(waits, key=str) == sorted([Sent(*send) for send in sends_of(program)], key=str), name
+        for t, transfer in sends_of(program):
+            read = t + 1 if transfer.block.is_sum else first_read(schedule, t, transfer)
+            deadline = min([*posts[read + 1 : read + 2], len(program)])
+            assert posts[t] < places[Sent(t, transfer)] < deadline, (name, transfer)
+
+
+def first_read(schedule: Schedule, t: int, transfer: Transfer) -> int:
+    """The step in which the receiver first reads what arrives in step t."""
+    program = compile_rank(schedule, transfer.dst)
+    return next(program[i].step for i in readers_of(program, transfer.block) if program[i].step > t)
+
+
+def test_every_received_input_is_dropped_after_its_last_reader(schedules):
+    for name, _, _, program in programs(schedules):
+        places = place_of(program)
+        received = [transfer.block for _, transfer in receives_of(program) if not transfer.block.is_sum]
+        dropped = [i.block for i in program if isinstance(i, Drop)]
+        assert sorted(dropped, key=str) == sorted(received, key=str), name
+        for block in received:
+            drop = places[Drop(block)]
+            assert readers_of(program, block)[-1] < drop, (name, block)
+            for t, transfer in sends_of(program):
+                if is_held_as(block, transfer.block):
+                    assert places[Sent(t, transfer)] < drop, (name, transfer)
+
+
+def most_buffers(program: Program) -> int:
+    """The most inputs that are received or being received at one time: what a transport needs buffers for."""
+    now = most = 0
+    for instruction in program:
+        if isinstance(instruction, Post):
+            now += sum(not transfer.block.is_sum for transfer in instruction.receives)
+            most = max(most, now)
+        now -= isinstance(instruction, Drop)
+    assert now == 0
+    return most
+
+
+@pytest.mark.parametrize("backward", SIDES)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
+def test_a_ring_needs_two_buffers(algorithm, direction, backward):
+    for world_size in (2, 3, 4, 5, 8, 16):
+        visible = rs.Visible.of(np.ones((world_size, world_size)))
+        options = {"heads": rs.Heads(1, 1), "direction": direction, "backward": backward}
+        schedule = rs.build_schedule(algorithm, visible, **options)
+        for rank in range(world_size):
+            assert most_buffers(compile_rank(schedule, rank)) == min(2, world_size - 1), f"{world_size} ranks"
+
+
+@pytest.mark.parametrize("backward", SIDES)
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (4, 2), (3, 3)], ids=str)
+def test_a_transfer_between_nodes_has_a_whole_phase(mesh, backward):
+    """Neither the sender nor the receiver waits for it before the last step of the phase has been computed."""
+    outer, inner = mesh
+    world_size = outer * inner
+    visible = rs.Visible.of(np.ones((world_size, world_size)))
+    schedule = rs.build_schedule("double_ring", visible, heads=rs.Heads(1, 1), mesh=rs.Mesh(*mesh), backward=backward)
+    crossings = 0
+    for rank in range(world_size):
+        program = compile_rank(schedule, rank)
+        places = place_of(program)
+        last_do = {i.step: place for i, place in places.items() if isinstance(i, Do)}
+        crossing = [
+            *(Sent(*send) for send in sends_of(program) if send[1].dst // inner != rank // inner),
+            *(Arrived(*receive) for receive in receives_of(program) if receive[1].src // inner != rank // inner),
+        ]
+        for wait in crossing:
+            if not wait.transfer.block.is_sum:
+                assert wait.step % inner == 0
+                assert places[wait] > last_do[wait.step + inner - 1], wait
+                crossings += 1
+    assert crossings == 2 * world_size * (outer - 1)
