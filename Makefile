@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench mpi clean
 
 demo: $(STAMP)
 	$(BIN)/ringspan simulate
 
+# Tests that start processes of their own share one worker, so that no more than that many run at once.
 test: $(STAMP)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -25,6 +26,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/simulate_speed.py
 
+# For the tests of the MPI transport; needs an MPI library, such as Debian's openmpi-bin.
+mpi: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[mpi]'
+
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -32,5 +37,5 @@ clean:
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringspan needs Python 3.11 or newer; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[test,check]'
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,test,check]'
 	touch $@

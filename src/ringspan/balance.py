@@ -5,15 +5,15 @@ the busiest rank's visible pairs, over the mean. `contiguous` or `zigzag` is tak
 runs suit kernels best and need fewer messages. Otherwise the sequence is cut into blocks, the blocks are dealt in a few
 regular ways, and from the best deals on blocks are swapped between ranks as long as the steps become more even.
 
-Promised: blocks of at least 128 tokens if the sequence has one per rank, token counts equal within the longest block, and
-the same answer on every rank and machine (a fixed amount of work; no clock, no randomness, no sums of floats).
+Promised: blocks of at least 128 tokens if the sequence has one per rank, token counts equal within the longest block,
+and the same answer on every rank and machine (a fixed amount of work; no clock, no randomness, no sums of floats).
 
-Aimed at: an imbalance of at most 1.05 from 64 blocks of 128 tokens per rank on, for up to 32 ranks. It is reached for
+Aimed at: an imbalance of at most 1.05 from 64 blocks of 128 tokens per rank on, for up to 16 ranks. It is reached for
 full, causal, windowed, prefix, frame-causal and packed-document masks and their unions. No layout reaches it for every
-mask: if all the work is in one document of 512 tokens, blocks of 128 leave nothing to do for a fifth rank, and one causal
-document of one or three blocks per rank cannot be shared evenly. Shorter sequences have too few blocks to choose from;
-on more ranks the search ends before its goal, and beyond 4096 blocks there is only the choice of deal. What came out is
-always told by `Layout.work`.
+mask: if all the work is in one document of 512 tokens, blocks of 128 leave nothing to do for a fifth rank, and a causal
+document takes two blocks per rank to be shared evenly. Shorter sequences have too few blocks to choose from; on more
+ranks the search ends before its goal, and beyond 4096 blocks there is only the choice of deal. What came out is always
+told by `Layout.work`.
 """
 
 import functools
@@ -24,9 +24,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.layout import Counts, Layout, Work, contiguous, near_equal_cuts, zigzag
+from ringspan.layout import Layout, contiguous, near_equal_cuts, zigzag
 from ringspan.mask import Mask
 from ringspan.span import Positions, Span
+from ringspan.work import Counts, Work, count_pairs
 
 SMALLEST_BLOCK = 128  # tokens
 BLOCKS_PER_RANK = (64, 128)  # the second only if the first is not enough
@@ -34,9 +35,9 @@ GOOD = 1.03  # the imbalance at which a search ends
 ENOUGH = 1.05  # the imbalance at which no other way is tried
 NUM_STARTS = 2  # deals to search from
 SAMPLE = 8  # blocks of a rank to look at together: many quick steps beat few best ones
-NUM_TRIES = 10_000  # pairs of ranks to look at in one search
+SEARCH_BUDGET = 200_000  # pairs of ranks to look at in one search, times ranks
 MOST_BLOCKS = 4096  # to search; the block × block counts then take 128 MiB
-EXACT_BITS = 28  # all pairs, scaled down to this, can be squared and multiplied by 64 ranks in int64
+EXACT_BITS = 26  # all pairs, scaled down to this, can be squared and multiplied by 1024 ranks in int64
 
 Owners = npt.NDArray[np.intp]  # (num_blocks,): the rank of each block
 
@@ -59,15 +60,15 @@ class _Candidate(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def _balanced(mask: Mask, seq_len: int, world_size: int, align: int, start: int) -> Layout:
+    plain = [contiguous(seq_len, world_size, align=align, start=start)]  # refuses bad arguments
     smallest = -(-SMALLEST_BLOCK // align) * align
-    plain = [contiguous(seq_len, world_size, align=align, start=start)]
     if not smallest * world_size <= seq_len < 2 * smallest * world_size:  # chunks of a zigzag would be too small
         plain.append(zigzag(seq_len, world_size, align=align, start=start))
     imbalance, layout = min(((one.work(mask).imbalance, one) for one in plain), key=lambda found: found[0])
     if imbalance <= GOOD or seq_len < smallest * world_size:
         return layout
-    for blocks_per_rank in BLOCKS_PER_RANK:
-        block = max(smallest, -(-(seq_len // (blocks_per_rank * world_size)) // align) * align)
+    units = [seq_len // (blocks_per_rank * world_size * align) for blocks_per_rank in BLOCKS_PER_RANK]
+    for block in dict.fromkeys(max(smallest, align * length) for length in units):
         for candidate in _candidates(mask, seq_len, world_size, align, start, block):
             if candidate.imbalance < imbalance:
                 imbalance, layout = candidate.imbalance, candidate.layout
@@ -132,12 +133,13 @@ def _seams(mask: Mask, start: int, stop: int) -> Positions:
 def _cut(edges: list[int], world_size: int, align: int, block: int) -> tuple[list[int], Owners]:
     """The ends of all blocks, and the place of each block in its region, or -1 where it may go to any rank.
 
-    A region of at least one block per rank is cut into the same number of equal blocks for every rank.
+    A region of at least one block per rank is cut into the same number of equal blocks for every rank, an even number
+    if possible: dealt to and fro, as in a zigzag, they share a causal document evenly.
     """
     ends, places = edges[:1], []
     for first, stop in itertools.pairwise(edges):
-        per_rank, few = (stop - first) // (block * world_size), (stop - first) // block
-        num_blocks = per_rank * world_size or max(1, few)
+        per_rank = (stop - first) // (block * world_size)
+        num_blocks = (per_rank & ~1 or per_rank) * world_size or (stop - first) // block
         ends += near_equal_cuts(stop - first, num_blocks, align=align, start=first)[1:]
         places += list(range(num_blocks)) if per_rank else [-1] * num_blocks
     return ends, np.array(places, np.intp)
@@ -156,7 +158,8 @@ def _deals(places: Owners, tokens: Counts, world_size: int) -> Iterator[Owners]:
 
 def _block_work(mask: Mask, ends: list[int]) -> Counts:
     """(num_blocks, num_blocks): visible pairs of the queries of one block with the keys of another."""
-    return Layout(tuple((Span(*pair),) for pair in itertools.pairwise(ends))).work(mask).pairs
+    blocks = [Span(*pair) for pair in itertools.pairwise(ends)]
+    return count_pairs(mask, [block.positions() for block in blocks], [(block,) for block in blocks])
 
 
 class _Deal:
@@ -248,23 +251,21 @@ def _improve(work: Counts, tokens: Counts, owners: Owners, world_size: int) -> O
     least, most = held.min(), held.max()
     good_time = GOOD * int(work.sum()) / world_size
     stride = max(1, len(owners) // (world_size * SAMPLE))
-    tries = sweep = idle_sweeps = 0
-    while deal.time > good_time and tries < NUM_TRIES and idle_sweeps < stride**2:
+    spent = sweep = idle_sweeps = 0
+    while deal.time > good_time and spent < SEARCH_BUDGET and idle_sweeps < stride**2:
         sweep, idle_sweeps = sweep + 1, idle_sweeps + 1
         for number, (a, b) in enumerate(deal.hottest_pairs()):
             i_offset, j_offset = divmod((number + sweep) % stride**2, stride)
-            i, j = (
-                np.flatnonzero(deal.owners == a)[i_offset::stride],
-                np.flatnonzero(deal.owners == b)[j_offset::stride],
-            )
+            i = np.flatnonzero(deal.owners == a)[i_offset::stride]
+            j = np.flatnonzero(deal.owners == b)[j_offset::stride]
             moved = tokens[i][:, None] - tokens[j]
-            legal = (held[a] - moved >= least) & (held[a] - moved <= most)
-            legal &= (held[b] + moved >= least) & (held[b] + moved <= most)
+            kept = np.stack([held[a] - moved, held[b] + moved])
+            legal = ((least <= kept) & (kept <= most)).all(axis=0)
             after = np.where(legal, deal.unevenness_after(a, b, i, j), deal.unevenness)
-            tries += 1
+            spent += world_size
             best = np.unravel_index(after.argmin(), after.shape)
             if after[best] < deal.unevenness:
-                held[[a, b]] += np.array([-1, 1]) * moved[best]
+                held[a], held[b] = held[a] - moved[best], held[b] + moved[best]
                 deal.swap(i[best[0]], j[best[1]])
                 idle_sweeps = 0
                 break

@@ -112,7 +112,7 @@ def check_late_peer(comm):
     buffer = torch.zeros(25)
 
     def act():
-        src, timeout_s = (1, 0.3) if transport.rank == 0 else (0, LONG_S)
+        src, timeout_s = (1, 0.1) if transport.rank == 0 else (0, LONG_S)
         transport.exchange([], [Receive(src, buffer)]).receives[0].wait(timeout_s)
 
     first = failure(act)
@@ -124,7 +124,7 @@ def check_late_peer(comm):
 def check_late_gather(comm):
     transport = MpiTransport(comm)
     if transport.rank == 0:
-        return failure(lambda: transport.all_gather_bytes(b"here", 0.3))
+        return failure(lambda: transport.all_gather_bytes(b"here", 0.1))
     return failure(lambda: transport.exchange([], [Receive(0, torch.zeros(1))]).receives[0].wait(LONG_S))
 
 
@@ -133,7 +133,7 @@ def check_abort(comm):
     transport = MpiTransport(comm)
     last = transport.world_size - 1
     if transport.rank == last:
-        time.sleep(0.2)
+        time.sleep(0.1)
         transport.abort("the mask on rank 0 is odd, öfter als sonst: " + "é" * 2000)
         transport.abort("this comes second and is not told")
         return failure(lambda: transport.exchange([], []))
@@ -178,7 +178,7 @@ def check_groups_as_keys(comm):
 
 
 def check_not_all_open(comm):
-    return failure(lambda: MpiTransport(comm, timeout_s=0.3)) if comm.rank == 0 else None
+    return failure(lambda: MpiTransport(comm, timeout_s=0.1)) if comm.rank == 0 else None
 
 
 def die():

@@ -1,23 +1,35 @@
 """Real processes for tests: gloo ranks that are started quickly, watched, and never left behind.
 
-A fork server imports torch once, so that starting a rank costs a fork. Each run has a hard deadline.
+`run_ranks` forks ranks from a server that has imported torch once, so that a run costs tenths of a second. A rank that
+is through stays until all are, as in a real job, and must then exit. `run_interpreters` starts whole interpreters that
+end as a script does, the moment they are through; it is slower, and shows what no fork can: that an interpreter gets
+through its own shutdown. Both have a hard deadline, after which every rank is killed.
+
+The first rank serves the group's store, on a port the system gives it, so that runs at the same time never collide.
 """
 
+import importlib
 import multiprocessing as mp
 import os
-import socket
+import pickle
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ringspan.call", "ringspan.collectives"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ringspan.call", "ringspan.collectives", "pytest"])
+
+_EXIT_S = 20.0  # for a rank to exit, once all are through
 
 
 class Ended(NamedTuple):
-    """How one rank ended: with a value, with an error, or without a word (killed, exit code)."""
+    """How one rank ended: with a value, with an error, or without a word. `seconds` is the rank's own measure of fn."""
 
     value: Any
     error: BaseException | None
@@ -34,67 +46,162 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, group_timeout_s: float = 30.0
 ) -> list[Ended]:
     """Run fn(rank, *args) on `world_size` gloo processes; every one of them is gone when this returns."""
-    port = _free_port()
-    pipes, processes = [], []
-    began = time.monotonic()
-    for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank, args=(sender, fn, rank, world_size, port, group_timeout_s, args))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
+    deadline = time.monotonic() + timeout_s
+    ranks = [_Rank(fn, rank, world_size, group_timeout_s, args) for rank in range(world_size)]
     try:
-        return [_collect(pipe, process, began, timeout_s) for pipe, process in zip(pipes, processes, strict=True)]
+        port = ranks[0].receive(deadline)
+        for rank in ranks[1:]:
+            rank.pipe.send_bytes(port)
+        reports = [rank.receive(deadline) for rank in ranks]
+        return [rank.leave(report) for rank, report in zip(ranks, reports, strict=True)]
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
 
 
 def values(ended: list[Ended]) -> list[Any]:
     """The values of ranks that must all have ended well."""
     for rank, end in enumerate(ended):
         assert end.error is None, f"rank {rank}: {end.error!r}\n{end.message}"
-        assert end.exit_code in (0, None), f"rank {rank} exited with {end.exit_code}"
+        assert end.exit_code == 0, f"rank {rank} exited with {end.exit_code}"
     return [end.value for end in ended]
 
 
-def _collect(pipe: Any, process: Any, began: float, timeout_s: float) -> Ended:
-    left = max(0.0, timeout_s - (time.monotonic() - began))
+class _Rank:
+    """The parent's view of one rank."""
+
+    def __init__(
+        self, fn: Callable[..., Any], rank: int, world_size: int, group_timeout_s: float, args: tuple[Any, ...]
+    ) -> None:
+        self.rank = rank
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(
+            target=_serve, args=(theirs, fn, rank, world_size, group_timeout_s, args), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def receive(self, deadline: float) -> bytes | None:
+        """What the rank has to say; None if it died without a word."""
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"rank {self.rank} did not end in time")
+        try:
+            return self.pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def leave(self, report: bytes | None) -> Ended:
+        """Let the rank exit, which it must."""
+        self.pipe.close()
+        self.process.join(_EXIT_S)
+        if self.process.exitcode is None:
+            raise TimeoutError(f"rank {self.rank} was through, but did not exit within {_EXIT_S:g} s")
+        if report is None:
+            return Ended(None, None, self.process.exitcode, 0.0)
+        value, error, seconds = pickle.loads(report)
+        return Ended(value, error, self.process.exitcode, seconds)
+
+
+def _serve(
+    pipe: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    group_timeout_s: float,
+    args: tuple[Any, ...],
+) -> None:
+    """One rank of `run_ranks`, in its process."""
+    import torch.distributed as dist
+
+    _join_group(
+        rank,
+        world_size,
+        group_timeout_s,
+        tell_port=lambda port: pipe.send_bytes(str(port).encode()),
+        ask_port=lambda: int(pipe.recv_bytes()),
+    )
+    value, raised = None, None
+    began = time.monotonic()
     try:
-        if pipe.poll(left):
-            value, error = pipe.recv()
-            return Ended(value, error, None, time.monotonic() - began)
-    except EOFError:
-        process.join(5)
-        return Ended(None, None, process.exitcode, time.monotonic() - began)
-    raise TimeoutError(f"a rank did not end within {timeout_s} s")
+        value = fn(rank, *args)
+    except BaseException as error:
+        raised = error
+        error.add_note("".join(traceback.format_tb(error.__traceback__)[-3:]))
+    pipe.send_bytes(pickle.dumps((value, raised, time.monotonic() - began)))
+    pipe.poll(None)  # until the parent closes its end
+    dist.destroy_process_group()
 
 
-def _rank(
-    pipe: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, group_timeout_s: float, args: tuple[Any, ...]
+def _join_group(
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    tell_port: Callable[[int], None],
+    ask_port: Callable[[], int],
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout_s)
-    )
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        tell_port(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", ask_port(), world_size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+class Exited(NamedTuple):
+    """How an interpreter ended; `seconds` from the first start to the last exit."""
+
+    exit_code: int
+    output: str
+    errors: str
+    seconds: float
+
+
+def run_interpreters(
+    fn: Callable[[int, int], Any], world_size: int, *, timeout_s: float = 60.0, group_timeout_s: float = 30.0
+) -> list[Exited]:
+    """Run fn(rank, world_size) as the whole of a script, one interpreter for each rank."""
+    began = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", "import ranks; ranks._script()", fn.__module__, fn.__qualname__]
+    processes: list[Any] = []
     try:
-        result = (fn(rank, *args), None)
-    except BaseException as error:
-        error.add_note("".join(traceback.format_tb(error.__traceback__)[-3:]))
-        result = (None, error)
-    pipe.send(result)
-    pipe.close()
-    # A rank that is through stays until the others are, as a process in a real job does; it is killed then.
-    time.sleep(3600)
+        for rank in range(world_size):
+            pipe = subprocess.PIPE
+            numbers = [str(rank), str(world_size), str(group_timeout_s)]
+            processes.append(
+                subprocess.Popen([*command, *numbers], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+            )
+        port = processes[0].stdout.readline()
+        for process in processes[1:]:
+            process.stdin.write(port)
+            process.stdin.flush()
+        exited = []
+        for process in processes:
+            output, errors = process.communicate(timeout=max(0.0, began + timeout_s - time.monotonic()))
+            exited.append(Exited(process.returncode, output, errors, time.monotonic() - began))
+        return exited
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _script() -> None:
+    """One rank of `run_interpreters`: its port comes from the first rank by way of the parent."""
+    module, name, rank, world_size, timeout_s = sys.argv[1:]
+    fn = getattr(importlib.import_module(module), name)
+    _join_group(
+        int(rank),
+        int(world_size),
+        float(timeout_s),
+        tell_port=lambda port: print(port, flush=True),
+        ask_port=lambda: int(sys.stdin.readline()),
+    )
+    fn(int(rank), int(world_size))

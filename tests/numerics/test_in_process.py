@@ -74,7 +74,7 @@ def test_messages_of_a_pair_arrive_in_order_whatever_the_order_of_waits():
         shuffle = random.Random(group.rank).shuffle
         jobs = [(side, peer) for side in ("send", "receive") for peer in ranks for _ in range(num_messages)]
         shuffle(jobs)
-        numbers = {job: 0 for job in jobs}
+        numbers = dict.fromkeys(jobs, 0)
         handles, received = [], []
         for side, peer in jobs:
             number = numbers[side, peer]
@@ -190,7 +190,7 @@ def test_the_exception_of_the_rank_that_fails_is_raised_and_the_others_end(world
 
     def program(group):
         try:
-            for step in range(5):
+            for step in range(2 * world_size):
                 if step == 2 and group.rank == world_size - 1:
                     raise KeyError("lost")
                 buffer = torch.zeros(1000)
@@ -204,7 +204,7 @@ def test_the_exception_of_the_rank_that_fails_is_raised_and_the_others_end(world
         run_in_process(program, world_size)
     assert caught.value.__notes__ == [f"on rank {world_size - 1} of {world_size} in run_in_process"]
     reason = f"rank {world_size - 1} failed with KeyError: 'lost'"
-    assert ends == {rank: reason for rank in range(world_size - 1)}
+    assert ends == dict.fromkeys(range(world_size - 1), reason)
 
 
 def test_an_abort_ends_all_waits_and_the_exception_of_its_rank_is_raised():
@@ -306,15 +306,6 @@ def test_one_rank_in_inference_mode_can_talk_to_another_that_is_not():
             return buffer.sum().item()
 
     assert run_in_process(program, 2) == [4.0, 4.0]
-
-
-def test_the_transport_of_a_rank_is_the_same_rank_as_another_object():
-    def program(group):
-        transport = group.transport()
-        group.all_gather_bytes(b"by the group", LONG_S)
-        return transport is group, transport.rank, transport.timeout_s, transport.all_gather_bytes(b"!", LONG_S)
-
-    assert run_in_process(program, 2, timeout_s=40) == [(False, rank, 40, [b"!", b"!"]) for rank in range(2)]
 
 
 @pytest.mark.parametrize("world_size", [0, -1])

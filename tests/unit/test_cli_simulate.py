@@ -227,7 +227,7 @@ def test_one_query_adds_up_its_softmax_weight() -> None:
     weights = np.exp(q[63] @ k.T / np.sqrt(32))
     for meeting, shard in zip(query["meetings"], [0, 3, 2, 1], strict=True):
         share = weights[data["prefill"]["shards"][shard]["positions"]].sum() / weights.sum()
-        assert meeting["weight_fraction"] == pytest.approx(share, abs=1e-5)
+        assert meeting["weight_fraction"] == pytest.approx(share, abs=1e-12)
     assert query["added_error"] > 0.1
 
 

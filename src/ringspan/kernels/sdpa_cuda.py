@@ -99,21 +99,21 @@ def _attend_efficient(
         for member in members
     ]
     # The lse comes padded to a multiple of 32 rows.
-    outs, lses = [part[0] for part in parts], [part[1][..., :num_rows] for part in parts]
+    outs, lses = [part[0] for part in parts], [part[1].narrow(-1, 0, num_rows) for part in parts]
     if len(parts) == 1:
         return Partial(outs[0], lses[0])
     return Partial(torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2))
 
 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-    hidden = ~torch.tensor(piece.allowed, device=q.device)
+    hidden = torch.tensor(piece.allowed).logical_not().to(q.device)
     num_rows, num_keys = hidden.shape
     row_stride = -(-num_keys // BIAS_MULTIPLE) * BIAS_MULTIPLE
-    bias = torch.zeros(num_rows, row_stride, dtype=q.dtype, device=q.device)[:, :num_keys]
+    bias = torch.zeros(num_rows, row_stride, dtype=q.dtype, device=q.device).narrow(1, 0, num_keys)
     out, lse = _attend_efficient(q, k, v, False, scale, bias.masked_fill_(hidden, -torch.inf))
     # The operator says lse = 0 for a row that sees nothing.
     sees_nothing = hidden.all(-1)
-    return Partial(out.masked_fill(sees_nothing[:, None], 0.0), lse.masked_fill(sees_nothing, -torch.inf))
+    return Partial(out.masked_fill(sees_nothing.unsqueeze(-1), 0.0), lse.masked_fill(sees_nothing, -torch.inf))
 
 
 FLASH = CudaKernel("sdpa_flash", _attend_flash, HALF_TYPES, max_head_dim=256)

@@ -276,7 +276,7 @@ def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> 
 
 
 def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) -> OneQuery | None:
-    """The last query that sees anything, in head 0, through the steps of pass-KV."""
+    """The last query that sees anything, in head 0, and the blocks it meets in pass-KV, each attended by itself."""
     case = simulation.case
     mask, layout, head = case.problem.mask, case.problem.layout, 0
     seeing = np.flatnonzero(np.isfinite(true_lse[head]))
@@ -284,15 +284,12 @@ def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) 
         return None
     position = int(seeing[-1])
     rank = next(rank for rank in range(layout.world_size) if position in layout.positions(rank))
-    row = int(np.searchsorted(layout.positions(rank), position))
-    meetings, added, seen = [], np.zeros(true_out.shape[-1]), 0.0
+    meetings, added = [], np.zeros(true_out.shape[-1])
     for cell in (step[rank] for step in simulation.trace if step[rank].attended):
-        assert cell.lse is not None, "a forward pass has a running lse"
         owner = cell.attended[0].blocks[1].owner
-        so_far = float(np.exp(cell.lse[head, row] - true_lse[head, position]))
-        meetings.append(Meeting(cell.step, owner, so_far - seen))
-        seen = so_far
         keys = layout.positions(owner)
         one = case.q[:1, position : position + 1], case.k[:1, keys], case.v[:1, keys]
-        added += dense_attention(*one, mask, np.array([position]), keys, np.float64)[0][0, 0]
+        out, lse = dense_attention(*one, mask, np.array([position]), keys, np.float64)
+        meetings.append(Meeting(cell.step, owner, float(np.exp(lse[0, 0] - true_lse[head, position]))))
+        added += out[0, 0]
     return OneQuery(position, rank, head, tuple(meetings), float(np.abs(added - true_out[head, position]).max()))

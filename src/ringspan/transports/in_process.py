@@ -95,6 +95,8 @@ class _Room:
     def gather(self, rank: int, payload: bytes, timeout_s: float) -> list[bytes]:
         """Every rank's payload; the n-th call of one rank meets the n-th of all others."""
         with self._lock:
+            if self.failure is not None:
+                raise TransportError(self.failure)
             self._num_gathers[rank] = number = self._num_gathers[rank] + 1
             this = self._rounds[number]
             this.payloads[rank] = payload
@@ -141,9 +143,7 @@ class _Room:
     def _deliver(self, send: _End, receive: _End) -> None:
         is_through = send.tensor.nbytes == receive.tensor.nbytes
         if is_through:
-            # In inference mode any buffer may be written, also one that another thread made in inference mode.
-            with torch.inference_mode():
-                _bytes_of(receive.tensor).copy_(_bytes_of(send.tensor))
+            _bytes_of(receive.tensor).copy_(_bytes_of(send.tensor))
         else:
             sizes = f"{send.tensor.nbytes} bytes to rank {receive.rank}, which expects {receive.tensor.nbytes}"
             self.fail(receive.rank, f"rank {send.rank} sends {sizes}; sizes must be the same on both ranks")
@@ -156,6 +156,7 @@ def _left(waiting: str, peer: int) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory, detached: so it may be written even if the other thread made it in inference mode."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -166,10 +167,6 @@ class InProcessRank:
         self._room = room
         self._rank = rank
         self.timeout_s = timeout_s
-
-    def transport(self) -> "InProcessRank":
-        """The same rank as another object, which a cache keyed by this one can hold without keeping this one alive."""
-        return InProcessRank(self._room, self._rank, self.timeout_s)
 
     @property
     def rank(self) -> int:

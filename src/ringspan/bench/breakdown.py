@@ -1,0 +1,101 @@
+"""Where did the time go, and what is the bottleneck?
+
+A rank that is blocked in a receive waits for one of two things: for its peer to send, or for the message to travel. The
+sender's own record tells them apart: until the message was started the rank waited for the peer, which no faster link
+would change; after that it waited for the link.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NamedTuple
+
+from ringspan.bench.result import Activity, Breakdown
+
+MOST = 0.9  # attention with so much of the time is the bottleneck, as it should be
+SLOWDOWN = 0.05  # of attention beside the ideal, worth a word
+
+
+class Interval(NamedTuple):
+    """When a rank's call began and ended, on the clock of the activities."""
+
+    start_s: float
+    end_s: float
+
+
+def break_down(activities: Sequence[Activity], calls: Sequence[Interval]) -> tuple[Breakdown, ...]:
+    """Each rank's time; `calls` are by rank."""
+    begin_s, finish_s = min(call.start_s for call in calls), max(call.end_s for call in calls)
+    sent_at = {_message(it): it.start_s for it in activities if it.kind == "send"}
+    by_rank: list[list[Activity]] = [[] for _ in calls]
+    for it in activities:
+        by_rank[it.rank].append(it)
+    return tuple(
+        _of_rank(mine, call, sent_at, finish_s - begin_s) for mine, call in zip(by_rank, calls, strict=True)
+    )
+
+
+def _of_rank(
+    activities: Sequence[Activity], call: Interval, sent_at: dict[tuple[object, ...], float], total_s: float
+) -> Breakdown:
+    seconds = dict.fromkeys(("attend", "merge", "send", "receive", "sent"), 0.0)
+    late_s = 0.0
+    for it in activities:
+        seconds[it.kind] += it.end_s - it.start_s
+        if it.kind == "receive":
+            late_s += max(0.0, min(sent_at[_message(it)], it.end_s) - it.start_s)
+    own_s = call.end_s - call.start_s
+    return Breakdown(
+        attention_s=seconds["attend"],
+        merge_s=seconds["merge"],
+        communication_s=seconds["send"] + seconds["sent"] + seconds["receive"] - late_s,
+        waiting_s=late_s + total_s - own_s,
+        other_s=own_s - sum(seconds.values()),
+    )
+
+
+def _message(it: Activity) -> tuple[object, ...]:
+    return it.step, it.name, it.src, it.dst
+
+
+class Verdict(NamedTuple):
+    """The part that takes longest though it should not, or attention; and a sentence about it."""
+
+    bottleneck: str
+    text: str
+
+
+def judge(ranks: Sequence[Breakdown], ideal_s: float) -> Verdict:
+    """Name the bottleneck and the way out; `ideal_s` is how long attention alone takes."""
+    shares = {name: [getattr(rank, f"{name}_s") / rank.total_s for rank in ranks] for name in _PARTS}
+    mean = {name: sum(share) / len(ranks) for name, share in shares.items()}
+    losses = sorted(set(_PARTS) - {"attention"}, key=lambda name: -mean[name])
+    bottleneck = "attention" if mean["attention"] >= MOST else losses[0]
+    worst = max(range(len(ranks)), key=lambda rank: shares[bottleneck][rank])
+    sentences = [_SENTENCES[bottleneck].format(rank=worst, share=f"{100 * shares[bottleneck][worst]:.0f} %")]
+    slowdown = max(rank.attention_s for rank in ranks) / ideal_s - 1
+    if slowdown > SLOWDOWN and len(ranks) > 1:
+        sentences.append(
+            f"Attention itself takes {100 * slowdown:.0f} % longer than alone: messages and ranks share cores, "
+            "caches and memory."
+        )
+    return Verdict(bottleneck, " ".join(sentences))
+
+
+_PARTS = tuple(field.name.removesuffix("_s") for field in fields(Breakdown))
+
+_SENTENCES = {
+    "attention": "The bottleneck is attention, as it should be: {share} of the time on rank {rank}.",
+    "merge": "The bottleneck is merging partial results: {share} of the time on rank {rank}. Longer shards help.",
+    "communication": (
+        "The bottleneck is communication: rank {rank} is blocked for {share} of the time by messages under way. "
+        "More tokens, fewer ranks, fewer KV heads or a faster link hide them."
+    ),
+    "waiting": (
+        "The bottleneck is uneven work or speed: rank {rank} waits {share} of the time for ranks that are not as far. "
+        "Look at the layout (zigzag, balanced), and whether every rank has a core of its own."
+    ),
+    "other": (
+        "The bottleneck is overhead outside kernels and messages: {share} of the time on rank {rank}. "
+        "More tokens in a call make it small."
+    ),
+}

@@ -1,0 +1,39 @@
+"""Random q, k and v that do not depend on how they are sharded, made without ever holding the whole on one rank."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ringspan.bench.settings import Settings
+from ringspan.span import Positions
+
+_CHUNK = 1024  # positions drawn at a time, each chunk from a generator of its own
+
+
+class Inputs(NamedTuple):
+    """q (batch, heads, seq, head_dim), k and v (batch, KV heads, seq, head_dim)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def make_inputs(settings: Settings, positions: Positions, device: torch.device) -> Inputs:
+    """Normally distributed values for some positions, ascending."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    shapes = [
+        (settings.batch, heads, _CHUNK, settings.head_dim)
+        for heads in (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads)
+    ]
+    inputs = Inputs(*(torch.empty((*b, len(positions), d), dtype=dtype, device=device) for *b, _, d in shapes))
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    for first in range(0, settings.seq_len, _CHUNK):
+        start, stop = np.searchsorted(positions, [first, first + _CHUNK])
+        if start == stop:
+            continue
+        generator = torch.Generator().manual_seed(settings.seed * 2**32 + first // _CHUNK)
+        rows = torch.from_numpy(np.asarray(positions[start:stop]) - first)
+        for x, shape in zip(inputs, shapes, strict=True):
+            x[:, :, start:stop] = torch.randn(shape, generator=generator, dtype=drawn)[:, :, rows].to(device, dtype)
+    return inputs

@@ -1,0 +1,218 @@
+"""Who starts the ranks, watches them, and sees to it that none is left behind?
+
+The parent loads no torch: it starts processes, hands each a job on its standard input, and reads messages from its
+standard output. Every way of ending ends the ranks: a result, an error, the time limit and Ctrl-C, because the parent
+kills them on its way out; and its own sudden death, because then their standard input closes, and they look for that.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from ringspan.bench.settings import Job
+
+_GRACE_S = 3.0  # for other ranks to say what happened, after the first has failed
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+class RanksFailed(Exception):  # noqa: N818
+    """A rank could not do its job; the message is one line."""
+
+
+class RanksRefused(RanksFailed):
+    """The job asks for something that cannot be computed here."""
+
+
+class Progress(NamedTuple):
+    """How far a job is."""
+
+    done: int
+    total: int
+    what: str
+
+
+class Done(NamedTuple):
+    """A rank has finished."""
+
+    value: Any
+
+
+class Failed(NamedTuple):
+    """A rank has not. Transport errors are often only the echo of another rank's failure."""
+
+    reason: Literal["refused", "error", "transport"]
+    text: str
+
+
+class Ended(NamedTuple):
+    """A rank's process will say no more."""
+
+
+class Launched(NamedTuple):
+    """This process is a rank that somebody else has started."""
+
+    by: Literal["torchrun", "mpirun"]
+    rank: int
+    world_size: int
+
+
+def find_launcher(env: Mapping[str, str]) -> Launched | None:
+    """Whether torchrun or mpirun has started this process."""
+    for by, rank, world_size in (
+        ("torchrun", "RANK", "WORLD_SIZE"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("mpirun", "PMI_RANK", "PMI_SIZE"),
+    ):
+        if rank in env and world_size in env and (by == "mpirun" or "MASTER_ADDR" in env):
+            return Launched("torchrun" if by == "torchrun" else "mpirun", int(env[rank]), int(env[world_size]))
+    return None
+
+
+def count_gpus() -> int:
+    """GPUs that torch can use; it is not loaded where there is no driver."""
+    if not any(Path(path).exists() for path in _GPU_DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def count_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:
+    """Start the ranks of a job and return the value of rank 0; no rank is left when this returns or raises."""
+    inbox: queue.Queue[tuple[int, object]] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="ringspan-") as directory:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(job.num_processes):
+                ranks.append(_Rank(rank, job, Path(directory), inbox))  # noqa: PERF401 - those begun must be ended
+            return _collect(ranks, inbox, time.monotonic() + job.timeout_s, job, progress)
+        finally:
+            for it in ranks:
+                it.process.kill()
+            for it in ranks:
+                it.process.wait()
+
+
+class _Rank:
+    """A process that was started, and the thread that listens to it."""
+
+    def __init__(self, rank: int, job: Job, directory: Path, inbox: "queue.Queue[tuple[int, object]]") -> None:
+        self.rank = rank
+        self._log = directory / f"rank-{rank}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ringspan.bench.rank", str(rank), str(directory / "store")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):  # it is dead already, and the listener will find out
+            self.process.stdin.write(pickle.dumps(job))
+            self.process.stdin.flush()
+        threading.Thread(target=_listen, args=(rank, self.process.stdout, inbox), daemon=True).start()
+
+    def last_words(self) -> str:
+        """How the process ended, and the last line it wrote."""
+        code = self.process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = self._log.read_text(errors="replace").split("\n")
+        return " ".join([f"rank {self.rank} {how}", *(f"({line.strip()})" for line in lines[::-1] if line.strip())][:2])
+
+
+def _listen(rank: int, stream: BinaryIO, inbox: "queue.Queue[tuple[int, object]]") -> None:
+    with stream, suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            inbox.put((rank, pickle.load(stream)))  # noqa: S301 - from a process of our own
+    inbox.put((rank, Ended()))
+
+
+def _collect(
+    ranks: "list[_Rank]",
+    inbox: "queue.Queue[tuple[int, object]]",
+    deadline: float,
+    job: Job,
+    progress: Callable[[Progress], None],
+) -> Any:
+    """Listen until all ranks have finished or one has failed."""
+    done: dict[int, Any] = {}
+    failures: dict[int, Failed] = {}
+    ended: set[int] = set()
+    at = "starting"
+    while len(done) < len(ranks) and len(ended) < len(ranks):
+        try:
+            rank, message = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            if failures or ended:
+                break
+            raise RanksFailed(
+                f"no result within {job.timeout_s:g} s, while {at}; the ranks were ended; "
+                "allow more time with --timeout, or measure less"
+            ) from None
+        match message:
+            case Progress():
+                progress(message)
+                at = message.what
+            case Done(value):
+                done[rank] = value
+            case Failed():
+                failures[rank] = message
+            case Ended():
+                ended.add(rank)
+        if failures or ended - done.keys():
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if len(done) == len(ranks):
+        return done[0]
+    raise _failure(ranks, failures, ended - done.keys() - failures.keys())
+
+
+def _failure(ranks: "list[_Rank]", failures: dict[int, Failed], dead: set[int]) -> RanksFailed:
+    """The cause: a rank that died, else one that failed by itself, else whoever complained."""
+    if dead:
+        return RanksFailed("; ".join(ranks[rank].last_words() for rank in sorted(dead)))
+    order = ("error", "refused", "transport")
+    rank, failure = min(failures.items(), key=lambda item: (order.index(item[1].reason), item[0]))
+    if failure.reason == "refused":
+        return RanksRefused(failure.text)  # every rank says the same
+    return RanksFailed(f"rank {rank}: {failure.text}" if failure.reason == "error" else failure.text)
+
+
+def run_mpirun(arguments: list[str], world_size: int, timeout_s: float) -> str:
+    """What `ringspan ARGUMENTS` prints under mpirun."""
+    command = ["mpirun", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    program = [sys.executable, "-P", "-c", "from ringspan.cli import main; main()", *arguments]
+    process = subprocess.Popen(
+        [*command, "-np", str(world_size), *program],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise RanksFailed(f"no result within {timeout_s:g} s") from None
+    finally:
+        process.terminate()  # and mpirun ends its ranks
+        process.wait()
+    if not output.strip():
+        lines = [line.strip() for line in errors.splitlines() if line.strip(" -")]
+        raise RanksFailed(f"mpirun ended with exit code {process.returncode}: {' '.join(lines)[:200]}")
+    return output

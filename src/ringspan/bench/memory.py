@@ -1,0 +1,60 @@
+"""How much memory did a call need at its peak, above what was there before?
+
+On a GPU the allocator counts. On Linux the kernel does: its high-water mark of the process is reset first. Elsewhere
+the high-water mark since the process began has to do, which may be that of something earlier.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_PROC = Path("/proc/self")
+
+
+class Peak(NamedTuple):
+    """In bytes, of the process or the device."""
+
+    peak_bytes: int
+    above_bytes: int
+
+
+def measure_peak(device: torch.device, call: Callable[[], T]) -> tuple[T, Peak]:
+    """What a call returns, and its peak."""
+    before = _reset(device)
+    value = call()
+    peak = _high_water_mark(device)
+    return value, Peak(peak, peak - before)
+
+
+def _reset(device: torch.device) -> int:
+    """Begin anew; returns what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if (_PROC / "clear_refs").exists():
+        (_PROC / "clear_refs").write_text("5")
+        return _status("VmRSS")
+    return _high_water_mark(device)
+
+
+def _high_water_mark(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if (_PROC / "status").exists():
+        return _status("VmHWM")
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", (_PROC / "status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024

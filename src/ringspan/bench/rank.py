@@ -1,0 +1,107 @@
+"""What does one rank do: find its group, do its job, and never outlive whoever started it.
+
+Run as a module it is a process of `launch.py`: `python -m ringspan.bench.rank RANK STORE`. The job comes on standard
+input, which stays open as long as the parent lives; messages go to what was standard output, and whatever libraries
+print goes to standard error.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from ringspan.bench.launch import Done, Failed, Launched, Progress
+from ringspan.bench.settings import Job
+from ringspan.errors import RingspanError, TransportError
+
+Report = Callable[[Progress], None]
+
+
+def main() -> None:
+    """A rank that `launch.py` has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    job: Job = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def report(progress: Progress) -> None:
+        if rank == 0:
+            _tell(channel, progress)
+
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        _tell(channel, Done(_run(job, rank, f"file://{store}", rank, report)))
+    except BaseException as error:
+        _tell(channel, _failed(error))
+    # Not through the interpreter's exit: a group that was aborted may take its time to be torn down.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_here(job: Job, launched: Launched, report: Report) -> Any:
+    """A rank that torchrun or mpirun has started; the value is that of rank 0, None on the others."""
+    local_rank = int(os.environ.get("LOCAL_RANK", launched.rank))
+    return _run(job, launched.rank, "env://", local_rank, report if launched.rank == 0 else lambda _: None)
+
+
+def _run(job: Job, rank: int, rendezvous: str, local_rank: int, report: Report) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    do = _find(job)
+    if job.carrier == "threads":
+        from ringspan.transports.in_process import run_in_process
+
+        def quietly(group: Any) -> Any:
+            return do(job, group, torch.device("cpu"), report if group.rank == 0 else lambda _: None)
+
+        return run_in_process(quietly, job.world_size, timeout_s=job.timeout_s)[0]
+    from ringspan.bench.group import open_group
+
+    device = torch.device("cuda", local_rank) if job.carrier == "nccl" else torch.device("cpu")
+    return do(job, open_group(job.carrier, rank, job.world_size, rendezvous, device, job.timeout_s), device, report)
+
+
+def _find(job: Job) -> Callable[[Job, Any, Any, Report], Any]:
+    if job.name == "measure":
+        from ringspan.bench.measure import measure
+
+        return measure
+    from ringspan.bench import selfcheck
+
+    return selfcheck.check_alone if job.name == "check_alone" else selfcheck.check_group
+
+
+def _tell(channel: BinaryIO, message: object) -> None:
+    pickle.dump(message, channel)
+    channel.flush()
+
+
+def _failed(error: BaseException) -> Failed:
+    if isinstance(error, TransportError):
+        return Failed("transport", str(error))
+    if isinstance(error, RingspanError):
+        return Failed("refused", str(error))
+    return Failed("error", describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _end_with_parent() -> None:
+    """Nothing more is ever sent: reading returns when the parent's end is closed, that is when it is gone."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What a measurement found, as plain data: it turns into JSON as it is, and any report can be made of it."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Activity(NamedTuple):
+    """One thing a rank did, and when. `send` starts a message, `receive` and `sent` wait for one."""
+
+    rank: int
+    step: int  # of a message: the one in which it was started
+    kind: Literal["attend", "merge", "send", "receive", "sent"]
+    name: str
+    start_s: float
+    end_s: float
+    src: int | None = None
+    dst: int | None = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of every repeat, and their middle and ends."""
+
+    median_s: float
+    fastest_s: float
+    slowest_s: float
+    runs_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, runs_s: Sequence[float]) -> "Timing":
+        """The summary of some runs."""
+        return cls(statistics.median(runs_s), min(runs_s), max(runs_s), tuple(runs_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as fast, repeat by repeat: the middle and the ends of the quotients."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, slow: Timing, fast: Timing) -> "Ratio":
+        """Repeats are interleaved, so each is compared with its neighbour; what drifts slowly cancels out."""
+        ratios = [a / b for a, b in zip(slow.runs_s, fast.runs_s, strict=True)]
+        return cls(statistics.median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where the time of one rank went; the parts add up to the time of the call on all ranks."""
+
+    attention_s: float
+    merge_s: float
+    communication_s: float  # blocked although the peer had sent, or in starting messages
+    waiting_s: float  # for a peer that had not sent yet, or for the others to begin or finish
+    other_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.attention_s + self.merge_s + self.communication_s + self.waiting_s + self.other_s
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a rank's process or device, in the first call. None where ranks share a process."""
+
+    input_bytes: int
+    peak_bytes: int | None
+    above_inputs_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank did."""
+
+    rank: int
+    breakdown: Breakdown
+    sent_bytes: int
+    scheduled_bytes: int
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result against the one of a single device: the largest |difference| / max(1, |value|)."""
+
+    max_error: float | None  # None: not a number
+    tolerance: float
+    reference: str
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether it is close enough."""
+        return self.max_error is not None and self.max_error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The settings in words and numbers."""
+
+    world_size: int
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    mask: str
+    layout: str
+    algorithm: str
+    direction: str | None
+    mesh: tuple[int, int] | None
+    kernel: str
+    transport: str
+    repeats: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it was measured."""
+
+    platform: str
+    cores: int
+    device: str
+    python: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The whole of it."""
+
+    parameters: Parameters
+    machine: Machine
+    one_device: Timing
+    one_device_method: str
+    ideal: Timing
+    ranks: Timing
+    speedup: Ratio
+    share_of_ideal: Ratio
+    by_rank: tuple[RankResult, ...]
+    bottleneck: str
+    verdict: str
+    check: Check
+
+    @property
+    def has_exact_bytes(self) -> bool:
+        """Whether every rank sent what the schedule says, to the byte."""
+        return all(rank.sent_bytes == rank.scheduled_bytes for rank in self.by_rank)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the numbers are right and the bytes are those of the schedule."""
+        return self.check.is_passed and self.has_exact_bytes
+
+
+class Measured(NamedTuple):
+    """A result, and what the ranks did in the run it was broken down from."""
+
+    result: Result
+    activities: tuple[Activity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PathCheck:
+    """One way of computing, and whether it gives the right numbers on this machine."""
+
+    path: str
+    status: Literal["ok", "failed", "not available"]
+    max_error: float | None = None
+    note: str = ""

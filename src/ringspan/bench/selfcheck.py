@@ -1,0 +1,132 @@
+"""Which ways of computing give the right numbers on this machine?
+
+Every kernel with every type it takes, and every algorithm on every transport, small and against dense attention in
+float64. What cannot be run here is listed too, with the reason, so that a table from another machine can fill it in.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringspan.algorithms import ALGORITHMS, Mesh
+from ringspan.bench.group import gather_values
+from ringspan.bench.launch import Progress
+from ringspan.bench.one_device import TOLERANCE, largest_error
+from ringspan.bench.rank import describe
+from ringspan.bench.result import PathCheck
+from ringspan.bench.settings import Job
+from ringspan.call import Attention, attention
+from ringspan.kernels import KERNELS
+from ringspan.kernels.base import Kernel, Request
+from ringspan.layout import zigzag
+from ringspan.mask import causal
+from ringspan.pieces import Piece, PieceKind
+from ringspan.session import session_of
+from ringspan.softmax import Partial
+
+_HEADS, _KV_HEADS, _ROWS, _KEYS, _HEAD_DIM = 8, 4, 192, 192, 64
+
+
+def check_alone(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> list[PathCheck]:
+    """Every kernel, on the CPU and on a GPU if there is one; on the first rank of threads, then the threads."""
+    report(Progress(0, 2, "kernels"))
+    kernels = list(_check_kernels()) if group.rank == 0 else []
+    report(Progress(1, 2, "threads"))
+    return kernels + check_group(job, group, device, report)
+
+
+def _check_kernels() -> Iterator[PathCheck]:
+    for kernel in KERNELS:
+        for place in ("cpu", "cuda"):
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+                if kernel.refuses(Request(torch.device(place), dtype, _HEAD_DIM, _HEAD_DIM)) is None:
+                    yield _check_kernel(kernel, torch.device(place), dtype)
+
+
+def _check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> PathCheck:
+    path = f"kernel {kernel.name}, {str(dtype).removeprefix('torch.')}, {device}"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return PathCheck(path, "not available", note="no GPU")
+    try:
+        error = max(_kernel_error(kernel, device, dtype, kind) for kind in PieceKind)
+    except Exception as failure:
+        return PathCheck(path, "failed", note=describe(failure))
+    return _judged(path, error, dtype)
+
+
+def _kernel_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind: PieceKind) -> float:
+    q, k, v = (x.to(device, dtype) for x in _random())
+    allowed = np.ones((_ROWS, _KEYS), np.bool_)
+    if kind is PieceKind.CAUSAL:
+        allowed = np.tri(_ROWS, _KEYS, dtype=np.bool_)
+    elif kind is PieceKind.MASKED:
+        allowed = np.random.default_rng(0).random((_ROWS, _KEYS)) < 0.5
+        allowed[1] = False  # a row that sees nothing
+    piece = Piece(slice(0, _ROWS), slice(0, _KEYS), kind, allowed if kind is PieceKind.MASKED else None, None)
+    part = kernel.forward(q, k, v, piece, 1 / math.sqrt(_HEAD_DIM))
+    return _error(part, _dense(q, k, v, torch.from_numpy(allowed)))
+
+
+def check_group(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> list[PathCheck]:  # noqa: ARG001
+    """Every algorithm on a group; the rows are the same on all ranks."""
+    transport = session_of(group).transport
+    layout = zigzag(_ROWS, transport.world_size)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    whole = [x.to(dtype) for x in _random()]
+    expected = Partial(*(layout.shard(x, transport.rank, 2) for x in _dense(*whole, torch.ones(_ROWS, _ROWS).tril().bool())))
+    rows = []
+    for algorithm, (_, options) in ALGORITHMS.items():
+        mesh = Mesh(transport.world_size // 2, 2) if "mesh" in options else None
+        path = f"{job.carrier}, {transport.world_size} ranks, {algorithm.replace('_', '-')}"
+        try:
+            part = attention(
+                *(layout.shard(x, transport.rank, 2).to(device) for x in whole),
+                mask=causal(),
+                layout=layout,
+                group=group,
+                algorithm=algorithm,
+                mesh=mesh,
+                return_lse=True,
+                timeout_s=job.timeout_s,
+            )
+            assert isinstance(part, Attention)
+            errors = gather_values(transport, _error(Partial(*part), expected), job.timeout_s)
+        except Exception as failure:
+            rows.append(PathCheck(path, "failed", note=describe(failure)))
+            break  # the group may be of no more use
+        rows.append(_judged(path, float(np.max(errors)), dtype))
+    return rows
+
+
+def _random() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, _ROWS, _HEAD_DIM, generator=generator) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)]
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> Partial:
+    """Attention by its definition, in float64 on the CPU."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    k, v = (x.repeat_interleave(_HEADS // _KV_HEADS, dim=1) for x in (k, v))
+    scores = (q @ k.mT / math.sqrt(_HEAD_DIM)).masked_fill(~allowed, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return Partial(torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)) @ v, lse)
+
+
+def _error(part: Partial, expected: Partial) -> float:
+    """The larger of the errors of out and lse; NaN if there is one. Rows without keys must be -inf in both."""
+    lse, expected_lse = part.lse.double().cpu(), expected.lse
+    if not torch.equal(lse == -torch.inf, expected_lse == -torch.inf):
+        return math.nan
+    sees = expected_lse > -torch.inf
+    worst = torch.maximum(largest_error(part.out, expected.out), largest_error(lse[sees], expected_lse[sees]))
+    return worst.item()
+
+
+def _judged(path: str, error: float, dtype: torch.dtype) -> PathCheck:
+    if math.isnan(error):
+        return PathCheck(path, "failed", note="not a number, or another row sees nothing")
+    limit = TOLERANCE[dtype]
+    return PathCheck(path, "ok" if error <= limit else "failed", error, "" if error <= limit else f"limit {limit:.1e}")

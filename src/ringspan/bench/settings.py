@@ -1,0 +1,88 @@
+"""What is to be measured? Checked, as far as possible without torch, before any rank is started."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ringspan.algorithms import Direction, Mesh, build_schedule
+from ringspan.errors import ShapeError
+from ringspan.layout import Layout
+from ringspan.mask import Mask
+from ringspan.schedule import Heads, visible_blocks
+from ringspan.tiles import Problem, Shapes
+
+Carrier = Literal["gloo", "nccl", "mpi", "threads"]
+CARRIERS: tuple[Carrier, ...] = ("gloo", "nccl", "mpi", "threads")
+
+
+class _Sizes(NamedTuple):
+    itemsize: int
+    sum_itemsize: int
+
+
+DTYPES = {
+    "float64": _Sizes(8, 8),
+    "float32": _Sizes(4, 4),
+    "bfloat16": _Sizes(2, 4),
+    "float16": _Sizes(2, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One measurement. `carrier` is what carries the messages, `layout_name` how the user called the layout."""
+
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    mask: Mask
+    layout: Layout
+    layout_name: str
+    algorithm: str
+    direction: Direction | None
+    mesh: Mesh | None
+    kernel: str
+    carrier: Carrier
+    repeats: int
+    seed: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the same number "
+                "of query heads; use a number of KV heads that divides the query heads"
+            )
+        visible = visible_blocks(self.mask, self.layout, self.layout)
+        build_schedule(
+            self.algorithm, visible, heads=self.problem().shapes.heads, mesh=self.mesh, direction=self.direction
+        )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part."""
+        return self.layout.world_size
+
+    def problem(self) -> Problem:
+        """What is computed, in the terms of the runtime."""
+        heads = Heads(self.num_heads, self.num_kv_heads)
+        shapes = Shapes((self.batch,), heads, self.head_dim, self.head_dim, *DTYPES[self.dtype])
+        return Problem(self.mask, self.layout, self.layout, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What ranks are started for: to measure, or to check on one process or on a group what runs on this machine."""
+
+    name: Literal["measure", "check_alone", "check_group"]
+    carrier: Carrier
+    world_size: int
+    timeout_s: float
+    settings: Settings | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that are threads share a process."""
+        return 1 if self.carrier == "threads" else self.world_size

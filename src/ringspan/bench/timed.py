@@ -1,0 +1,127 @@
+"""What exactly does a rank do, and when? The runtime's own kernel, arithmetic and wire, with a watch on each.
+
+Nothing is added to the runtime for this: it runs any arithmetic on any wire. On a GPU each look at the watch waits for
+the stream that computes, so kernels and messages are timed, not their launches; a run under the watch is slower then.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from ringspan.bench.result import Activity
+from ringspan.execute import Event, Value
+from ringspan.kernels.base import Kernel, Request
+from ringspan.pieces import Piece
+from ringspan.runtime import TorchArithmetic, TransportWire
+from ringspan.schedule import Block, Transfer
+from ringspan.softmax import Partial
+from ringspan.tiles import Message
+
+
+class Watch:
+    """Writes down what one rank does in one call."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.activities: list[Activity] = []
+        self.tile = ""
+        self._rank = rank
+        self._device = device
+        self._step = 0
+
+    def now(self) -> float:
+        """Seconds, on a clock that the processes of a machine share."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter()
+
+    def note(self, event: Event) -> None:
+        """Hear from the executor which tile comes next."""
+        if event.action == "attend":
+            self._step = event.step
+            self.tile = "×".join(map(str, event.blocks))
+
+    def computed(self, kind: Literal["attend", "merge"], name: str, start_s: float) -> None:
+        """Something that began at `start_s` has just been computed."""
+        self.activities.append(Activity(self._rank, self._step, kind, name, start_s, self.now()))
+
+    def moved(
+        self,
+        kind: Literal["send", "receive", "sent"],
+        step: int,
+        transfer: Transfer,
+        start_s: float,
+        end_s: float,
+        nbytes: int = 0,
+    ) -> None:
+        """A message was started, or waited for."""
+        block, src, dst = transfer
+        self.activities.append(Activity(self._rank, step, kind, str(block), start_s, end_s, src, dst, nbytes))
+
+
+class TimedKernel:
+    """A kernel under the watch."""
+
+    def __init__(self, kernel: Kernel, watch: Watch) -> None:
+        self.kernel = kernel
+        self.watch = watch
+        self.name = kernel.name
+
+    def refuses(self, request: Request) -> str | None:
+        """The kernel's own answer."""
+        return self.kernel.refuses(request)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
+        """Attend one piece."""
+        start_s = self.watch.now()
+        part = self.kernel.forward(q, k, v, piece, scale)
+        self.watch.computed("attend", self.watch.tile, start_s)
+        return part
+
+
+class TimedArithmetic(TorchArithmetic):
+    """The runtime's arithmetic under the watch; its kernel must be a TimedKernel of the same watch."""
+
+    def __init__(self, kernel: TimedKernel, scale: float, like: torch.Tensor) -> None:
+        super().__init__(kernel, scale, like)
+        self.watch = kernel.watch
+
+    def merge(self, block: Block, into: Value, part: Value) -> None:
+        """Add a part to a sum in place."""
+        start_s = self.watch.now()
+        super().merge(block, into, part)
+        self.watch.computed("merge", str(block), start_s)
+
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value) -> None:
+        """Forward: what comes after the kernel is the merge."""
+        super().attend(piece, q, kv, out)
+        self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
+
+
+class TimedWire(TransportWire):
+    """The runtime's wire under a watch, which must be set before it is used."""
+
+    watch: Watch
+
+    def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
+        """Start the messages of a step; they start together, and share the time that takes."""
+        start_s = self.watch.now()
+        super().post(step, sends, receives)
+        each_s = (self.watch.now() - start_s) / max(1, len(sends))
+        for i, (message, _) in enumerate(sends):
+            begun_s = start_s + i * each_s
+            self.watch.moved("send", step, message.transfer, begun_s, begun_s + each_s, message.nbytes)
+
+    def receive(self, step: int, transfer: Transfer, /) -> Value:
+        """Wait for all tensors of a block."""
+        start_s = self.watch.now()
+        value = super().receive(step, transfer)
+        self.watch.moved("receive", step, transfer, start_s, self.watch.now())
+        return value
+
+    def sent(self, step: int, transfer: Transfer, /) -> None:
+        """Wait until all tensors of a block have left."""
+        start_s = self.watch.now()
+        super().sent(step, transfer)
+        self.watch.moved("sent", step, transfer, start_s, self.watch.now())

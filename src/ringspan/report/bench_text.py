@@ -1,0 +1,154 @@
+"""A measurement on the terminal: how fast, where the time goes, what was sent, and whether it is right."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ringspan.bench.result import Breakdown, Machine, Parameters, PathCheck, RankResult, Ratio, Result, Timing
+from ringspan.report.page import Page, format_count, format_percent, new_table
+
+TABLE_RANKS = 16  # rows
+
+
+def print_bench(result: Result, console: Console) -> None:
+    """Print everything."""
+    page = Page(console)
+    _print_title(page, result.parameters, result.machine)
+    _print_times(page, result)
+    _print_breakdown(page, result)
+    _print_ranks(page, result.by_rank)
+    _print_check(page, result)
+
+
+def _print_title(page: Page, parameters: Parameters, machine: Machine) -> None:
+    p = parameters
+    page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'rank')}, measured", "bold"))
+    heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
+    size = f"{format_count(p.seq_len, 'token')}, batch {p.batch}, {heads}, head_dim {p.head_dim}, {p.dtype}"
+    turn = "" if p.direction is None else f", direction {p.direction}"
+    mesh = "" if p.mesh is None else f", mesh {p.mesh[0]}×{p.mesh[1]}"
+    algorithm = p.algorithm.replace("_", "-")
+    page.facts(
+        [
+            ("size", f"{size}, seed {p.seed}"),
+            ("mask", f"{p.mask}, layout {p.layout}"),
+            ("algorithm", f"{algorithm}{turn}{mesh}, kernel {p.kernel}, transport {p.transport}, a thread per rank"),
+            ("machine", f"{machine.device}, {format_count(machine.cores, 'core')}, torch {machine.torch}"),
+        ]
+    )
+
+
+def _print_times(page: Page, result: Result) -> None:
+    page.section("How fast")
+    table = new_table("", ">median", "from", "to")
+    ranks = format_count(result.parameters.world_size, "rank")
+    for name, timing in (
+        (f"one device, {result.one_device_method}", result.one_device),
+        (ranks, result.ranks),
+        ("ideal: every rank its own tiles, no messages, no merging", result.ideal),
+    ):
+        table.add_row(name, *map(format_seconds, (timing.median_s, timing.fastest_s, timing.slowest_s)))
+    page.show(table)
+    page.facts(
+        [
+            ("speedup", f"{result.speedup.median:.2f}{_spread(result.speedup)} of {ranks} over one device"),
+            ("of the ideal", f"{format_percent(result.share_of_ideal.median)}{_spread(result.share_of_ideal)}"),
+        ]
+    )
+    repeats = format_count(result.parameters.repeats, "repeat")
+    page.prose(f"Medians of {repeats}, interleaved; each rank computes with one thread, and so does the one device.")
+
+
+def _spread(ratio: Ratio) -> str:
+    return f" ({ratio.lowest:.2f} to {ratio.highest:.2f})"
+
+
+def _print_breakdown(page: Page, result: Result) -> None:
+    page.section("Where the time goes")
+    table = new_table("rank", ">attention", ">merge", ">communication", ">waiting", ">other", ">all")
+    for it in result.by_rank[:TABLE_RANKS]:
+        part = it.breakdown
+        seconds = (part.attention_s, part.merge_s, part.communication_s, part.waiting_s, part.other_s)
+        cells = [f"{format_seconds(second)} {second / part.total_s:4.0%}" for second in seconds]
+        table.add_row(str(it.rank), *cells, format_seconds(part.total_s))
+    page.show(table)
+    _note_hidden(page, result.by_rank)
+    page.prose(
+        "communication: blocked by a message under way. waiting: for a rank that has not sent yet or not finished."
+    )
+    page.console.print(Text(result.verdict, "bold"))
+
+
+def _print_ranks(page: Page, ranks: Sequence[RankResult]) -> None:
+    page.section("What was sent, and what it took")
+    table = new_table("rank", ">bytes sent", ">in the schedule", "", ">peak memory", ">inputs", ">call above them")
+    for it in ranks[:TABLE_RANKS]:
+        is_exact = it.sent_bytes == it.scheduled_bytes
+        table.add_row(
+            str(it.rank),
+            f"{it.sent_bytes:,}",
+            f"{it.scheduled_bytes:,}",
+            Text("✓" if is_exact else "✗", "green" if is_exact else "bold red"),
+            _format_bytes(it.memory.peak_bytes),
+            _format_bytes(it.memory.input_bytes),
+            _format_bytes(it.memory.above_inputs_bytes),
+        )
+    page.show(table)
+    _note_hidden(page, ranks)
+    if any(it.memory.peak_bytes is None for it in ranks):
+        page.prose("Ranks that are threads share a process, so their memory cannot be told apart.")
+
+
+def _print_check(page: Page, result: Result) -> None:
+    page.console.print()
+    check = result.check
+    error = "not a number" if check.max_error is None else f"{check.max_error:.1e}"
+    if not check.is_passed:
+        text = f"✗ Wrong: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
+    elif not result.has_exact_bytes:
+        text = "✗ Wrong: the ranks sent other bytes than the schedule says."
+    else:
+        text = f"✓ The result is right: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
+    page.console.print(Text(text, "bold green" if result.is_verified else "bold red"))
+
+
+def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> None:
+    """A table that can be pasted into an issue as it is."""
+    console.print(Text(machine))
+    console.print()
+    table = Table(box=box.MARKDOWN)
+    table.add_column("path", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    table.add_column("max error", justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    styles = {"ok": "green", "failed": "bold red", "not available": "dim"}
+    for path in paths:
+        error = "" if path.max_error is None else f"{path.max_error:.1e}"
+        table.add_row(path.path, Text(path.status, styles[path.status]), error, path.note)
+    console.print(table)
+    num_failed = sum(path.status == "failed" for path in paths)
+    num_run = sum(path.status != "not available" for path in paths)
+    text = (
+        f"✗ {num_failed} of {num_run} paths failed." if num_failed else f"✓ All {num_run} paths that can run here do."
+    )
+    console.print(Text(text, "bold red" if num_failed else "bold green"))
+
+
+def format_seconds(seconds: float) -> str:
+    """With three digits, in s, ms or µs."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def _format_bytes(number: int | None) -> str:
+    return "" if number is None else f"{number / 1e6:,.1f} MB"
+
+
+def _note_hidden(page: Page, ranks: Sequence[RankResult]) -> None:
+    if len(ranks) > TABLE_RANKS:
+        page.show(Text(f"(and {len(ranks) - TABLE_RANKS} more ranks; --json has them all)", "dim"))

@@ -1,0 +1,117 @@
+"""Cases of the table on tensors: what one rank is given, what it calls, and what must come out of it.
+
+Used by all tests of the runtime, whatever carries their messages: threads, gloo or MPI.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+import oracle
+import ringspan as rs
+from cases import CASES, Case, make_arrays, make_mask
+from oracle import MaskSpec
+
+BATCH = 2
+DOUBLE_TOLERANCE = 1e-12
+
+
+class Job(NamedTuple):
+    """Whole tensors and how they are to be attended, with the oracle's answer in float64."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    spec: MaskSpec
+    layout: rs.Layout
+    kv_layout: rs.Layout
+    options: dict[str, Any]
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def shards(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rank's part of q, k and v."""
+        q = self.layout.shard(self.q, rank, 2)
+        k, v = (self.kv_layout.shard(x, rank, 2) for x in (self.k, self.v))
+        return q, k, v
+
+    def attend(self, group: Any, rank: int, **options: Any) -> rs.Attention:
+        """What the rank computes."""
+        result = rs.attention(
+            *self.shards(rank),
+            mask=make_mask(self.spec),
+            layout=self.layout,
+            kv_layout=self.kv_layout,
+            group=group,
+            return_lse=True,
+            **self.options | options,
+        )
+        assert isinstance(result, rs.Attention)
+        return result
+
+    def check(self, rank: int, got: rs.Attention, what: object = "") -> None:
+        """Compare with the oracle: to rounding in float64, at the defaults of assert_close else."""
+        tolerance = {"rtol": 0.0, "atol": DOUBLE_TOLERANCE} if self.q.dtype == torch.float64 else {}
+        pairs = (("out", got.out, self.out, self.q.dtype), ("lse", got.lse, self.lse, lse_dtype(self.q.dtype)))
+        for name, mine, whole, dtype in pairs:
+            theirs = self.layout.shard(whole, rank, 2).to(dtype)
+            torch.testing.assert_close(
+                mine, theirs, **tolerance, msg=lambda text, name=name: f"{what}, {name} of rank {rank}: {text}"
+            )
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of the log-sum-exp for inputs of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def make_job(
+    seed: str,
+    spec: MaskSpec,
+    layout: rs.Layout,
+    heads: rs.Heads,
+    *,
+    kv_layout: rs.Layout | None = None,
+    dtype: torch.dtype = torch.float64,
+    batch: int = BATCH,
+    scale: float | None = None,
+    **options: Any,
+) -> Job:
+    """Random tensors for any mask and layouts."""
+    kv_layout = kv_layout or layout
+    arrays = make_arrays(seed, heads, layout.num_positions, kv_layout.num_positions, batch=(batch,))
+    q, k, v = (torch.from_numpy(x).to(dtype) for x in arrays[:3])
+    if scale is not None:
+        options["scale"] = scale
+    return job_of(q, k, v, spec, layout, kv_layout, options)
+
+
+def job_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: MaskSpec,
+    layout: rs.Layout,
+    kv_layout: rs.Layout,
+    options: dict[str, Any],
+) -> Job:
+    """Given whole tensors."""
+    allowed = oracle.dense_mask(spec, layout.all_positions(), kv_layout.all_positions())
+    out, lse = oracle.dense_attention(*(x.double().numpy() for x in (q, k, v)), allowed, options.get("scale"))
+    return Job(q, k, v, spec, layout, kv_layout, options, torch.from_numpy(out), torch.from_numpy(lse))
+
+
+def job_of_case(case: Case, dtype: torch.dtype = torch.float64) -> Job:
+    """A case of the table."""
+    return make_job(str(case), case.spec, case.make_layout(), case.heads, dtype=dtype, **case.options)
+
+
+def covering_third(part: int) -> list[Case]:
+    """One third of the table out of three; in each, every algorithm, layout and mask meet at two of six world sizes."""
+    sizes = sorted({case.world_size for case in CASES})
+    combinations = list(dict.fromkeys((case.layout, case.mask) for case in CASES))
+    return [
+        case
+        for case in CASES
+        if (sizes.index(case.world_size) + combinations.index((case.layout, case.mask)) + part) % 3 == 0
+    ]

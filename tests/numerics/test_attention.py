@@ -1,0 +1,431 @@
+"""`rs.attention` on ranks as threads: the case table, and what the table does not vary, against the dense oracle."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import oracle
+import ringspan as rs
+import ringspan.session
+from attention_cases import Job, covering_third, job_of, job_of_case, lse_dtype, make_job
+from cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, make_mask, meshes, replicated, select
+from oracle import MaskSpec
+from ringspan.execute import Event
+from ringspan.tiles import Problem, Shapes
+from ringspan.transports import Opened
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+HEADS = rs.Heads(8, 2)
+CAUSAL: MaskSpec = ("causal",)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+each_algorithm = pytest.mark.parametrize("algorithm", [row.algorithm for row in ROWS])
+
+
+def options_of(algorithm: str, world_size: int) -> dict[str, Any]:
+    """The algorithm, with the squarest mesh there is if it takes one."""
+    row = next(row for row in ROWS if row.algorithm == algorithm)
+    mesh = min(meshes(row, world_size), key=lambda mesh: 0 if mesh is None else abs(mesh.outer - mesh.inner))
+    return {"algorithm": algorithm, "mesh": mesh}
+
+
+def run(job: Job, **options: Any) -> list[rs.Attention]:
+    return rs.run_in_process(lambda group: job.attend(group, group.rank, **options), job.layout.world_size)
+
+
+def check(job: Job, what: object = "", **options: Any) -> None:
+    for rank, got in enumerate(run(job, **options)):
+        job.check(rank, got, what)
+
+
+# The table
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_table_in_float64(algorithm: str, world_size: int) -> None:
+    """All of it up to 4 ranks; of more ranks a third, because they share one or two cores here."""
+    cases = select(CASES if world_size <= 4 else covering_third(0), algorithm=algorithm, world_size=world_size)
+    assert len(cases) >= 21
+    for case in cases:
+        check(job_of_case(case), case)
+
+
+@each_algorithm
+def test_a_third_of_the_table_in_float32(algorithm: str) -> None:
+    cases = select(covering_third(1), algorithm=algorithm)
+    assert len(cases) >= 2 * 63
+    for case in cases:
+        check(job_of_case(case, torch.float32), case)
+
+
+# What the table does not vary
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sinks_are_one_more_logit_in_the_softmax(algorithm: str, world_size: int) -> None:
+    """Also where a row sees no key ("ahead"), and for sinks far above, far below and absent (-inf)."""
+    layout = rs.zigzag(24, world_size)
+    for spec in (CAUSAL, ("sliding_window", -2, 9)):
+        job = make_job("sinks", spec, layout, HEADS, **options_of(algorithm, world_size))
+        sinks = torch.tensor([0.0, 1.5, -2.0, 30.0, -30.0, -math.inf, 3.0, 0.5], dtype=torch.float64)
+        wanted = job._replace(**dense_with_sinks(job, sinks))
+        for rank, got in enumerate(run(job, sinks=sinks)):
+            wanted.check(rank, got, spec)
+
+
+def dense_with_sinks(job: Job, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By the definition: the sink stands as one more column beside the scores, and its weight is thrown away."""
+    positions = job.layout.all_positions()
+    allowed = torch.from_numpy(oracle.dense_mask(job.spec, positions, positions))
+    group = job.q.shape[1] // job.k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (job.k, job.v))
+    scores = (job.q.double() @ k.mT / math.sqrt(k.shape[-1])).masked_fill(~allowed, -math.inf)
+    column = sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)
+    logits = torch.cat([scores, column], -1)
+    has_weight = (logits > -math.inf).any(-1, keepdim=True)
+    weights = torch.where(has_weight, torch.softmax(logits, -1), 0.0)
+    return {"out": weights[..., :-1] @ v, "lse": torch.logsumexp(logits, -1)}
+
+
+def test_without_return_lse_only_out_comes_back() -> None:
+    job = make_job("out only", CAUSAL, rs.zigzag(24, 2), HEADS)
+
+    def both(group: InProcessRank) -> bool:
+        out = rs.attention(*job.shards(group.rank), mask=rs.causal(), layout=job.layout, group=group)
+        return isinstance(out, torch.Tensor) and torch.equal(out, job.attend(group, group.rank).out)
+
+    assert rs.run_in_process(both, 2) == [True, True]
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_cross_attention(algorithm: str, world_size: int) -> None:
+    """Queries and keys of different number, in different layouts; some ranks hold keys only or queries only."""
+    heads = HEADS if world_size != 3 else rs.Heads(6, 3)
+    pairs = [
+        (rs.zigzag(17, world_size), rs.striped(40, world_size)),
+        (rs.contiguous(1, world_size), rs.contiguous(29, world_size)),
+        (rs.contiguous(8, world_size, start=32), rs.zigzag(40, world_size)),
+        (rs.zigzag(13, world_size), replicated(30, world_size)),
+        (replicated(30, world_size), rs.contiguous(30, world_size)),
+    ]
+    for spec, (layout, kv_layout) in itertools.product((("full",), CAUSAL), pairs):
+        job = make_job("cross", spec, layout, heads, kv_layout=kv_layout, **options_of(algorithm, world_size))
+        check(job, (spec, layout, kv_layout))
+
+
+@each_algorithm
+@pytest.mark.parametrize("layout", ["zigzag", "irregular", "replicated"])
+def test_a_mask_for_each_row(algorithm: str, layout: str) -> None:
+    """Rows that are padded, causal, windowed, or see nothing of some ranks."""
+    rows = (CAUSAL, ("documents", (13, 24)), ("sliding_window", 3, 0), ("full",), ("and", ("prefix", 6), CAUSAL))
+    spec = ("per_row", rows)
+    world_size = 4
+    positions = LAYOUTS[layout](37, world_size, rs.causal())
+    job = make_job("rows", spec, positions, HEADS, batch=len(rows), **options_of(algorithm, world_size))
+    check(job)
+
+
+def strided(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same numbers, otherwise in memory."""
+    yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield x.mT.contiguous().mT
+    yield torch.stack([x, x], -1)[..., 0]
+
+
+@each_algorithm
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_inputs_in_any_memory_order(algorithm: str, kernel: str) -> None:
+    job = make_job("strided", CAUSAL, rs.zigzag(25, 4), HEADS, **options_of(algorithm, 4))
+
+    def attend(group: InProcessRank) -> list[rs.Attention]:
+        views = zip(*map(strided, job.shards(group.rank)), strict=True)
+        options = {"mask": rs.causal(), "layout": job.layout, "group": group, "return_lse": True, "kernel": kernel}
+        results = []
+        for qkv in views:
+            assert not any(x.is_contiguous() for x in qkv)
+            results.append(rs.attention(*qkv, **options, **job.options))
+        return results
+
+    for rank, results in enumerate(rs.run_in_process(attend, 4)):
+        for got in results:
+            job.check(rank, got)
+
+
+@each_algorithm
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_every_type(algorithm: str, dtype: torch.dtype) -> None:
+    """out in the type of the inputs; lse in float32, or float64 for float64."""
+    for world_size in (1, 3, 4):
+        heads = rs.Heads(6, 3) if world_size == 3 else HEADS
+        job = make_job(
+            "types", CAUSAL, rs.zigzag(37, world_size), heads, dtype=dtype, **options_of(algorithm, world_size)
+        )
+        for rank, got in enumerate(run(job)):
+            assert (got.out.dtype, got.lse.dtype) == (dtype, lse_dtype(dtype))
+            job.check(rank, got, world_size)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.7, -1.3])
+def test_any_finite_scale(scale: float) -> None:
+    check(make_job("scale", CAUSAL, rs.zigzag(24, 3), HEADS, scale=scale))
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (5, 9), (16, 3)])
+def test_any_head_dims(widths: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 24, width, generator=generator, dtype=torch.float64)
+        for heads, width in zip((8, 2, 2), (widths[0], *widths), strict=True)
+    )
+    layout = rs.zigzag(24, 4)
+    for row in ROWS:
+        check(job_of(q, k, v, CAUSAL, layout, layout, options_of(row.algorithm, 4)), row.algorithm)
+
+
+@each_algorithm
+def test_nothing_to_attend(algorithm: str) -> None:
+    """No tokens, no batch rows, no keys: empty or zero, never a crash."""
+    for layout, kv_layout, batch in (
+        (rs.zigzag(0, 2), rs.zigzag(0, 2), 2),
+        (rs.zigzag(5, 2), rs.zigzag(5, 2), 0),
+        (rs.zigzag(5, 2), rs.zigzag(0, 2), 1),
+        (rs.zigzag(0, 2), rs.zigzag(5, 2), 1),
+    ):
+        job = make_job("empty", ("full",), layout, HEADS, kv_layout=kv_layout, batch=batch, **options_of(algorithm, 2))
+        check(job, (layout, kv_layout, batch))
+
+
+def test_auto_is_pass_kv() -> None:
+    job = make_job("auto", CAUSAL, rs.zigzag(24, 3), HEADS)
+    assert record(job, algorithm="auto") == record(job, algorithm="pass_kv")
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa_cpu"])
+def test_autocast_changes_nothing(kernel: str) -> None:
+    """Precision is a matter of the inputs' type; autocast must not round products behind the merge's back."""
+    job = make_job("autocast", CAUSAL, rs.zigzag(24, 2), HEADS, dtype=torch.float32)
+
+    def attend(group: InProcessRank) -> rs.Attention:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return job.attend(group, group.rank, kernel=kernel)
+
+    for rank, got in enumerate(rs.run_in_process(attend, 2)):
+        job.check(rank, got)
+
+
+# Half types
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@each_algorithm
+def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
+    """At most twice that of plain attention, and the same from 2 to 16 ranks, as the maximum and in the mean.
+
+    The error left is that of rounding the result once, so that it does not grow with the number of parts merged.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 512, 32, generator=generator).to(dtype) for _ in range(3))
+    one = rs.zigzag(512, 1)
+    job = job_of(q, k, v, CAUSAL, one, one, {})
+    # The fused operator's half-precision code cannot run on every CPU; this is plain attention by its definition.
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = errors_of(job, scaled_dot_product_attention(q, k, v, is_causal=True))
+    errors = {}
+    for world_size in (2, 4, 8, 16):
+        layout = rs.zigzag(512, world_size)
+        spread = job._replace(layout=layout, kv_layout=layout, options=options_of(algorithm, world_size))
+        errors[world_size] = errors_of(job, layout.unshard([got.out for got in run(spread)], 2))
+    for of_ranks in errors.values():
+        assert (of_ranks <= 2 * plain).all(), (errors, plain)
+        assert (of_ranks <= 1.02 * errors[2]).all(), errors
+
+
+def errors_of(job: Job, out: torch.Tensor) -> torch.Tensor:
+    """The largest error and the root of the mean square."""
+    difference = out.double() - job.out
+    return torch.stack([difference.abs().max(), difference.square().mean().sqrt()])
+
+
+# NaN and infinity
+
+
+@each_algorithm
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_odd_values_reach_only_the_rows_that_see_them(algorithm: str, value: float, dtype: torch.dtype) -> None:
+    masks: list[MaskSpec] = [CAUSAL, ("sliding_window", 5, 0), ("documents", (7, 1, 12, 40))]
+    for spec, layout in itertools.product(masks, (rs.zigzag(24, 4), rs.striped(24, 4), replicated(24, 4))):
+        clean = make_job("odd", spec, layout, HEADS, dtype=dtype, **options_of(algorithm, 4))
+        for name, at in (("q", (0, 5, 7, 1)), ("k", (1, 1, 3, 2)), ("v", (0, 0, 9, 1)), ("v", (1, 1, 20, 0))):
+            getattr(clean, name)[at] = value
+        job = clean._replace(**row_by_row(clean))
+        for rank, got in enumerate(run(job)):
+            check_odd(job, rank, got)
+
+
+def row_by_row(job: Job) -> dict[str, torch.Tensor]:
+    """Every row by itself over just the keys it sees, so that nothing can reach it from anywhere else."""
+    group = job.q.shape[1] // job.k.shape[1]
+    q, k, v = job.q.double(), *(x.double().repeat_interleave(group, 1) for x in (job.k, job.v))
+    allowed = torch.from_numpy(oracle.dense_mask(job.spec, job.layout.all_positions(), job.layout.all_positions()))
+    out, lse = torch.zeros_like(job.out), torch.full_like(job.lse, -math.inf)
+    for row, seen in enumerate(allowed):
+        if seen.any():
+            scores = q[:, :, row, None] @ k[:, :, seen].mT / math.sqrt(q.shape[-1])
+            has_weight = scores.ne(-math.inf).any(-1, keepdim=True)
+            weights = torch.where(has_weight, torch.softmax(scores, -1), 0.0)
+            out[:, :, row] = (weights @ v[:, :, seen]).squeeze(2)
+            lse[:, :, row] = torch.logsumexp(scores, -1).squeeze(2)
+    return {"out": out, "lse": lse}
+
+
+def check_odd(job: Job, rank: int, got: rs.Attention) -> None:
+    out, lse = (job.layout.shard(x, rank, 2) for x in (job.out, job.lse))
+    torch.testing.assert_close(got.out, out.to(got.out.dtype), equal_nan=True)
+    # A sum with an infinite score in it is infinite or NaN, as the order of operations has it.
+    lost = ~(lse.isfinite() | lse.isneginf())
+    torch.testing.assert_close(got.lse[~lost], lse[~lost].to(got.lse.dtype))
+    assert not got.lse[lost].isfinite().any()
+
+
+# What is recorded and what is sent
+
+
+def record(job: Job, **options: Any) -> list[list[Event]]:
+    def attend(group: InProcessRank) -> list[Event]:
+        events: list[Event] = []
+        job.attend(group, group.rank, record=events.append, **options)
+        return events
+
+    return rs.run_in_process(attend, job.layout.world_size)
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_the_recorded_events_are_those_of_the_simulator(algorithm: str, world_size: int) -> None:
+    cases = select(algorithm=algorithm, world_size=world_size)[::4]
+    for case in cases:
+        job = job_of_case(case, torch.float32)
+        simulation = rs.simulate_attention(
+            *(x.numpy() for x in (job.q, job.k, job.v)),
+            mask=make_mask(case.spec),
+            layout=job.layout,
+            **case.options,
+        )
+        simulated = [
+            [event for step in simulation.trace for event in step[rank].events] for rank in range(world_size)
+        ]
+        assert record(job) == simulated, case
+        assert any(simulated), case
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, CountingTransport]:
+    """The transports of all groups made from now on, by rank, each counting what it sends."""
+    by_rank: dict[int, CountingTransport] = {}
+
+    def open_counted(group: Any, open_transport: Callable[[Any], Opened] = ringspan.session.open_transport) -> Opened:
+        transport, mesh_shape = open_transport(group)
+        by_rank[transport.rank] = CountingTransport(transport)
+        return Opened(by_rank[transport.rank], mesh_shape)
+
+    monkeypatch.setattr(ringspan.session, "open_transport", open_counted)
+    return by_rank
+
+
+@each_algorithm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_bytes_on_the_wire_are_those_of_the_schedule(
+    algorithm: str, dtype: torch.dtype, counted: dict[int, CountingTransport]
+) -> None:
+    for case in [case for size in (2, 3, 4, 5) for case in select(algorithm=algorithm, world_size=size)[::7]]:
+        job = job_of_case(case, dtype)
+        run(job)
+        problem = problem_of(job)
+        visible = rs.visible_blocks(problem.mask, job.layout, job.layout)
+        expected = np.zeros((case.world_size, case.world_size), dtype=int)
+        for step in case.make_schedule(visible).steps:
+            for block, src, dst in step.transfers:
+                expected[src, dst] += problem.block_bytes(block)
+        got = np.array([counted[rank].bytes_sent for rank in range(case.world_size)])
+        assert (got == expected).all(), case
+
+
+def problem_of(job: Job) -> Problem:
+    heads = rs.Heads(job.q.shape[1], job.k.shape[1])
+    sum_itemsize = lse_dtype(job.q.dtype).itemsize
+    shapes = Shapes((job.q.shape[0],), heads, job.q.shape[3], job.v.shape[3], job.q.element_size(), sum_itemsize)
+    return Problem(make_mask(job.spec), job.layout, job.kv_layout, shapes)
+
+
+def test_bytes_on_the_wire_by_hand(counted: dict[int, CountingTransport]) -> None:
+    """Full mask, 4 ranks of 6 tokens, batch 2, 8 heads over 2, dims 4 and 3, bfloat16."""
+    layout = rs.contiguous(24, 4)
+    kv, q, out, lse = 2 * 2 * 6 * (4 + 3) * 2, 2 * 8 * 6 * 4 * 2, 2 * 8 * 6 * 3 * 4, 2 * 8 * 6 * 4
+    a_head_of_kv = kv // 2  # two ranks share each of the two KV heads
+    expected = {
+        "pass_kv": 3 * kv,
+        "all_gather": 3 * kv,
+        "double_ring": 3 * kv,
+        "pass_q": 3 * q + 3 * (out + lse),
+        "ulysses": 3 * (q // 4) + 3 * a_head_of_kv + 3 * (out + lse) // 4,
+    }
+    for algorithm, nbytes in expected.items():
+        run(make_job("bytes", ("full",), layout, HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4)))
+        assert [sum(counted[rank].bytes_sent) for rank in range(4)] == [nbytes] * 4, algorithm
+
+
+# Buffers
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None:
+    """Messages are copied when both ends are posted, so a buffer used again too early would show."""
+    heads = HEADS if world_size == 2 else rs.Heads(5, 5)
+    jobs = [
+        make_job(str(i), spec, rs.zigzag(40, world_size), heads, **options_of(algorithm, world_size))
+        for i, spec in enumerate((("full",), CAUSAL))
+    ]
+
+    def attend(group: InProcessRank) -> list[rs.Attention]:
+        pauses = np.random.default_rng(group.rank)
+
+        def dawdle(_: Event) -> None:
+            time.sleep(pauses.choice([0.0, 0.0, 0.0005, 0.002]))
+
+        results = []
+        for job in jobs * 3:
+            qkv = [x.clone() for x in job.shards(group.rank)]
+            results.append(
+                rs.attention(
+                    *qkv,
+                    mask=make_mask(job.spec),
+                    layout=job.layout,
+                    group=group,
+                    record=dawdle,
+                    return_lse=True,
+                    **job.options,
+                )
+            )
+            for x in qkv:  # the call is over: the inputs are the caller's again
+                x.fill_(math.nan)
+        return results
+
+    for rank, results in enumerate(rs.run_in_process(attend, world_size)):
+        for job, got in zip(jobs * 3, results, strict=True):
+            job.check(rank, got)
