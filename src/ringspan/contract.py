@@ -26,17 +26,16 @@ _KNOWN, _NEW, _REFUSED = range(3)
 
 
 class Signature(NamedTuple):
-    """All that must agree between ranks, by name, and its digest."""
+    """All that must agree between ranks, by name, as JSON text; and its digest."""
 
-    fields: Mapping[str, str]
+    text: bytes
     digest: int
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> "Signature":
         """From values whose text tells them apart."""
-        texts = {name: str(value) for name, value in fields.items()}
-        text = json.dumps(texts, sort_keys=True).encode()
-        return cls(texts, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+        text = json.dumps({name: str(value) for name, value in fields.items()}).encode()
+        return cls(text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class Contract:
     def agree(self, signature: Signature, timeout_s: float) -> None:
         """Return once all ranks are known to make this call; raise the same TransportError on all if they do not."""
         state = _KNOWN if signature.digest in self.agreed else _NEW
-        headers, texts = self._tell(state, signature.digest, dict(signature.fields), timeout_s)
+        headers, texts = self._tell(state, signature, timeout_s)
         if texts is None:
             return
         complaint = _complaint(headers, texts)
@@ -60,15 +59,14 @@ class Contract:
 
     def refuse(self, reason: str, timeout_s: float) -> None:
         """Tell the other ranks that this one cannot make the call they are about to make."""
-        self._tell(_REFUSED, 0, {"refused": reason}, timeout_s)
+        self._tell(_REFUSED, Signature.of({"refused": reason}), timeout_s)
 
     def _tell(
-        self, state: int, digest: int, fields: dict[str, str], timeout_s: float
+        self, state: int, signature: Signature, timeout_s: float
     ) -> "tuple[list[_Header], list[dict[str, str]] | None]":
         """Everybody's header, and everybody's description unless all headers are the same well-known one."""
         self.num_calls += 1
-        text = json.dumps(fields).encode()
-        mine = _HEADER.pack(_MAGIC, state, len(text), self.num_calls, digest)
+        mine = _HEADER.pack(_MAGIC, state, len(signature.text), self.num_calls, signature.digest)
         try:
             everyone = self.transport.all_gather_bytes(mine, timeout_s)
         except TransportError as error:
@@ -78,7 +76,7 @@ class Contract:
             return [], None
         headers = [_Header(*_HEADER.unpack(header)) for header in everyone]
         longest = max(header.length for header in headers)
-        padded = self.transport.all_gather_bytes(text.ljust(longest), timeout_s)
+        padded = self.transport.all_gather_bytes(signature.text.ljust(longest), timeout_s)
         return headers, [json.loads(text) for text in padded]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ringspan.mask import Coverage
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, AllMerged, Arrived, Block, Drop, Sent, Transfer
-from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Problem, Shape
+from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Problem, Shape, Tile
 
 Value = tuple[Any, ...]
 """The arrays of a block, each (..., heads, seq, dim)."""
@@ -27,8 +27,8 @@ class Arithmetic(Protocol):
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
 
-    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, /) -> None:
-        """Take a piece's keys into the running output of its queries."""
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool, /) -> None:
+        """Take a piece's keys into the running output of its queries; the first may overwrite it."""
 
     def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value, /) -> None:
         """Add a piece's share of the gradients."""
@@ -121,41 +121,41 @@ def execute(
     program: BoundProgram, state: RankState, wire: Wire, record: Callable[[Event], None] | None = None
 ) -> Iterator[int]:
     """Run a program on a rank's state. Yields the step after each exchange has been posted."""
-    note = record or _forget
     rank = state.rank
     step = 0
     for instruction in program:
         match instruction:
             case Exchange(step, sends, receives):
-                for message in sends:
-                    block, _, dst = message.transfer
-                    note(Event(rank, step, "send", (block,), dst, message.nbytes))
+                if record is not None:
+                    for transfer, _, nbytes in sends:
+                        record(Event(rank, step, "send", (transfer.block,), transfer.dst, nbytes))
                 wire.post(step, [(message, state.take(message.transfer.block)) for message in sends], receives)
                 yield step
             case Compute(step, tiles):
                 for tile in tiles:
-                    note(Event(rank, step, "attend", (tile.q, tile.kv), pairs=tile.pairs, coverage=tile.coverage))
-                    _attend(tile.pieces, tile.q, tile.kv, state)
+                    if record is not None:
+                        blocks = (tile.q, tile.kv)
+                        record(Event(rank, step, "attend", blocks, pairs=tile.pairs, coverage=tile.coverage))
+                    _attend(tile, state)
             case Arrived(posted, transfer):
                 value = wire.receive(posted, transfer)
                 block = transfer.block
-                note(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
+                if record is not None:
+                    record(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
                 if not block.is_sum:
                     state.inputs[block] = value
                 elif state.add(block, value):
                     wire.release(value)
             case AllMerged(posted, block):
                 _merge_all(posted, block, state, wire)
-                note(Event(rank, step, "merge", (block,)))
+                if record is not None:
+                    record(Event(rank, step, "merge", (block,)))
             case Sent(posted, transfer):
                 wire.sent(posted, transfer)
             case Drop(block):
                 wire.release(state.inputs.pop(block))
-                note(Event(rank, step, "drop", (block,)))
-
-
-def _forget(event: Event) -> None:
-    del event
+                if record is not None:
+                    record(Event(rank, step, "drop", (block,)))
 
 
 def home_sums(rank: int, backward: bool) -> list[Block]:
@@ -170,16 +170,15 @@ def view_heads(value: Value, heads: range | None) -> Value:
     return value if heads is None else tuple(x[..., heads.start : heads.stop, :, :] for x in value)
 
 
-def _attend(pieces: tuple[Piece, ...], q: Block, kv: Block, state: RankState) -> None:
-    q_value, kv_value = state.input(q), state.input(kv)
-    if q.kind == "q":
-        out = state.sum(Block("out", q.owner, q.heads))
-        for piece in pieces:
-            state.arithmetic.attend(piece, q_value, kv_value, out)
+def _attend(tile: Tile, state: RankState) -> None:
+    q, kv = state.input(tile.q), state.input(tile.kv)
+    sums = [state.sum(block) for block in tile.sums]
+    if tile.q.kind == "q":
+        for piece in tile.pieces:
+            state.arithmetic.attend(piece, q, kv, sums[0], tile.is_first)
     else:
-        dq, dkv = state.sum(Block("dq", q.owner, q.heads)), state.sum(Block("dkv", kv.owner, kv.heads))
-        for piece in pieces:
-            state.arithmetic.attend_grad(piece, q_value, kv_value, dq, dkv)
+        for piece in tile.pieces:
+            state.arithmetic.attend_grad(piece, q, kv, *sums)
 
 
 def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:

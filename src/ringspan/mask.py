@@ -358,7 +358,10 @@ def prefix(n: int) -> Mask:
 def documents(lengths: Iterable[int]) -> Mask:
     """Packed documents: q and kv in the same one. Positions past the last are refused."""
     values = enumerate(_list("documents", "lengths", lengths))
-    return _Documents(tuple(_integer("documents", f"lengths[{i}]", value, at_least=1) for i, value in values))
+    checked = tuple(_integer("documents", f"lengths[{i}]", value, at_least=1) for i, value in values)
+    if sum(checked) >= UNBOUNDED:
+        raise MaskError(f"documents(lengths) has {sum(checked)} tokens; positions stay below 2**62, so use fewer")
+    return _Documents(checked)
 
 
 def frame_causal(tokens_per_frame: int, start: int = 0) -> Mask:

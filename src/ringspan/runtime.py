@@ -95,12 +95,24 @@ class TorchArithmetic:
             for total, addend in zip(into, part, strict=True):
                 total += addend
 
-    def attend(self, piece: Piece, q: Value, kv: Value, out: Value) -> None:
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
-        queries, (keys, values), (sums, lses) = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
-        for batch in _batches(piece):
-            part = self.kernel.forward(queries[0][batch], keys[batch], values[batch], piece, self.scale)
-            merge_(Partial(sums[batch], lses[batch].squeeze(-1)), part)
+        (queries,), (keys, values), sums = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
+        if piece.rows is None:
+            part = self.kernel.forward(queries, keys, values, piece, self.scale)
+            self._take(sums, part, is_first)
+            return
+        for row in piece.rows:
+            queries_of, keys_of, values_of, *sums_of = (x[row : row + 1] for x in (queries, keys, values, *sums))
+            self._take(tuple(sums_of), self.kernel.forward(queries_of, keys_of, values_of, piece, self.scale), False)
+
+    def _take(self, sums: Value, part: Partial, is_first: bool) -> None:
+        out, lse = sums
+        if is_first:
+            out.copy_(part.out)
+            lse.copy_(part.lse.unsqueeze(-1))
+        else:
+            merge_(Partial(out, lse.squeeze(-1)), part)
 
     def attend_grad(self, *_: object) -> None:
         """Backward is not built yet; the public call refuses it before anything runs."""
@@ -108,28 +120,25 @@ class TorchArithmetic:
 
 
 def _rows(value: Value, rows: slice) -> Value:
-    return tuple(x.narrow(-2, rows.start, rows.stop - rows.start) for x in value)
-
-
-def _batches(piece: Piece) -> Sequence[slice]:
-    """The batch rows a piece stands for, as views."""
-    return (slice(None),) if piece.rows is None else [slice(row, row + 1) for row in piece.rows]
+    """Some rows of a block's tensors, as views; all of them as they are."""
+    length = rows.stop - rows.start
+    return value if length == value[0].shape[-2] else tuple(x.narrow(-2, rows.start, length) for x in value)
 
 
 class Buffers:
     """Receive buffers that outlive a call: a ring needs two, and asking for new ones costs more than filling them."""
 
     def __init__(self) -> None:
-        self._spare: defaultdict[tuple[Shape, torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        self._spare: defaultdict[tuple[object, ...], list[Value]] = defaultdict(list)
 
-    def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous buffer with any contents."""
-        spare = self._spare[shape, dtype, device]
-        return spare.pop() if spare else torch.empty(shape, dtype=dtype, device=device)
+    def take(self, shapes: tuple[Shape, ...], dtype: torch.dtype, device: torch.device) -> Value:
+        """Contiguous tensors of these shapes, with any contents."""
+        spare = self._spare[*shapes, dtype, device]
+        return spare.pop() if spare else tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
-    def put(self, buffer: torch.Tensor) -> None:
-        """Give a buffer back."""
-        self._spare[tuple(buffer.shape), buffer.dtype, buffer.device].append(buffer)
+    def put(self, value: Value) -> None:
+        """Give tensors back."""
+        self._spare[*(x.shape for x in value), value[0].dtype, value[0].device].append(value)
 
     def clear(self) -> None:
         """Free all of them."""
@@ -156,7 +165,7 @@ class TransportWire:
         if not sends and not receives:
             return
         outgoing = [(message.transfer, [x.contiguous() for x in value]) for message, value in sends]
-        incoming = [(message.transfer, self._buffers(message.transfer.block)) for message in receives]
+        incoming = [(message.transfer, self._buffers(message)) for message in receives]
         try:
             posted = self.transport.exchange(
                 [Send(transfer.dst, x) for transfer, value in outgoing for x in value],
@@ -185,12 +194,11 @@ class TransportWire:
 
     def release(self, value: Value, /) -> None:
         """Keep the buffers of a block for the next one."""
-        for buffer in value:
-            self.buffers.put(buffer)
+        self.buffers.put(value)
 
-    def _buffers(self, block: Block) -> Value:
-        dtype = accumulator_dtype(self.dtype) if block.is_sum else self.dtype
-        return tuple(self.buffers.take(shape, dtype, self.device) for shape in self.problem.block_shapes(block))
+    def _buffers(self, message: Message) -> Value:
+        dtype = accumulator_dtype(self.dtype) if message.transfer.block.is_sum else self.dtype
+        return self.buffers.take(message.shapes, dtype, self.device)
 
     def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, what: str) -> None:
         try:

@@ -27,9 +27,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def merge_(into: Partial, part: Partial) -> None:
     """Take a part over other keys into `into`, in place. Nothing merged with nothing stays nothing, never NaN."""
-    joint = torch.logaddexp(into.lse, part.lse)
-    # Where neither saw a key all three are -inf, and -inf - -inf would be NaN; the share is then exp(-inf) = 0.
-    share = torch.exp(part.lse - joint.masked_fill(joint == -torch.inf, 0.0)).unsqueeze(-1)
+    torch.logaddexp(into.lse, part.lse, out=into.lse)
+    # Where neither saw a key this is exp(-inf - -inf), NaN; the share is then 0. A NaN of the input is in `out` too,
+    # and 0 · NaN keeps it there.
+    share = (part.lse - into.lse).exp_().nan_to_num_(nan=0.0).unsqueeze(-1)
     # Not lerp: it subtracts the two, and the difference of an infinity and anything is no average of them.
     into.out.mul_(1 - share).addcmul_(part.out.to(into.out.dtype), share)
-    into.lse.copy_(joint)

@@ -4,7 +4,9 @@ A schedule knows blocks by name only. Here the names get positions and sizes, on
 running a bound program slices and sends without computing anything about masks or layouts again.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -15,7 +17,7 @@ from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Coverage, Mask
 from ringspan.pieces import Piece, PieceKind, cut_pieces
-from ringspan.schedule import ALL, AllMerged, Arrived, Block, Do, Drop, Heads, Post, Program, Sent, Transfer
+from ringspan.schedule import ALL, AllMerged, Arrived, Attend, Block, Do, Drop, Heads, Post, Program, Sent, Transfer
 from ringspan.span import Positions
 
 Shape = tuple[int, ...]
@@ -92,19 +94,25 @@ class Problem:
 
 
 class Tile(NamedTuple):
-    """A q block against a kv block: the pieces to compute, and how much of it is visible."""
+    """A q block against a kv block: the pieces to compute, how much of it is visible, and the sums it adds to.
+
+    `is_first` says that nothing has been added to the rows of any piece before it, so that they may be overwritten.
+    """
 
     q: Block
     kv: Block
     pieces: tuple[Piece, ...]
     coverage: Coverage
     pairs: int
+    sums: tuple[Block, ...]
+    is_first: bool
 
 
 class Message(NamedTuple):
-    """A transfer with its size."""
+    """A transfer with the shapes of its arrays and its size."""
 
     transfer: Transfer
+    shapes: tuple[Shape, ...]
     nbytes: int
 
 
@@ -129,30 +137,53 @@ BoundProgram = tuple[Exchange | Compute | Arrived | AllMerged | Sent | Drop, ...
 @lru_cache(maxsize=1024)
 def bind(program: Program, problem: Problem) -> BoundProgram:
     """The program with everything filled in that running it would otherwise compute."""
+    begun: set[Block] = set()
 
     def messages(transfers: tuple[Transfer, ...]) -> tuple[Message, ...]:
-        return tuple(Message(transfer, problem.block_bytes(transfer.block)) for transfer in transfers)
+        return tuple(Message(t, problem.block_shapes(t.block), problem.block_bytes(t.block)) for t in transfers)
+
+    def tiles(attend: Attend) -> Iterator[Tile]:
+        for q, kv in itertools.product(attend.qs, attend.kvs):
+            tile = _tile(problem, q, kv, begun)
+            if tile.pieces:
+                begun.update(tile.sums)
+                yield tile
 
     def bound(instruction: object) -> object:
         match instruction:
             case Post(step, sends, receives):
                 return Exchange(step, messages(sends), messages(receives))
             case Do(step, attend):
-                pairs = [(q, kv) for q in attend.qs for kv in attend.kvs]
-                tiles = [_tile(problem, q, kv) for q, kv in pairs]
-                return Compute(step, tuple(tile for tile in tiles if tile.coverage is not Coverage.EMPTY))
+                return Compute(step, tuple(tiles(attend)))
+            case Arrived(_, transfer):
+                begun.add(transfer.block)
+            case AllMerged(_, block):
+                begun.add(block)
         return instruction
 
     return tuple(map(bound, program))  # type: ignore[arg-type]
 
 
-def _tile(problem: Problem, q: Block, kv: Block) -> Tile:
+def _tile(problem: Problem, q: Block, kv: Block, begun: set[Block]) -> Tile:
     pieces = _pieces(problem.mask, problem.layout, problem.kv_layout, q.owner, kv.owner)
     pairs = sum(_num_pairs(piece) for piece in pieces)
     num_rows = len(problem.mask.rows) if problem.mask.rows is not None else 1
     whole = len(problem.positions(q)) * len(problem.positions(kv)) * num_rows
     coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
-    return Tile(q, kv, pieces, coverage, pairs)
+    sums = (
+        (Block("out", q.owner, q.heads),)
+        if q.kind == "q"
+        else (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads))
+    )
+    return Tile(q, kv, pieces, coverage, pairs, sums, is_first=sums[0] not in begun and _are_apart(pieces))
+
+
+def _are_apart(pieces: tuple[Piece, ...]) -> bool:
+    """Whether no query is in two pieces."""
+    ends = sorted((piece.q.start, piece.q.stop) for piece in pieces)
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(ends)) and all(
+        piece.rows is None for piece in pieces
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@ import functools
 import numpy as np
 import pytest
 
+from ringspan import balance
 from ringspan.balance import balanced
 from ringspan.errors import LayoutError, MaskError
 from ringspan.layout import Layout, contiguous, striped, zigzag
@@ -130,8 +131,8 @@ def test_the_answer_is_the_same_every_time() -> None:
     mask, seq_len = packed("short", 65536) & causal(), 65536
     first = balanced(mask, seq_len, 8)
     assert balanced(mask, seq_len, 8) is first
-    same = documents(packed("short", 65536).lengths) & causal()
-    assert balanced.__globals__["_balanced"].__wrapped__(same, seq_len, 8, 1, 0) == first
+    balance._balanced.cache_clear()
+    assert balanced(mask, seq_len, 8) == first
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -285,3 +285,8 @@ def test_positions_past_the_last_document_are_refused(mask: Mask) -> None:
 def test_positions_that_are_none_are_refused(positions: list[object], message: str) -> None:
     with pytest.raises(MaskError, match=message):
         causal().bands(positions)  # type: ignore[arg-type]
+
+
+def test_documents_whose_positions_would_overflow_are_refused():
+    with pytest.raises(MaskError, match=r"has 13835058055282163709 tokens; positions stay below 2\*\*62"):
+        documents([2**62 - 1] * 3)

@@ -29,9 +29,7 @@ def break_down(activities: Sequence[Activity], calls: Sequence[Interval]) -> tup
     by_rank: list[list[Activity]] = [[] for _ in calls]
     for it in activities:
         by_rank[it.rank].append(it)
-    return tuple(
-        _of_rank(mine, call, sent_at, finish_s - begin_s) for mine, call in zip(by_rank, calls, strict=True)
-    )
+    return tuple(_of_rank(mine, call, sent_at, finish_s - begin_s) for mine, call in zip(by_rank, calls, strict=True))
 
 
 def _of_rank(

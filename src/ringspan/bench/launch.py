@@ -115,7 +115,7 @@ class _Rank:
         self.rank = rank
         self._log = directory / f"rank-{rank}.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", "ringspan.bench.rank", str(rank), str(directory / "store")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -192,27 +192,3 @@ def _failure(ranks: "list[_Rank]", failures: dict[int, Failed], dead: set[int]) 
     if failure.reason == "refused":
         return RanksRefused(failure.text)  # every rank says the same
     return RanksFailed(f"rank {rank}: {failure.text}" if failure.reason == "error" else failure.text)
-
-
-def run_mpirun(arguments: list[str], world_size: int, timeout_s: float) -> str:
-    """What `ringspan ARGUMENTS` prints under mpirun."""
-    command = ["mpirun", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    program = [sys.executable, "-P", "-c", "from ringspan.cli import main; main()", *arguments]
-    process = subprocess.Popen(
-        [*command, "-np", str(world_size), *program],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise RanksFailed(f"no result within {timeout_s:g} s") from None
-    finally:
-        process.terminate()  # and mpirun ends its ranks
-        process.wait()
-    if not output.strip():
-        lines = [line.strip() for line in errors.splitlines() if line.strip(" -")]
-        raise RanksFailed(f"mpirun ended with exit code {process.returncode}: {' '.join(lines)[:200]}")
-    return output

@@ -23,7 +23,7 @@ from ringspan.transports.single import ALONE
 SDPA = "scaled_dot_product_attention"
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Of |difference| / max(1, |value|): four roundings of the half types, and some more of the others, which add up more."""
+"""Of |difference| / max(1, |value|): four roundings of a half type; long sums in the others take more room."""
 
 _DENSE_ROWS = 256  # of the dense mask in memory at a time
 

@@ -5,20 +5,22 @@ float64. What cannot be run here is listed too, with the reason, so that a table
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ringspan.algorithms import ALGORITHMS, Mesh
+from ringspan.algorithms import ALGORITHMS
 from ringspan.bench.group import gather_values
+from ringspan.bench.inputs import Inputs
 from ringspan.bench.launch import Progress
 from ringspan.bench.one_device import TOLERANCE, largest_error
 from ringspan.bench.rank import describe
 from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job
 from ringspan.call import Attention, attention
+from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS
 from ringspan.kernels.base import Kernel, Request
 from ringspan.layout import zigzag
@@ -51,14 +53,14 @@ def _check_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> P
     if device.type == "cuda" and not torch.cuda.is_available():
         return PathCheck(path, "not available", note="no GPU")
     try:
-        error = max(_kernel_error(kernel, device, dtype, kind) for kind in PieceKind)
+        errors = [_kernel_error(kernel, device, dtype, kind) for kind in PieceKind]
     except Exception as failure:
         return PathCheck(path, "failed", note=describe(failure))
-    return _judged(path, error, dtype)
+    return _judged(path, errors, dtype)
 
 
 def _kernel_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind: PieceKind) -> float:
-    q, k, v = (x.to(device, dtype) for x in _random())
+    q, k, v = (x.to(device) for x in _random(dtype))
     allowed = np.ones((_ROWS, _KEYS), np.bool_)
     if kind is PieceKind.CAUSAL:
         allowed = np.tri(_ROWS, _KEYS, dtype=np.bool_)
@@ -70,40 +72,49 @@ def _kernel_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind
     return _error(part, _dense(q, k, v, torch.from_numpy(allowed)))
 
 
-def check_group(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> list[PathCheck]:  # noqa: ARG001
+def check_group(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> list[PathCheck]:
     """Every algorithm on a group; the rows are the same on all ranks."""
     transport = session_of(group).transport
-    layout = zigzag(_ROWS, transport.world_size)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    whole = [x.to(dtype) for x in _random()]
-    expected = Partial(*(layout.shard(x, transport.rank, 2) for x in _dense(*whole, torch.ones(_ROWS, _ROWS).tril().bool())))
-    rows = []
-    for algorithm, (_, options) in ALGORITHMS.items():
-        mesh = Mesh(transport.world_size // 2, 2) if "mesh" in options else None
+    paths: list[PathCheck] = []
+    for done, algorithm in enumerate(ALGORITHMS):
+        report(Progress(done, len(ALGORITHMS), algorithm))
         path = f"{job.carrier}, {transport.world_size} ranks, {algorithm.replace('_', '-')}"
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
-            part = attention(
-                *(layout.shard(x, transport.rank, 2).to(device) for x in whole),
-                mask=causal(),
-                layout=layout,
-                group=group,
-                algorithm=algorithm,
-                mesh=mesh,
-                return_lse=True,
-                timeout_s=job.timeout_s,
-            )
-            assert isinstance(part, Attention)
-            errors = gather_values(transport, _error(Partial(*part), expected), job.timeout_s)
+            error = _group_error(group, transport.rank, transport.world_size, algorithm, device, dtype, job.timeout_s)
+            paths.append(_judged(path, gather_values(transport, error, job.timeout_s), dtype))
+        except UnsupportedError as refusal:  # such as heads that cannot be split over so many ranks
+            paths.append(PathCheck(path, "not available", note=str(refusal)))
         except Exception as failure:
-            rows.append(PathCheck(path, "failed", note=describe(failure)))
-            break  # the group may be of no more use
-        rows.append(_judged(path, float(np.max(errors)), dtype))
-    return rows
+            return [*paths, PathCheck(path, "failed", note=describe(failure))]  # the group may be of no more use
+    return paths
 
 
-def _random() -> list[torch.Tensor]:
+def _group_error(
+    group: Any, rank: int, world_size: int, algorithm: str, device: torch.device, dtype: torch.dtype, timeout_s: float
+) -> float:
+    layout = zigzag(_ROWS, world_size)
+    inner = 2 if world_size % 2 == 0 else 1
+    whole = _random(dtype)
+    part = attention(
+        *(layout.shard(x, rank, 2).to(device) for x in whole),
+        mask=causal(),
+        layout=layout,
+        group=group,
+        algorithm=algorithm,
+        mesh=(world_size // inner, inner) if "mesh" in ALGORITHMS[algorithm].options else None,
+        return_lse=True,
+        timeout_s=timeout_s,
+    )
+    assert isinstance(part, Attention)
+    expected = _dense(*whole, torch.ones(_ROWS, _KEYS, dtype=torch.bool).tril())
+    return _error(Partial(*part), Partial(*(layout.shard(x, rank, 2) for x in expected)))
+
+
+def _random(dtype: torch.dtype) -> Inputs:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, heads, _ROWS, _HEAD_DIM, generator=generator) for heads in (_HEADS, _KV_HEADS, _KV_HEADS)]
+    heads = (_HEADS, _KV_HEADS, _KV_HEADS)
+    return Inputs(*(torch.randn(2, num, _ROWS, _HEAD_DIM, generator=generator).to(dtype) for num in heads))
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> Partial:
@@ -125,8 +136,8 @@ def _error(part: Partial, expected: Partial) -> float:
     return worst.item()
 
 
-def _judged(path: str, error: float, dtype: torch.dtype) -> PathCheck:
+def _judged(path: str, errors: Sequence[float], dtype: torch.dtype) -> PathCheck:
+    error, limit = float(np.max(errors)), TOLERANCE[dtype]
     if math.isnan(error):
-        return PathCheck(path, "failed", note="not a number, or another row sees nothing")
-    limit = TOLERANCE[dtype]
+        return PathCheck(path, "failed", note="not a number, or a row that sees nothing is taken for one that does")
     return PathCheck(path, "ok" if error <= limit else "failed", error, "" if error <= limit else f"limit {limit:.1e}")

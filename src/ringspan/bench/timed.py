@@ -93,9 +93,9 @@ class TimedArithmetic(TorchArithmetic):
         super().merge(block, into, part)
         self.watch.computed("merge", str(block), start_s)
 
-    def attend(self, piece: Piece, q: Value, kv: Value, out: Value) -> None:
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: what comes after the kernel is the merge."""
-        super().attend(piece, q, kv, out)
+        super().attend(piece, q, kv, out, is_first)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
 
 

@@ -11,6 +11,7 @@ import click
 
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS
+from ringspan.cli.bench import bench
 from ringspan.cli.simulate import simulate
 from ringspan.errors import RingspanError
 
@@ -50,3 +51,4 @@ def main() -> None:
 
 
 main.add_command(simulate)
+main.add_command(bench)

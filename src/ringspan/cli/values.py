@@ -1,4 +1,4 @@
-"""Masks, layouts and meshes as they are written on the command line.
+"""Masks, layouts, meshes and sizes as they are written on the command line.
 
 A mask is an `|` of `&`s of the forms below. There are no brackets: any combination can be written without them.
 """
@@ -12,7 +12,7 @@ from typing import TypeVar
 import click
 
 from ringspan.algorithms import Mesh
-from ringspan.errors import LayoutError, MaskError, RingspanError
+from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
 from ringspan.lesson import LAYOUTS, LayoutChoice
 from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
 
@@ -58,6 +58,15 @@ def parse_layout(text: str) -> LayoutChoice:
     if found is None or found["name"] not in LAYOUTS or (found["block"] and found["name"] != "striped"):
         raise LayoutError(f"{text!r} is no layout; use contiguous, zigzag, striped[:BLOCK] or balanced")
     return LayoutChoice(found["name"], int(found["block"] or 1))
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens; 16K is 16 · 2¹⁰ and 1M is 2²⁰."""
+    found = re.fullmatch(r"([0-9]{1,12})([KM]?)", text.strip().upper())
+    tokens = int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]] if found else 0
+    if not tokens:
+        raise ShapeError(f"{text!r} is no number of tokens; use one of at least 1, such as 4096, 16K or 1M (2^20)")
+    return tokens
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -77,8 +77,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Te
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """The product weights @ v, where a NaN or infinity in v reaches only the rows that see it (0 · NaN is NaN)."""
-    is_finite = v.isfinite()
-    if visible is None or bool(is_finite.all()):
+    if visible is None or bool((is_finite := v.isfinite()).all()):
         return weights @ v
 
     def reached(rows: torch.Tensor, values: torch.Tensor, result: float) -> torch.Tensor:

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ringspan.bench.result import Breakdown, Machine, Parameters, PathCheck, RankResult, Ratio, Result, Timing
-from ringspan.report.page import Page, format_count, format_percent, new_table
+from ringspan.bench.result import Machine, Parameters, PathCheck, RankResult, Ratio, Result
+from ringspan.report.page import Page, format_count, new_table
 
 TABLE_RANKS = 16  # rows
+STATUS_STYLES = {"ok": "green", "failed": "bold red", "not available": "dim"}
 
 
 def print_bench(result: Result, console: Console) -> None:
@@ -54,16 +53,17 @@ def _print_times(page: Page, result: Result) -> None:
     page.show(table)
     page.facts(
         [
-            ("speedup", f"{result.speedup.median:.2f}{_spread(result.speedup)} of {ranks} over one device"),
-            ("of the ideal", f"{format_percent(result.share_of_ideal.median)}{_spread(result.share_of_ideal)}"),
+            ("speedup", _spread(result.speedup, "{:.2f}") + f" over one device, with {ranks}"),
+            ("of the ideal", _spread(result.share_of_ideal, "{:.0%}")),
         ]
     )
     repeats = format_count(result.parameters.repeats, "repeat")
     page.prose(f"Medians of {repeats}, interleaved; each rank computes with one thread, and so does the one device.")
 
 
-def _spread(ratio: Ratio) -> str:
-    return f" ({ratio.lowest:.2f} to {ratio.highest:.2f})"
+def _spread(ratio: Ratio, form: str) -> str:
+    median, lowest, highest = map(form.format, (ratio.median, ratio.lowest, ratio.highest))
+    return f"{median} ({lowest} to {highest})"
 
 
 def _print_breakdown(page: Page, result: Result) -> None:
@@ -116,25 +116,23 @@ def _print_check(page: Page, result: Result) -> None:
 
 
 def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> None:
-    """A table that can be pasted into an issue as it is."""
-    console.print(Text(machine))
+    """A Markdown table, to be pasted into an issue as it is; so no line of it is ever folded."""
+    rows = [("path", "status", "max error", "note"), ("---", "---", "---:", "---")]
+    for it in paths:
+        rows.append((it.path, it.status, "" if it.max_error is None else f"{it.max_error:.1e}", it.note))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    console.print(Text(f"{machine}\n"), soft_wrap=True)
+    for row in rows:
+        style = STATUS_STYLES.get(row[1], "")
+        line = " | ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        console.print(Text(f"| {line} | {row[-1]} |", style), soft_wrap=True)
+    num_failed = sum(it.status == "failed" for it in paths)
+    num_run = sum(it.status != "not available" for it in paths)
     console.print()
-    table = Table(box=box.MARKDOWN)
-    table.add_column("path", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    table.add_column("max error", justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
-    styles = {"ok": "green", "failed": "bold red", "not available": "dim"}
-    for path in paths:
-        error = "" if path.max_error is None else f"{path.max_error:.1e}"
-        table.add_row(path.path, Text(path.status, styles[path.status]), error, path.note)
-    console.print(table)
-    num_failed = sum(path.status == "failed" for path in paths)
-    num_run = sum(path.status != "not available" for path in paths)
-    text = (
-        f"✗ {num_failed} of {num_run} paths failed." if num_failed else f"✓ All {num_run} paths that can run here do."
-    )
-    console.print(Text(text, "bold red" if num_failed else "bold green"))
+    if num_failed:
+        console.print(Text(f"✗ {num_failed} of {num_run} paths that can run here failed.", "bold red"))
+    else:
+        console.print(Text(f"✓ All {num_run} paths that can run here are right.", "bold green"))
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,0 +1,308 @@
+"""`ringspan bench`: attention on real ranks, timed, taken apart and checked."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ringspan import __version__
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh
+from ringspan.bench.launch import (
+    Launched,
+    Progress,
+    RanksFailed,
+    RanksRefused,
+    count_cores,
+    count_gpus,
+    find_launcher,
+    run_job,
+)
+from ringspan.bench.result import Measured, PathCheck
+from ringspan.bench.settings import CARRIERS, DTYPES, Carrier, Job, Settings
+from ringspan.cli.values import MASK_FORMS, parse_layout, parse_mask, parse_mesh, parse_tokens, parsed_by
+from ringspan.errors import RingspanError, TransportError, UnsupportedError
+from ringspan.lesson import LayoutChoice
+from ringspan.mask import Mask
+
+FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
+WITH_SELFCHECK = {"selfcheck", "as_json", "timeout_s"}
+
+EXAMPLES = """\b
+Examples:
+  ringspan bench
+  ringspan bench --tokens 8K --heads 8 --kv-heads 2 --head-dim 128 --dtype bfloat16
+  ringspan bench --mask "causal & window:1024" --layout balanced --trace trace.json
+  ringspan bench --ranks 4 --algorithm double-ring --mesh 2x2
+  torchrun --nproc-per-node 2 --no-python ringspan bench --json
+  mpirun -np 2 ringspan bench
+  ringspan bench --selfcheck
+"""
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option("--ranks", type=click.IntRange(1), help="Processes to start.  [default: one per GPU, or per core]")
+@click.option(
+    "--tokens", callback=parsed_by(parse_tokens), metavar="N", default="16384", help="Sequence length; 1M is 2^20."
+)
+@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences.")
+@click.option("--heads", type=click.IntRange(1), default=1, help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(1), help="KV heads; they divide the query heads.  [default: as many]")
+@click.option("--head-dim", type=click.IntRange(1), default=64, help="Elements of a head.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Of q, k and v.")
+@click.option(
+    "--mask",
+    callback=parsed_by(parse_mask),
+    metavar="MASK",
+    default="causal",
+    help=f"Who sees whom: {MASK_FORMS}, or several joined by & and |.",
+)
+@click.option(
+    "--layout",
+    callback=parsed_by(parse_layout),
+    metavar="LAYOUT",
+    default="zigzag",
+    help="Who holds what: contiguous, zigzag, striped[:BLOCK] or balanced.",
+)
+@click.option(
+    "--algorithm",
+    type=click.Choice([name.replace("_", "-") for name in ALGORITHMS]),
+    default="pass-kv",
+    help="What to run.",
+)
+@click.option(
+    "--direction",
+    type=click.Choice(["forward", "reverse"]),
+    help="Which way blocks go round in pass-kv, pass-q and hybrid.  [default: forward]",
+)
+@click.option(
+    "--mesh",
+    callback=parsed_by(parse_mesh),
+    metavar="OUTERxINNER",
+    help="Ranks in two dimensions, for hybrid and double-ring.",
+)
+@click.option("--kernel", default="auto", help="What computes a piece: sdpa_cpu, reference, sdpa_flash ...")
+@click.option(
+    "--transport",
+    "carrier",
+    type=click.Choice(CARRIERS),
+    help="What carries messages.  [default: gloo, nccl on GPUs, mpi under mpirun]",
+)
+@click.option("--repeats", type=click.IntRange(1), default=5, help="Runs of each kind, interleaved.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the random q, k and v.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    help="Seconds until ranks that do not answer are given up.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write what every rank did, and when, for ui.perfetto.dev.",
+)
+@click.option("--selfcheck", is_flag=True, help="Check every kernel and transport that can run here instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    ranks: int | None,
+    tokens: int,
+    batch: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    dtype: str,
+    mask: Mask,
+    layout: LayoutChoice,
+    algorithm: str,
+    direction: Direction | None,
+    mesh: Mesh | None,
+    kernel: str,
+    carrier: Carrier | None,
+    repeats: int,
+    seed: int,
+    timeout_s: float,
+    trace: Path | None,
+    selfcheck: bool,
+    as_json: bool,
+) -> None:
+    """Time exact attention on several ranks beside one device, and check it.
+
+    Starts the ranks itself, or takes those of torchrun or mpirun. Prints speedup, share of the ideal, where the time
+    goes, what was sent and how much memory it took. Exit code 1 if the result is wrong or a rank fails.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise click.UsageError("bench needs torch; install it, for example with: pip install 'ringspan[torch]'")
+    launched = find_launcher(os.environ)
+    if selfcheck:
+        _refuse_other_options(ctx)
+        _run_selfcheck(ctx, launched, timeout_s, as_json)
+        return
+    carrier = carrier or _default_carrier(launched)
+    world_size = _count_ranks(ranks, carrier, launched)
+    if trace is not None and not os.access(trace.parent, os.W_OK):
+        raise click.BadParameter(f"{str(trace)!r} cannot be written", ctx, param_hint="--trace")
+    settings = Settings(
+        seq_len=tokens,
+        batch=batch,
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask=mask,
+        layout=layout.build(mask, tokens, world_size),
+        layout_name=str(layout),
+        algorithm=algorithm.replace("-", "_"),
+        direction=direction,
+        mesh=mesh,
+        kernel=kernel,
+        carrier=carrier,
+        repeats=repeats,
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+    with _progress() as progress:
+        measured: Measured | None = _run(Job("measure", carrier, world_size, timeout_s, settings), launched, progress)
+    if measured is None:
+        return  # not rank 0
+    if trace is not None:
+        _write_trace(measured, trace)
+    _print(measured, as_json)
+    if not measured.result.is_verified:
+        ctx.exit(1)
+
+
+def _default_carrier(launched: Launched | None) -> Carrier:
+    if launched is not None and launched.by == "mpirun":
+        return "mpi"
+    return "nccl" if count_gpus() else "gloo"
+
+
+def _count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) -> int:
+    """How many ranks there are or shall be; what cannot be started is refused."""
+    if launched is not None:
+        if ranks not in (None, launched.world_size):
+            raise click.UsageError(f"--ranks {ranks}: {launched.by} has started {launched.world_size}; leave it out")
+        if (carrier == "mpi") != (launched.by == "mpirun") or carrier == "threads":
+            fitting = "mpi" if launched.by == "mpirun" else "gloo or nccl"
+            raise click.UsageError(f"--transport {carrier}: ranks that {launched.by} has started use {fitting}")
+        return launched.world_size
+    if carrier == "mpi":
+        raise click.UsageError(
+            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench"
+        )
+    if carrier != "nccl":
+        return ranks or count_cores()
+    if not 0 < (ranks or 1) <= count_gpus():
+        raise click.UsageError(f"--transport nccl: {ranks or 1} ranks need as many GPUs; there are {count_gpus()}")
+    return ranks or count_gpus()
+
+
+def _run(job: Job, launched: Launched | None, progress: Callable[[Progress], None]) -> Any:
+    """Rank 0's value; None if this process is another rank."""
+    try:
+        if launched is None:
+            return run_job(job, progress)
+        from ringspan.bench.rank import run_here
+
+        return run_here(job, launched, progress)
+    except RanksRefused as error:
+        raise UnsupportedError(str(error)) from error
+    except (RanksFailed, TransportError) as error:
+        raise click.ClickException(str(error)) from error
+    except RingspanError:
+        raise
+    except Exception as error:
+        from ringspan.bench.rank import describe
+
+        raise click.ClickException(f"rank {launched.rank if launched else 0}: {describe(error)}") from error
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.what)
+
+
+def _write_trace(measured: Measured, path: Path) -> None:
+    from ringspan.report.trace import build_trace
+
+    about = {"ringspan": __version__, **dataclasses.asdict(measured.result.parameters)}
+    path.write_text(json.dumps(build_trace(measured.activities, about)))
+
+
+def _print(measured: Measured, as_json: bool) -> None:
+    if as_json:
+        report = {"version": __version__, "is_verified": measured.result.is_verified}
+        _print_json(report | dataclasses.asdict(measured.result))
+        return
+    from ringspan.report.bench_text import print_bench
+
+    print_bench(measured.result, _console())
+
+
+def _refuse_other_options(ctx: click.Context) -> None:
+    for param in ctx.command.params:
+        name = param.name or ""
+        if name not in WITH_SELFCHECK and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{param.opts[0]} is for a measurement; --selfcheck takes only --json and --timeout")
+
+
+def _run_selfcheck(ctx: click.Context, launched: Launched | None, timeout_s: float, as_json: bool) -> None:
+    """All paths; on ranks that somebody else has started, those of their group."""
+    with _progress() as progress:
+        if launched is None:
+            from ringspan.bench.paths import check_paths
+
+            paths = check_paths(timeout_s, progress)
+        else:
+            carrier = _default_carrier(launched)
+            paths = _run(Job("check_group", carrier, launched.world_size, timeout_s), launched, progress)
+    if launched is None or launched.rank == 0:
+        _print_paths(paths, as_json)
+    if any(path.status == "failed" for path in paths):
+        ctx.exit(1)
+
+
+def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
+    versions = (
+        f"ringspan {__version__}, torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
+    )
+    machine = f"{versions}, {platform.platform()}, {count_cores()} cores, {count_gpus()} GPUs"
+    if as_json:
+        _print_json({"version": __version__, "machine": machine, "paths": [dataclasses.asdict(path) for path in paths]})
+        return
+    from ringspan.report.bench_text import print_paths
+
+    print_paths(paths, machine, _console())
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    click.echo(json.dumps(report, indent=2, allow_nan=False))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
