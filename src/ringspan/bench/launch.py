@@ -22,6 +22,13 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from ringspan.bench.settings import Job
 
 _GRACE_S = 3.0  # for other ranks to say what happened, after the first has failed
+_HINTS = {
+    signal.SIGKILL: ", as is done when memory runs out",
+    signal.SIGILL: (
+        ", an instruction this CPU lacks; if a virtual machine promises more than it has, "
+        "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment helps with half types"
+    ),
+}
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
@@ -132,7 +139,9 @@ class _Rank:
     def last_words(self) -> str:
         """How the process ended, and the last line it wrote."""
         code = self.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}{_HINTS.get(-code, '')}"
         lines = self._log.read_text(errors="replace").split("\n")
         return " ".join([f"rank {self.rank} {how}", *(f"({line.strip()})" for line in lines[::-1] if line.strip())][:2])
 

@@ -118,8 +118,7 @@ def _print_check(page: Page, result: Result) -> None:
 def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> None:
     """A Markdown table, to be pasted into an issue as it is; so no line of it is ever folded."""
     rows = [("path", "status", "max error", "note"), ("---", "---", "---:", "---")]
-    for it in paths:
-        rows.append((it.path, it.status, "" if it.max_error is None else f"{it.max_error:.1e}", it.note))
+    rows += [(it.path, it.status, "" if it.max_error is None else f"{it.max_error:.1e}", it.note) for it in paths]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     console.print(Text(f"{machine}\n"), soft_wrap=True)
     for row in rows:

@@ -1,0 +1,256 @@
+"""What `rs.attention` refuses: before anything is sent, on all ranks, with the argument, its value and the way out."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import ringspan as rs
+import ringspan.session
+from ringspan.transports import Opened
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 8
+Arguments = dict[str, Any]
+
+
+def arguments(rank: int, world_size: int) -> Arguments:
+    """A call in order."""
+    layout = rs.zigzag(SEQ_LEN, world_size)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        layout.shard(torch.randn(1, heads, SEQ_LEN, HEAD_DIM, generator=generator), rank, 2)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    return {**dict(zip("qkv", tensors, strict=True)), "mask": rs.causal(), "layout": layout}
+
+
+def call(given: Arguments, group: object = None) -> Any:
+    given = dict(given)
+    return rs.attention(given.pop("q"), given.pop("k"), given.pop("v"), **{"group": group, **given})
+
+
+class Refusal(NamedTuple):
+    """What is wrong, the error, and what its message says: the argument with its value, the rule or the way out."""
+
+    what: str
+    change: Callable[[Arguments], Arguments]
+    error: type[Exception]
+    says: tuple[str, ...]
+
+
+def given(**values: Any) -> Callable[[Arguments], Arguments]:
+    return lambda _: values
+
+
+def every(change: Callable[[torch.Tensor], torch.Tensor], names: str = "qkv") -> Callable[[Arguments], Arguments]:
+    return lambda call: {name: change(call[name]) for name in names}
+
+
+SHAPE, LAYOUT, UNSUPPORTED = rs.ShapeError, rs.LayoutError, rs.UnsupportedError
+
+REFUSALS = [
+    Refusal("a wire", given(wire="int8"), UNSUPPORTED, ("wire='int8'", "leave it out")),
+    Refusal("reproducible", given(reproducible=True), UNSUPPORTED, ("reproducible=True", "leave it out")),
+    *(
+        Refusal(
+            f"{name} that requires grad",
+            every(lambda x: x.clone().requires_grad_(), name),
+            UNSUPPORTED,
+            (f"{name} requires grad", "torch.no_grad()"),
+        )
+        for name in "qkv"
+    ),
+    Refusal(
+        "sinks that require grad",
+        given(sinks=torch.zeros(HEADS, requires_grad=True)),
+        UNSUPPORTED,
+        ("sinks requires grad", "torch.no_grad()"),
+    ),
+    Refusal("too few dims", every(lambda x: x[0]), SHAPE, ("q.shape=(4, 6, 8)", "(batch, heads, seq, dim)")),
+    Refusal("too many dims", every(lambda x: x[None], "v"), SHAPE, ("v.shape=(1, 1, 2, 6, 8)", "(batch, heads, seq,")),
+    Refusal(
+        "two dtypes",
+        every(torch.Tensor.double, "k"),
+        SHAPE,
+        ("torch.float64", "torch.float32", "one dtype", "bfloat16"),
+    ),
+    Refusal("integers", every(torch.Tensor.long), SHAPE, ("torch.int64", "float64, float32, bfloat16, float16")),
+    Refusal("complex numbers", every(lambda x: x + 0j), SHAPE, ("torch.complex64", "float32")),
+    Refusal("two devices", every(lambda x: x.to("meta"), "v"), SHAPE, ("cpu, cpu, meta", "one device")),
+    Refusal("another batch", every(lambda x: x.repeat(2, 1, 1, 1), "kv"), SHAPE, ("k.shape=(2, 2, 6, 8)", "batch")),
+    Refusal("v longer than k", every(lambda x: x[:, :, 1:], "k"), SHAPE, ("k.shape=(1, 2, 5, 8)", "k and v differ")),
+    Refusal("fewer heads in v", every(lambda x: x[:, 1:], "v"), SHAPE, ("v.shape=(1, 1, 6, 8)", "k and v differ")),
+    Refusal("another head_dim", every(lambda x: x[..., 1:], "k"), SHAPE, ("k.shape=(1, 2, 6, 7)", "head_dim")),
+    Refusal("no head_dim", every(lambda x: x[..., :0], "qk"), SHAPE, ("q.shape=(1, 4, 6, 0)", "at least 1")),
+    Refusal("heads that do not divide", every(lambda x: x[:, 1:], "q"), SHAPE, ("q.shape=(1, 3, 6, 8)", "multiple")),
+    Refusal("no KV heads", every(lambda x: x[:, :0], "kv"), SHAPE, ("k.shape=(1, 0, 6, 8)", "KV heads")),
+    Refusal("sinks of KV heads", given(sinks=torch.zeros(2)), SHAPE, ("sinks.shape=(2,)", "expected (4,)")),
+    Refusal("one sink", given(sinks=torch.tensor(0.0)), SHAPE, ("sinks.shape=()", "expected (4,)")),
+    Refusal("sinks elsewhere", given(sinks=torch.zeros(4, device="meta")), SHAPE, ("sinks", "meta", "cpu")),
+    Refusal("a scale of NaN", given(scale=math.nan), SHAPE, ("scale=nan", "finite")),
+    Refusal("an infinite scale", given(scale=math.inf), SHAPE, ("scale=inf", "finite")),
+    Refusal("a short shard of q", every(lambda x: x[:, :, 1:], "q"), SHAPE, ("q.shape=(1, 4, 5, 8) on rank 1", "6", "layout.shard(whole, 1, dim=2)")),
+    Refusal("a long shard of k and v", every(lambda x: x.repeat(1, 1, 2, 1), "kv"), SHAPE, ("k.shape=(1, 2, 12, 8) on rank 1", "layout.shard(")),
+    Refusal("a layout for fewer ranks", given(layout=rs.zigzag(SEQ_LEN, 1)), LAYOUT, ("layout", "1 rank", "2")),
+    Refusal("a layout for more ranks", given(layout=rs.zigzag(SEQ_LEN, 4)), LAYOUT, ("layout", "4 ranks", "2")),
+    Refusal("a kv_layout for more ranks", given(kv_layout=rs.zigzag(SEQ_LEN, 3)), LAYOUT, ("kv_layout", "for 3")),
+    Refusal("masks for two rows", given(mask=rs.per_row([rs.full()] * 2)), SHAPE, ("mask has 2 rows", "(1,)")),
+    Refusal("a mask that ends early", given(mask=rs.documents([5])), rs.MaskError, ("position 11", "5 tokens")),
+    Refusal("an unknown algorithm", given(algorithm="pass-kv"), UNSUPPORTED, ("algorithm='pass-kv'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring")),
+    Refusal("heads Ulysses cannot split", lambda call: given(algorithm="ulysses")(call) | every(lambda x: x[:, :1])(call), UNSUPPORTED, ("1 query heads", "pass_kv")),
+    Refusal("a mesh for a ring", given(mesh=(1, 2)), UNSUPPORTED, ("mesh=", "outer=1, inner=2", "pass_kv takes no mesh", "hybrid, double_ring")),
+    Refusal("no mesh for a hybrid", given(algorithm="hybrid"), UNSUPPORTED, ("mesh=None", "(outer, inner)", "= 2")),
+    Refusal("a mesh of other size", given(algorithm="double_ring", mesh=(2, 2)), LAYOUT, ("mesh=(2, 2)", "(2, 1), (1, 2)")),
+    Refusal("a mesh of one dimension", given(algorithm="hybrid", mesh=(2,)), LAYOUT, ("mesh=(2,)", "(outer, inner)")),
+    Refusal("an empty mesh", given(mesh=()), LAYOUT, ("mesh=()", "(outer, inner)")),
+    Refusal("an unknown direction", given(direction="left"), UNSUPPORTED, ("direction='left'", '"forward"', '"reverse"')),
+    Refusal("a direction of an all-gather", given(algorithm="all_gather", direction="forward"), UNSUPPORTED, ("direction='forward'", "all_gather takes no direction", "pass_kv")),
+    Refusal("an unknown kernel", given(kernel="fast"), UNSUPPORTED, ("kernel='fast'", "auto", "sdpa_cpu, reference")),
+    Refusal("a kernel for GPUs", given(kernel="sdpa_flash"), UNSUPPORTED, ("kernel='sdpa_flash'", "CUDA", "use kernel='auto'")),
+    Refusal("a mask that is none", given(mask="causal"), rs.MaskError, ("mask='causal'", "rs.causal()")),
+    Refusal("a dense mask", given(mask=torch.ones(SEQ_LEN, SEQ_LEN)), rs.MaskError, ("mask", "Tensor")),
+    Refusal("a layout that is none", given(layout=[[0, 1], [2, 3]]), LAYOUT, ("layout=[[0, 1], [2, 3]]",)),
+    Refusal("an array for q", lambda call: {"q": call["q"].numpy()}, SHAPE, ("q", "ndarray", "tensor")),
+    Refusal("a list of sinks", given(sinks=[0.0] * HEADS), SHAPE, ("sinks", "list", "tensor")),
+    Refusal("a scale that is none", given(scale="big"), SHAPE, ("scale='big'",)),
+    Refusal("no time at all", given(timeout_s=0.0), rs.RingspanError, ("timeout_s=0",)),
+    Refusal("a time that is no number", given(timeout_s=math.nan), rs.RingspanError, ("timeout_s=nan",)),
+]  # fmt: skip
+
+each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingTransport]:
+    """The transports of all groups made from now on, each counting what it sends."""
+    transports: list[CountingTransport] = []
+
+    def open_counted(group: Any, open_transport: Callable[[Any], Opened] = ringspan.session.open_transport) -> Opened:
+        transport, mesh_shape = open_transport(group)
+        transports.append(CountingTransport(transport))
+        return Opened(transports[-1], mesh_shape)
+
+    monkeypatch.setattr(ringspan.session, "open_transport", open_counted)
+    return transports
+
+
+def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], transports: list[CountingTransport]) -> Any:
+    """The error of a call with the bad arguments; then a good call must still work."""
+    good = arguments(group.rank, group.world_size)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (which one is for the caller to look at)
+        call(good | bad(good), group)
+    assert not any(sum(transport.messages_sent) for transport in transports if transport.rank == group.rank)
+    assert call(good, group).shape == good["q"].shape
+    return raised.value
+
+
+@each_refusal
+def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: list[CountingTransport]) -> None:
+    """It raises its own error, all others one that names it; nothing is sent, and the group stays usable."""
+
+    def on_rank(group: InProcessRank) -> Any:
+        return outcome(group, refusal.change if group.rank == 1 else given(), counted)
+
+    theirs, own = rs.run_in_process(on_rank, 2, timeout_s=20)
+    assert isinstance(own, refusal.error), repr(own)
+    for words in refusal.says:
+        assert words in str(own)
+    assert isinstance(theirs, rs.TransportError), repr(theirs)
+    assert f"rank 1: {type(own).__name__}: {own}" in str(theirs)
+    assert len(counted) == 2
+
+
+@each_refusal
+def test_all_ranks_with_the_same_bad_argument(refusal: Refusal, counted: list[CountingTransport]) -> None:
+    """Each raises its own error."""
+    errors = rs.run_in_process(lambda group: outcome(group, refusal.change, counted), 2, timeout_s=20)
+    assert all(isinstance(error, refusal.error) for error in errors), errors
+
+
+def test_one_rank_alone() -> None:
+    """Without a group, a refusal is a refusal too."""
+    layout = rs.zigzag(SEQ_LEN, 1)
+    for refusal in REFUSALS:
+        if refusal.what in ("a layout for fewer ranks", "heads Ulysses cannot split", "a mesh of one dimension"):
+            continue  # in order, for one rank
+        good = arguments(0, 1) | {"layout": layout}
+        with pytest.raises(refusal.error):
+            call(good | refusal.change(good))
+
+
+@pytest.mark.parametrize("group", ["gloo", 3, [], object()])
+def test_what_is_no_group(group: object) -> None:
+    with pytest.raises(rs.UnsupportedError) as raised:
+        call(arguments(0, 1), group)
+    assert f"group={group!r}" in str(raised.value)
+    assert "ProcessGroup" in str(raised.value)
+
+
+def test_gradients_may_be_required_where_none_are_recorded() -> None:
+    good = arguments(0, 1)
+    wanting = good | {name: good[name].clone().requires_grad_() for name in "qkv"}
+    with torch.no_grad():
+        assert torch.equal(call(wanting), call(good))
+
+
+# Ranks that do not agree
+
+DISAGREEMENTS = {
+    "batch": (every(lambda x: x.repeat(2, 1, 1, 1)), "2", "1"),
+    "heads": (every(lambda x: x.repeat(1, 2, 1, 1)), "8 over 4", "4 over 2"),
+    "head_dim": (every(lambda x: x[..., 1:]), "7, 7 for v", "8, 8 for v"),
+    "dtype": (every(torch.Tensor.double), "torch.float64", "torch.float32"),
+    "mask": (given(mask=rs.sliding_window(3, 0)), "sliding_window(3, 0)", "causal()"),
+    "layout": (
+        given(layout=rs.striped(SEQ_LEN, 3)),
+        rs.striped(SEQ_LEN, 3).fingerprint(),
+        rs.zigzag(SEQ_LEN, 3).fingerprint(),
+    ),
+    "kv_layout": (
+        given(kv_layout=rs.contiguous(SEQ_LEN, 3)),
+        rs.contiguous(SEQ_LEN, 3).fingerprint(),
+        rs.zigzag(SEQ_LEN, 3).fingerprint(),
+    ),
+    "algorithm": (given(algorithm="all_gather"), "all_gather", "pass_kv"),
+    "scale": (given(scale=0.5), "0.5", str(1 / math.sqrt(HEAD_DIM))),
+    "kernel": (given(kernel="reference"), "reference", "sdpa_cpu"),
+    "sinks": (given(sinks=torch.zeros(HEADS)), "", ""),
+}
+
+
+@pytest.mark.parametrize("field", DISAGREEMENTS)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_odd_rank_is_named_on_all(field: str, odd: int, counted: list[CountingTransport]) -> None:
+    change, value, others_value = DISAGREEMENTS[field]
+
+    def on_rank(group: InProcessRank) -> Any:
+        return outcome(group, change if group.rank == odd else given(), counted)
+
+    errors = rs.run_in_process(on_rank, 3, timeout_s=20)
+    (message,) = {str(error) for error in errors}
+    others = ", ".join(str(rank) for rank in range(3) if rank != odd)
+    assert f"{field}: rank {odd} has {value}" in message
+    assert f"ranks {others} have {others_value}" in message
+    assert {type(error) for error in errors} == {rs.TransportError}
+
+
+def test_saying_the_default_is_no_disagreement() -> None:
+    def on_rank(group: InProcessRank) -> Any:
+        explicit = {
+            "kv_layout": rs.zigzag(SEQ_LEN, 3),
+            "algorithm": "pass_kv",
+            "direction": "forward",
+            "scale": 1 / math.sqrt(HEAD_DIM),
+            "kernel": "sdpa_cpu",
+            "timeout_s": 7.0,
+            "return_lse": False,
+        }
+        return call(arguments(group.rank, 3) | (explicit if group.rank == 1 else {}), group).shape
+
+    assert len(rs.run_in_process(on_rank, 3, timeout_s=20)) == 3

@@ -1,0 +1,252 @@
+"""`rs.shard` and `rs.gather`, forward and backward, against plain indexing and autograd in one process."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringspan as rs
+from cases import LAYOUTS
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+SEQ_LEN = 23
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+each_world_size = pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make(name: str, world_size: int) -> rs.Layout:
+    return LAYOUTS[name](SEQ_LEN, world_size, rs.causal())
+
+
+def on_ranks(world_size: int, fn: Callable[[InProcessRank], Any], **options: Any) -> list[Any]:
+    return rs.run_in_process(fn, world_size, **options)
+
+
+def test_the_layouts_have_uneven_and_empty_shards_and_copies() -> None:
+    lengths = {name: [make(name, 5).shard_len(rank) for rank in range(5)] for name in LAYOUTS}
+    assert len(set(lengths["contiguous"])) > 1
+    assert min(lengths["irregular"]) == 0
+    assert make("replicated", 5).replicated
+
+
+@each_layout
+@each_world_size
+@pytest.mark.parametrize("dim", [0, 1, -2, -1])
+def test_gather_makes_whole_what_shard_took_apart(name: str, world_size: int, dim: int) -> None:
+    layout = make(name, world_size)
+    whole = random(0, 2, 3, 4).transpose(0, dim).contiguous()
+    whole = whole.narrow(dim, 0, 1).repeat_interleave(layout.num_positions, dim)
+    whole = whole + torch.arange(whole.numel()).view(whole.shape)
+
+    def there_and_back(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
+        part = rs.shard(whole, layout, group, dim=dim)
+        return part, rs.gather(part, layout, group, dim=dim)
+
+    for rank, (part, back) in enumerate(on_ranks(world_size, there_and_back)):
+        assert torch.equal(part, whole.index_select(dim, rows_of(layout, rank)))
+        assert torch.equal(back, whole)
+
+
+def rows_of(layout: rs.Layout, rank: int) -> torch.Tensor:
+    everything = layout.all_positions().tolist()
+    return torch.tensor([everything.index(position) for position in layout.positions(rank).tolist()], dtype=torch.long)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.complex64])
+def test_any_type_and_memory_order(dtype: torch.dtype) -> None:
+    layout = make("zigzag", 3)
+    whole = random(1, 4, SEQ_LEN).mul(9).to(dtype).t().contiguous().t()
+
+    def there_and_back(group: InProcessRank) -> torch.Tensor:
+        part = rs.shard(whole, layout, group, dim=1)
+        return rs.gather(part.t().contiguous().t(), layout, group, dim=1)
+
+    assert all(torch.equal(back, whole) for back in on_ranks(3, there_and_back))
+
+
+@each_layout
+@each_world_size
+def test_gradients_are_those_of_autograd_in_one_process(name: str, world_size: int) -> None:
+    """Every rank uses the whole in its own way, and the loss is the sum over all ranks."""
+    layout = make(name, world_size)
+    parts = [random(rank, 2, layout.shard_len(rank), 3) for rank in range(world_size)]
+    weights = [random(100 + rank, 2, layout.num_positions, 3) for rank in range(world_size)]
+
+    def loss(whole: torch.Tensor, rank: int) -> torch.Tensor:
+        return (whole.square() * weights[rank]).sum() + (whole.sin() * weights[rank]).sum()
+
+    def on_rank(group: InProcessRank) -> torch.Tensor:
+        part = parts[group.rank].clone().requires_grad_()
+        loss(rs.gather(part, layout, group, dim=1), group.rank).backward()
+        assert part.grad is not None
+        return part.grad
+
+    leaves = [part.clone().requires_grad_() for part in parts]
+    whole = plain_unshard(layout, leaves)
+    expected = torch.autograd.grad(sum(loss(whole, rank) for rank in range(world_size)), leaves, materialize_grads=True)
+    for rank, grad in enumerate(on_ranks(world_size, on_rank)):
+        torch.testing.assert_close(grad, expected[rank], rtol=0, atol=1e-12, msg=lambda text: f"rank {rank}: {text}")
+
+
+def plain_unshard(layout: rs.Layout, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Row by row: from the rank that holds it, the first if all do."""
+    rows = []
+    for position in layout.all_positions().tolist():
+        rank = next(rank for rank in range(layout.world_size) if position in layout.positions(rank))
+        rows.append(parts[rank][:, layout.positions(rank).tolist().index(position)])
+    return torch.stack(rows, 1)
+
+
+@each_layout
+def test_sharding_and_gathering_inside_a_model(name: str) -> None:
+    """Each rank holds the whole weights and input; the sum of the ranks' gradients is that of one process."""
+    layout = make(name, 3)
+    x, weight = random(0, layout.num_positions, 4), random(1, 4, 4)
+    target = random(2, layout.num_positions, 4)
+
+    def on_rank(group: InProcessRank) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        part = rs.shard(leaves[0], layout, group, dim=0)
+        whole = rs.gather((part @ leaves[1]).tanh(), layout, group, dim=0)
+        # All ranks compute the same loss; counted once, it is theirs divided by their number.
+        ((whole - target).square().sum() / group.world_size).backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = torch.autograd.grad(((leaves[0] @ leaves[1]).tanh() - target).square().sum(), leaves)
+    for grads, wanted in zip(zip(*on_ranks(3, on_rank), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.stack(grads).sum(0), wanted, rtol=0, atol=1e-11)
+
+
+def test_numerical_gradients() -> None:
+    """One element of one rank's part moved by a little, seen in the sum of all ranks' losses."""
+    layout = rs.zigzag(7, 3)
+    parts = [random(rank, layout.shard_len(rank)) for rank in range(3)]
+    weights = [random(9 + rank, 7) for rank in range(3)]
+
+    def losses(given: list[torch.Tensor]) -> list[tuple[float, torch.Tensor]]:
+        def on_rank(group: InProcessRank) -> tuple[float, torch.Tensor]:
+            part = given[group.rank].clone().requires_grad_()
+            loss = (rs.gather(part, layout, group, dim=0).exp() * weights[group.rank]).sum()
+            loss.backward()
+            assert part.grad is not None
+            return float(loss.detach()), part.grad
+
+        return on_ranks(3, on_rank)
+
+    grads = [grad for _, grad in losses(parts)]
+    for rank in range(3):
+        for row in range(len(parts[rank])):
+            totals = []
+            for sign in (1, -1):
+                moved = [part.clone() for part in parts]
+                moved[rank][row] += sign * 1e-6
+                totals.append(sum(loss for loss, _ in losses(moved)))
+            assert (totals[0] - totals[1]) / 2e-6 == pytest.approx(float(grads[rank][row]), abs=1e-7)
+
+
+def test_no_gradient_is_kept_where_none_is_wanted() -> None:
+    layout = rs.zigzag(8, 2)
+
+    def on_rank(group: InProcessRank) -> bool:
+        part = random(0, 4)
+        return rs.gather(part, layout, group, dim=0).requires_grad
+
+    assert on_ranks(2, on_rank) == [False, False]
+
+
+# Errors
+
+
+def errors_of(world_size: int, fn: Callable[[InProcessRank], object]) -> list[Exception]:
+    """What every rank raises, and that the group is usable after it."""
+    layout = rs.zigzag(8, world_size)
+
+    def on_rank(group: InProcessRank) -> Exception:
+        began = time.monotonic()
+        with pytest.raises(rs.RingspanError) as raised:
+            fn(group)
+        assert time.monotonic() - began < 10, "nobody is left waiting"
+        part = torch.arange(8.0)[layout.positions(group.rank)]
+        assert torch.equal(rs.gather(part, layout, group, dim=0), torch.arange(8.0))
+        return raised.value
+
+    return on_ranks(world_size, on_rank, timeout_s=20)
+
+
+def test_a_layout_for_another_world_size_is_refused() -> None:
+    for call in (rs.shard, rs.gather):
+        for error in errors_of(2, lambda group, call=call: call(torch.zeros(8), rs.zigzag(8, 3), group, dim=0)):
+            assert isinstance(error, rs.LayoutError)
+            assert "3 ranks" in str(error)
+            assert "2" in str(error)
+
+
+def test_a_part_of_the_wrong_length_is_refused_on_all_ranks() -> None:
+    layout = rs.zigzag(8, 3)
+
+    def gather(group: InProcessRank) -> None:
+        rs.gather(torch.zeros(layout.shard_len(group.rank) + (group.rank == 1)), layout, group, dim=0)
+
+    first, second, third = errors_of(3, gather)
+    assert isinstance(second, rs.ShapeError)
+    assert "part.shape=(4,)" in str(second)
+    assert isinstance(first, rs.TransportError)
+    assert str(first) == str(third)
+    assert "rank 1" in str(first)
+    assert "part.shape=(4,)" in str(first)
+
+
+@pytest.mark.parametrize("call", [rs.shard, rs.gather])
+def test_a_dim_that_is_not_there(call: Callable[..., torch.Tensor]) -> None:
+    for error in errors_of(2, lambda group: call(torch.zeros(4), rs.zigzag(8, 2), group, dim=1)):
+        assert isinstance(error, rs.ShapeError)
+        assert "dim=1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "odd"),
+    [
+        ("dtype", "torch.float64", lambda part, layout: (part.double(), layout, 0)),
+        ("shape", "[9, 2]", lambda part, layout: (part[:, :2], layout, 0)),
+        ("layout", "striped", lambda part, layout: (part, rs.striped(9, 3), 0)),
+    ],
+)
+def test_a_rank_that_gathers_something_else_is_named_on_all(
+    field: str, value: str, odd: Callable[[torch.Tensor, rs.Layout], tuple[torch.Tensor, rs.Layout, int]]
+) -> None:
+    layout = rs.contiguous(9, 3)
+    value = rs.striped(9, 3).fingerprint() if value == "striped" else value
+
+    def gather(group: InProcessRank) -> None:
+        part, of, dim = torch.zeros(3, 4), layout, 0
+        if group.rank == 2:
+            part, of, dim = odd(part, of)
+        rs.gather(part, of, group, dim=dim)
+
+    messages = {str(error) for error in errors_of(3, gather)}
+    (message,) = messages
+    assert f"{field}: rank 2 has {value}, ranks 0, 1 have" in message
+
+
+def test_attention_on_one_rank_and_gather_on_another() -> None:
+    layout = rs.zigzag(8, 2)
+
+    def differ(group: InProcessRank) -> None:
+        x = torch.zeros(1, 1, 4, 2)
+        if group.rank == 0:
+            rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
+        else:
+            rs.gather(x, layout, group, dim=2)
+
+    messages = {str(error) for error in errors_of(2, differ)}
+    assert len(messages) == 1
+    assert "gather" in messages.pop()
