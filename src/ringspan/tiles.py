@@ -137,7 +137,7 @@ BoundProgram = tuple[Exchange | Compute | Arrived | AllMerged | Sent | Drop, ...
 @lru_cache(maxsize=1024)
 def bind(program: Program, problem: Problem) -> BoundProgram:
     """The program with everything filled in that running it would otherwise compute."""
-    begun: set[Block] = set()
+    begun: list[Block] = []
 
     def messages(transfers: tuple[Transfer, ...]) -> tuple[Message, ...]:
         return tuple(Message(t, problem.block_shapes(t.block), problem.block_bytes(t.block)) for t in transfers)
@@ -146,7 +146,7 @@ def bind(program: Program, problem: Problem) -> BoundProgram:
         for q, kv in itertools.product(attend.qs, attend.kvs):
             tile = _tile(problem, q, kv, begun)
             if tile.pieces:
-                begun.update(tile.sums)
+                begun.extend(tile.sums)
                 yield tile
 
     def bound(instruction: object) -> object:
@@ -156,15 +156,15 @@ def bind(program: Program, problem: Problem) -> BoundProgram:
             case Do(step, attend):
                 return Compute(step, tuple(tiles(attend)))
             case Arrived(_, transfer):
-                begun.add(transfer.block)
+                begun.append(transfer.block)
             case AllMerged(_, block):
-                begun.add(block)
+                begun.append(block)
         return instruction
 
     return tuple(map(bound, program))  # type: ignore[arg-type]
 
 
-def _tile(problem: Problem, q: Block, kv: Block, begun: set[Block]) -> Tile:
+def _tile(problem: Problem, q: Block, kv: Block, begun: list[Block]) -> Tile:
     pieces = _pieces(problem.mask, problem.layout, problem.kv_layout, q.owner, kv.owner)
     pairs = sum(_num_pairs(piece) for piece in pieces)
     num_rows = len(problem.mask.rows) if problem.mask.rows is not None else 1
@@ -175,7 +175,15 @@ def _tile(problem: Problem, q: Block, kv: Block, begun: set[Block]) -> Tile:
         if q.kind == "q"
         else (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads))
     )
-    return Tile(q, kv, pieces, coverage, pairs, sums, is_first=sums[0] not in begun and _are_apart(pieces))
+    return Tile(
+        q,
+        kv,
+        pieces,
+        coverage,
+        pairs,
+        sums,
+        is_first=_are_apart(pieces) and not any(sums[0].overlaps(other) for other in begun),
+    )
 
 
 def _are_apart(pieces: tuple[Piece, ...]) -> bool:

@@ -8,6 +8,7 @@ through its own shutdown. Both have a hard deadline, after which every rank is k
 The first rank serves the group's store, on a port the system gives it, so that runs at the same time never collide.
 """
 
+import functools
 import importlib
 import multiprocessing as mp
 import os
@@ -18,13 +19,16 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ringspan.call", "ringspan.collectives", "pytest"])
+_CONTEXT.set_forkserver_preload(["torch.distributed.device_mesh", "ringspan.collectives", "attention_cases", "pytest"])
 
+_PYTHONPATH = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
 _EXIT_S = 20.0  # for a rank to exit, once all are through
 
 
@@ -46,6 +50,7 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, group_timeout_s: float = 30.0
 ) -> list[Ended]:
     """Run fn(rank, *args) on `world_size` gloo processes; every one of them is gone when this returns."""
+    _start_server()
     deadline = time.monotonic() + timeout_s
     ranks = [_Rank(fn, rank, world_size, group_timeout_s, args) for rank in range(world_size)]
     try:
@@ -66,6 +71,13 @@ def values(ended: list[Ended]) -> list[Any]:
         assert end.error is None, f"rank {rank}: {end.error!r}\n{end.message}"
         assert end.exit_code == 0, f"rank {rank} exited with {end.exit_code}"
     return [end.value for end in ended]
+
+
+@functools.cache
+def _start_server() -> None:
+    """With a path to our modules, which the fork server of Python 3.11 takes only from its environment."""
+    with mock.patch.dict(os.environ, PYTHONPATH=_PYTHONPATH):
+        forkserver.ensure_running()
 
 
 class _Rank:
@@ -130,7 +142,8 @@ def _serve(
         error.add_note("".join(traceback.format_tb(error.__traceback__)[-3:]))
     pipe.send_bytes(pickle.dumps((value, raised, time.monotonic() - began)))
     pipe.poll(None)  # until the parent closes its end
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join_group(
@@ -168,7 +181,6 @@ def run_interpreters(
 ) -> list[Exited]:
     """Run fn(rank, world_size) as the whole of a script, one interpreter for each rank."""
     began = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     command = [sys.executable, "-c", "import ranks; ranks._script()", fn.__module__, fn.__qualname__]
     processes: list[Any] = []
     try:
@@ -176,7 +188,14 @@ def run_interpreters(
             pipe = subprocess.PIPE
             numbers = [str(rank), str(world_size), str(group_timeout_s)]
             processes.append(
-                subprocess.Popen([*command, *numbers], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+                subprocess.Popen(
+                    [*command, *numbers],
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=pipe,
+                    text=True,
+                    env=os.environ | {"PYTHONPATH": _PYTHONPATH},
+                )
             )
         port = processes[0].stdout.readline()
         for process in processes[1:]:
@@ -193,6 +212,11 @@ def run_interpreters(
             process.communicate()
 
 
+def _print_port(port: int) -> None:
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+
+
 def _script() -> None:
     """One rank of `run_interpreters`: its port comes from the first rank by way of the parent."""
     module, name, rank, world_size, timeout_s = sys.argv[1:]
@@ -201,7 +225,7 @@ def _script() -> None:
         int(rank),
         int(world_size),
         float(timeout_s),
-        tell_port=lambda port: print(port, flush=True),
+        tell_port=_print_port,
         ask_port=lambda: int(sys.stdin.readline()),
     )
     fn(int(rank), int(world_size))

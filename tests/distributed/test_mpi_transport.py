@@ -29,7 +29,7 @@ def run_ranks(num_ranks, *arguments):
     # mpirun ends its ranks itself when time is up; killed from outside, it could leave some behind.
     options = ["--timeout", HARD_TIMEOUT_S - 20, "--allow-run-as-root", "--oversubscribe", "-np", num_ranks]
     return subprocess.run(
-        ["mpirun", *map(str, options), sys.executable, str(program), *map(str, arguments)],
+        ["mpirun", *map(str, options), sys.executable, "-m", "mpi4py", str(program), *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

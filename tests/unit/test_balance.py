@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -133,6 +134,30 @@ def test_the_answer_is_the_same_every_time() -> None:
     assert balanced(mask, seq_len, 8) is first
     balance._balanced.cache_clear()
     assert balanced(mask, seq_len, 8) == first
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_what_a_swap_would_change_is_foretold_exactly(world_size: int) -> None:
+    rng = np.random.default_rng(world_size)
+    work = rng.integers(0, 10**6, (30, 30))
+    deal = balance._Deal(work, np.arange(30) % world_size, world_size)
+    for a, b in itertools.permutations(range(world_size), 2):
+        i, j = np.flatnonzero(deal.owners == a), np.flatnonzero(deal.owners == b)
+        foretold = deal.unevenness_after(a, b, i, j)
+        deal.swap(i[2], j[3])
+        fresh = balance._Deal(work, deal.owners, world_size)
+        assert foretold[2, 3] == deal.unevenness == fresh.unevenness
+        assert deal.time == fresh.time
+
+
+def test_swaps_keep_the_token_counts_within_their_range() -> None:
+    rng = np.random.default_rng(1)
+    owners = np.arange(128) % 4
+    tokens = rng.integers(128, 256, 32).repeat(4)  # the same on every rank, so only equal blocks may change places
+    work = tokens[:, None] * tokens * rng.integers(0, 2, (128, 128)) * (np.arange(128) % 5 == 0)
+    improved = balance._improve(work, tokens, owners, 4)
+    assert balance._Deal(work, improved, 4).time < balance._Deal(work, owners, 4).time
+    assert np.bincount(improved, tokens).tolist() == np.bincount(owners, tokens).tolist()
 
 
 def test_bad_arguments_are_refused() -> None:

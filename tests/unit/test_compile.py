@@ -7,6 +7,7 @@ import ringspan as rs
 from cases import ROWS, WORLD_SIZES, legal_heads, meshes
 from faults import make_samples
 from ringspan.schedule import AllMerged, Arrived, Block, Do, Drop, Post, Program, Schedule, Sent, Transfer, compile_rank
+from ringspan.tiles import Compute, Problem, Shapes, bind
 
 SIDES = (None, "kv", "q")
 
@@ -211,3 +212,46 @@ def test_a_transfer_between_nodes_has_a_whole_phase(mesh, backward):
                 assert places[wait] > last_do[wait.step + inner - 1], wait
                 crossings += 1
     assert crossings == 2 * world_size * (outer - 1)
+
+
+# Bound programs: which tiles may overwrite what their sum holds.
+
+MIXED_HEADS = """2 ranks, heads 4/2
+step │ rank 0 │ rank 1
+0 │ q0[0:2]×kv0[0:1] q0×kv* q0[2:4]×kv0[1:2] kv0→1 │ q1[0:1]×kv1[0:1] q1[1:2]×kv1[0:1] q1×kv* q1[2:4]×kv1[1:2] kv1→0
+1 │ q0×kv1 │ q1[0:2]×kv0[0:1] q1[2:4]×kv0[1:2]"""
+
+
+def bound_programs():
+    """Programs bound to layouts: random ones, and one that names the heads of a rank's own sum in several ways."""
+    layout = rs.Layout(((rs.Span(0, 5),), (rs.Span(5, 9),)), replicated=(rs.Span(9, 12),))
+    problems = [("mixed heads", rs.parse_schedule(MIXED_HEADS), rs.full(), layout, layout, rs.Heads(4, 2))]
+    for sample in make_samples(4, 80):
+        mask = rs.documents(sample.spec[1])
+        problems.append((sample.name, sample.schedule, mask, sample.layout, sample.kv_layout, sample.heads))
+    for name, schedule, mask, layout, kv_layout, heads in problems:
+        problem = Problem(mask, layout, kv_layout, Shapes((), heads, 4, 3, 8, 8))
+        for rank in range(schedule.world_size):
+            yield f"rank {rank} of {name}", heads, bind(compile_rank(schedule, rank), problem)
+
+
+def test_only_a_tile_that_nothing_came_before_is_first():
+    """Head by head: not after another tile of the same queries, nor after a part has arrived."""
+    num_first = 0
+    for name, heads, program in bound_programs():
+        begun: set[tuple[str, int, int]] = set()
+
+        def parts(block: Block, num_heads: int = heads.num_heads) -> set[tuple[str, int, int]]:
+            return {(block.kind, block.owner, head) for head in block.heads or range(num_heads)}
+
+        for instruction in program:
+            if isinstance(instruction, Compute):
+                for tile in instruction.tiles:
+                    assert not (tile.is_first and parts(tile.sums[0]) & begun), f"{name}: {tile.q}×{tile.kv}"
+                    num_first += tile.is_first
+                    begun |= parts(tile.sums[0])
+            elif isinstance(instruction, Arrived) and instruction.transfer.block.is_sum:
+                begun |= parts(instruction.transfer.block)
+            elif isinstance(instruction, AllMerged):
+                begun |= parts(instruction.block)
+    assert num_first > 300

@@ -156,6 +156,10 @@ def test_overlap_is_refused_exactly_if_two_ranks_share_a_position(raw: list[tupl
     assert position in spans[second].positions()
 
 
+def test_empty_spans_are_dropped() -> None:
+    assert Layout([[Span(5, 5), Span(0, 4), Span(2, 2)], [Span(9, 3)]]).spans_by_rank == ((Span(0, 4),), ())
+
+
 def test_equal_layouts_are_equal_values() -> None:
     lists = Layout([[Span(0, 2), Span(2, 2), Span(2, 4)], [Span(4, 8)]])
     assert lists == contiguous(8, 2)

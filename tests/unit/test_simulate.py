@@ -8,7 +8,7 @@ import pytest
 
 import oracle
 import ringspan as rs
-from cases import ROWS, make_arrays, meshes, replicated
+from cases import ROWS, expect, make_arrays, meshes, replicated
 from ringspan.schedule import ALL, Block, Transfer, validate
 from ringspan.simulate import bytes_sent
 
@@ -239,6 +239,31 @@ def test_a_schedule_read_from_its_grid():
     grid = rs.format_schedule(simulate(layout).schedule)
     got = simulate(layout, algorithm=rs.parse_schedule(grid))
     np.testing.assert_array_equal(got.out, simulate(layout).out)
+
+
+OWN_FORWARD = """2 ranks, heads 8/2
+step │ rank 0                                                      │ rank 1
+0    │ q0[0:4]×kv0[0:1] q0×kv* q0[4:8]×kv0[1:2] kv0[0:1]→1         │ q1×kv* q1×kv1 kv1→0 q1[4:8]→0
+1    │ q1[4:8]×kv0[1:2] q0[0:1]×kv1[0:1] q0[1:4]×kv1[0:1] q0[4:8]×kv1[1:2] │ q1[0:4]×kv0[0:1]
+2    │ out1[4:8]→1                                                 │"""
+OWN_BACKWARD = (
+    OWN_FORWARD.replace("q0", "q_grad0")
+    .replace("q1", "q_grad1")
+    .replace(
+        "out1[4:8]→1                                                 │",
+        "dq1[4:8]→1 dkv1[0:1]→1 dkv1[1:2]→1 │ dkv0[0:1]→0",
+    )
+)
+
+
+def test_a_schedule_made_by_hand_that_names_heads_in_many_ways():
+    layout = rs.Layout(((rs.Span(0, 5),), (rs.Span(5, 9),)), replicated=(rs.Span(9, 12),))
+    q, k, v, dout = arrays = make_arrays("hand", HEADS, 12, 12)
+    got = rs.simulate_attention(q, k, v, mask=rs.full(), layout=layout, algorithm=rs.parse_schedule(OWN_FORWARD))
+    gradients = got.gradients(dout, rs.parse_schedule(OWN_BACKWARD))
+    wanted = expect(("full",), layout, layout, arrays)
+    for x, y in zip((got.out, got.lse, *gradients[:3]), wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
 
 
 def test_gradients_of_a_schedule_of_ones_own_need_one():

@@ -6,13 +6,11 @@ would change; after that it waited for the link.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import NamedTuple
 
 from ringspan.bench.result import Activity, Breakdown
 
-MOST = 0.9  # attention with so much of the time is the bottleneck, as it should be
-SLOWDOWN = 0.05  # of attention beside the ideal, worth a word
+MOST = 0.9  # of the time: with as much, attention is the bottleneck, as it should be
 
 
 class Interval(NamedTuple):
@@ -56,30 +54,27 @@ def _message(it: Activity) -> tuple[object, ...]:
 
 
 class Verdict(NamedTuple):
-    """The part that takes longest though it should not, or attention; and a sentence about it."""
+    """What takes longest of all that should not be there, or attention if little else is; and a sentence about it."""
 
     bottleneck: str
     text: str
 
 
 def judge(ranks: Sequence[Breakdown], ideal_s: float) -> Verdict:
-    """Name the bottleneck and the way out; `ideal_s` is how long attention alone takes."""
-    shares = {name: [getattr(rank, f"{name}_s") / rank.total_s for rank in ranks] for name in _PARTS}
-    mean = {name: sum(share) / len(ranks) for name, share in shares.items()}
-    losses = sorted(set(_PARTS) - {"attention"}, key=lambda name: -mean[name])
-    bottleneck = "attention" if mean["attention"] >= MOST else losses[0]
-    worst = max(range(len(ranks)), key=lambda rank: shares[bottleneck][rank])
-    sentences = [_SENTENCES[bottleneck].format(rank=worst, share=f"{100 * shares[bottleneck][worst]:.0f} %")]
-    slowdown = max(rank.attention_s for rank in ranks) / ideal_s - 1
-    if slowdown > SLOWDOWN and len(ranks) > 1:
-        sentences.append(
-            f"Attention itself takes {100 * slowdown:.0f} % longer than alone: messages and ranks share cores, "
-            "caches and memory."
-        )
-    return Verdict(bottleneck, " ".join(sentences))
+    """Name the bottleneck and the way out; `ideal_s` is how long attention takes if nothing else is done."""
+    attention = [rank.attention_s / rank.total_s for rank in ranks]
+    losses = {name: [getattr(rank, f"{name}_s") / rank.total_s for rank in ranks] for name in _LOSSES}
+    # Part of attention_s, not beside it: what attention takes longer than alone.
+    losses["contention"] = [max(0.0, rank.attention_s - ideal_s) / rank.total_s for rank in ranks]
+    name = max(losses, key=lambda name: sum(losses[name]))
+    shares = losses[name]
+    if sum(attention) >= MOST * len(ranks) and sum(losses["contention"]) <= (1 - MOST) * len(ranks):
+        name, shares = "attention", attention
+    worst = max(range(len(ranks)), key=lambda rank: shares[rank])
+    return Verdict(name, _SENTENCES[name].format(rank=worst, share=f"{100 * shares[worst]:.0f} %"))
 
 
-_PARTS = tuple(field.name.removesuffix("_s") for field in fields(Breakdown))
+_LOSSES = ("merge", "communication", "waiting", "other")
 
 _SENTENCES = {
     "attention": "The bottleneck is attention, as it should be: {share} of the time on rank {rank}.",
@@ -95,5 +90,9 @@ _SENTENCES = {
     "other": (
         "The bottleneck is overhead outside kernels and messages: {share} of the time on rank {rank}. "
         "More tokens in a call make it small."
+    ),
+    "contention": (
+        "The bottleneck is that attention is slower than alone, which costs rank {rank} {share} of the time: messages, "
+        "ranks or other programs compete for cores, caches and memory."
     ),
 }

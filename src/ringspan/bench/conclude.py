@@ -124,4 +124,5 @@ def _parameters(settings: Settings, kernel: str) -> Parameters:
 
 def _machine(device: torch.device) -> Machine:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Machine(platform.platform(), count_cores(), name, platform.python_version(), torch.__version__)
+    version = str(torch.__version__)  # as a plain string; its own type would make the parent load torch to read it
+    return Machine(platform.platform(), count_cores(), name, platform.python_version(), version)

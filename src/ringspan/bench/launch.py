@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from ringspan.bench.settings import Job
 
 _GRACE_S = 3.0  # for other ranks to say what happened, after the first has failed
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: ", as is done when memory runs out",
     signal.SIGILL: (
         ", an instruction this CPU lacks; if a virtual machine promises more than it has, "

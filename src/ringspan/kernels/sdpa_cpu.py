@@ -2,8 +2,8 @@
 
 What the operator gets wrong, it gets wrong silently, so everything it needs is seen to here:
 
-- bfloat16 and float16 are computed in float32. Parts then come back unrounded, whatever their number, and the operator
-  stays away from half-precision instructions, which are slower than float32 on CPUs without them.
+- In half types it rounds weights and output. They are computed in float32 here, so that parts come back unrounded
+  however many there are; on CPUs without bfloat16 instructions that is also faster.
 - It reads the last dim of its tensors as contiguous, whatever their strides, and wants v as wide as q and k.
 - A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row whose NaN it overlooked.
 - In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
@@ -85,10 +85,10 @@ def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, 
 
 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> _Result:
-    hidden = ~torch.tensor(piece.allowed)
-    bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    assert piece.allowed is not None
+    bias = torch.zeros(piece.allowed.shape, dtype=q.dtype).masked_fill_(torch.tensor(~piece.allowed), -torch.inf)
     out, lse = _operator(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    return out, lse.masked_fill_(hidden.all(-1), -torch.inf)
+    return out, lse.masked_fill_(torch.tensor(~piece.allowed.any(axis=1)), -torch.inf)
 
 
 _ATTEND = {PieceKind.FULL: _attend_full, PieceKind.CAUSAL: _attend_causal, PieceKind.MASKED: _attend_masked}

@@ -52,6 +52,14 @@ class Block(NamedTuple):
         """The same block with all its heads."""
         return self if self.heads is None else Block(self.kind, self.owner)
 
+    def overlaps(self, other: "Block") -> bool:
+        """Whether the two stand for some of the same heads of the same thing."""
+        if (self.kind, self.owner) != (other.kind, other.owner):
+            return False
+        if self.heads is None or other.heads is None:
+            return True
+        return self.heads.start < other.heads.stop and other.heads.start < self.heads.stop
+
     def __str__(self) -> str:
         owner = "*" if self.owner == ALL else str(self.owner)
         heads = "" if self.heads is None else f"[{self.heads.start}:{self.heads.stop}]"
@@ -122,9 +130,17 @@ class Step:
 
     def actions(self, rank: int) -> Actions:
         """This step as one rank sees it."""
-        return Actions(
-            self.attends[rank], tuple(self._by_src.get(rank, ())), tuple(self._by_dst.get(rank, ())), self.merges
-        )
+        attends = self.attends[rank] if rank < len(self.attends) else ()
+        return Actions(attends, tuple(self._by_src.get(rank, ())), tuple(self._by_dst.get(rank, ())), self.merges)
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block the step names."""
+        for attends in self.attends:
+            for attend in attends:
+                yield from attend.qs
+                yield from attend.kvs
+        yield from (transfer.block for transfer in self.transfers)
+        yield from (merge.block for merge in self.merges)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Step):
@@ -144,19 +160,31 @@ class Schedule:
     Equality compares steps. `heads` is set where blocks are ranges of heads, and None where no block is.
     """
 
-    __slots__ = ("heads", "num_steps", "step", "world_size")
+    __slots__ = ("_made", "heads", "num_steps", "world_size")
 
     def __init__(self, world_size: int, heads: Heads | None, num_steps: int, step: Callable[[int], Step]) -> None:
         self.world_size = world_size
         self.heads = heads
         self.num_steps = num_steps
-        self.step: Callable[[int], Step] = lru_cache(maxsize=None)(step)
+        self._made = lru_cache(maxsize=None)(step)
 
     @classmethod
     def of_steps(cls, world_size: int, heads: Heads | None, steps: Iterable[Step]) -> "Schedule":
         """A schedule of steps that exist already."""
         all_steps = tuple(steps)
         return cls(world_size, heads, len(all_steps), all_steps.__getitem__)
+
+    def step(self, t: int) -> Step:
+        """What all ranks do in step t."""
+        if not 0 <= t < self.num_steps:
+            raise IndexError(f"step {t}: the schedule has {self.num_steps} steps, from 0 on")
+        return self._made(t)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it computes gradients; a schedule that attends nothing is neither."""
+        kinds = (attend.qs[0].kind for step in self.steps for attends in step.attends for attend in attends)
+        return next(kinds, "q") == "q_grad"
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -180,6 +208,9 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash((self.world_size, self.heads, self.num_steps))
+
+    def __reduce__(self) -> tuple[Callable[..., "Schedule"], tuple[object, ...]]:
+        return Schedule.of_steps, (self.world_size, self.heads, tuple(self.steps))
 
     def __repr__(self) -> str:
         return f"<Schedule: {self.world_size} ranks, {self.num_steps} steps, heads {self.heads}>"

@@ -6,8 +6,9 @@ that an executor walks without thinking.
 
 The rules. An input is waited for at its first reader. An arriving sum is merged before a transfer that takes it away,
 and otherwise before the receives of the step after next are posted, in schedule order and never in order of arrival;
-so no more than two of them are ever waiting. A send is done before the receives of the step after its first reader's
-are posted, so two buffers are enough for a ring, while a transfer that is read late may take its time.
+so no more than two of them are ever waiting. A send is done before the receives of the step in which its
+reader first needs it are posted, so two buffers are enough for a ring, while a transfer that is read late may take its
+time.
 """
 
 from collections import defaultdict
@@ -78,7 +79,7 @@ class _Compiler:
         self.due: dict[Block, Arrived] = {}  # inputs on their way
         self.sums: list[Arrived | AllMerged] = []  # sums on their way, in schedule order
         self.sends: defaultdict[int, list[Sent]] = defaultdict(list)  # step before whose Post they must be done
-        self.readers = _last_readers(schedule, rank)
+        self.readers = _count_readers(schedule, rank)
 
     def program(self) -> Program:
         for t in range(self.schedule.num_steps):
@@ -106,7 +107,7 @@ class _Compiler:
         merge_receives = [Transfer(merge.block, peer, self.rank) for merge in merges for peer in others]
         self.code.append(Post(t, (*sends, *merge_sends), (*receives, *merge_receives)))
         for transfer in (*sends, *merge_sends):
-            self.sends[_first_reads(self.schedule).get((t, transfer), t + 1) + 1].append(Sent(t, transfer))
+            self.sends[_first_reads(self.schedule).get((t, transfer), t + 1)].append(Sent(t, transfer))
         for transfer in receives:
             if transfer.block.is_sum:
                 self.sums.append(Arrived(t, transfer))
@@ -143,7 +144,7 @@ def _sum_of(wait: Arrived | AllMerged) -> Block:
     return wait.transfer.block if isinstance(wait, Arrived) else wait.block
 
 
-def _last_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
+def _count_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
     """How many attends and sends read each input the rank receives."""
     counts: dict[Block, int] = {}
     for t in range(schedule.num_steps):

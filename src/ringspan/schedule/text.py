@@ -20,7 +20,7 @@ def format_schedule(schedule: Schedule, steps: range | None = None, marked: int 
     heads = "" if schedule.heads is None else f", heads {schedule.heads.num_heads}/{schedule.heads.num_kv_heads}"
     shown = range(schedule.num_steps) if steps is None else steps
     rows = [["step", *(f"rank {rank}" for rank in range(schedule.world_size))]]
-    rows += [[str(t), *_cells(schedule.step(t))] for t in shown]
+    rows += [[str(t), *_cells(schedule.step(t), schedule.world_size)] for t in shown]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" │ ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if marked is not None:
@@ -32,19 +32,33 @@ def format_schedule(schedule: Schedule, steps: range | None = None, marked: int 
 def parse_schedule(text: str) -> Schedule:
     """The schedule a grid describes."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    header = _HEADER.fullmatch(lines[0].strip()) if lines else None
-    if header is None:
+    world_size, heads = _parse_header(lines[0] if lines else "")
+    columns = [cell.strip() for cell in lines[1].split("│")] if len(lines) > 1 else []
+    wanted = ["step", *(f"rank {rank}" for rank in range(world_size))]
+    if columns != wanted:
+        found = lines[1].strip() if len(lines) > 1 else ""
         raise ScheduleError(
-            f"the grid begins with {lines[0] if lines else ''!r}; its first line must be like '4 ranks' or "
-            "'4 ranks, heads 8/2'"
+            f"the second line is {found!r}; it must name the columns, {' │ '.join(wanted)!r}, unwrapped"
         )
-    world_size = int(header["ranks"])
-    heads = Heads(int(header["heads"]), int(header["kv_heads"])) if header["heads"] else None
     return Schedule.of_steps(world_size, heads, [_parse_step(line, t, world_size) for t, line in enumerate(lines[2:])])
 
 
-def _cells(step: Step) -> Iterable[str]:
-    for rank in range(len(step.attends)):
+def _parse_header(line: str) -> tuple[int, Heads | None]:
+    match = _HEADER.fullmatch(line.strip())
+    if match is None or not int(match["ranks"]):
+        raise ScheduleError(
+            f"the grid begins with {line!r}; its first line must be like '4 ranks' or '4 ranks, heads 8/2'"
+        )
+    if match["heads"] is None:
+        return int(match["ranks"]), None
+    heads = Heads(int(match["heads"]), int(match["kv_heads"]))
+    if not heads.num_kv_heads or not heads.num_heads or heads.num_heads % heads.num_kv_heads:
+        raise ScheduleError(f"heads {match['heads']}/{match['kv_heads']}: query heads are a multiple of the KV heads")
+    return int(match["ranks"]), heads
+
+
+def _cells(step: Step, world_size: int) -> Iterable[str]:
+    for rank in range(world_size):
         attends, sends, _, merges = step.actions(rank)
         yield " ".join(map(str, (*attends, *sends, *merges)))
 
@@ -57,23 +71,31 @@ def _parse_step(line: str, t: int, world_size: int) -> Step:
             f"found step {number!r} and {len(cells)} cells"
         )
     attends: list[list[Attend]] = [[] for _ in range(world_size)]
-    transfers, merges = [], []
+    merges: list[list[AllMerge]] = [[] for _ in range(world_size)]
+    transfers = []
     for rank, cell in enumerate(cells):
         for word in cell.split():
-            left, mark, right = _split(word)
-            if mark == "×":
-                attends[rank].append(Attend(_parse_blocks(left), _parse_blocks(right)))
-            elif mark == "→":
-                transfers.append(Transfer(_parse_block(left), rank, int(right)))
-            elif rank == 0:
-                merges.append(AllMerge(_parse_block(left)))
-    return Step(attends, transfers, merges)
+            match _parse_action(word, rank):
+                case Attend() as attend:
+                    attends[rank].append(attend)
+                case Transfer() as transfer:
+                    transfers.append(transfer)
+                case AllMerge() as merge:
+                    merges[rank].append(merge)
+    if any(of_rank != merges[0] for of_rank in merges):
+        words = " ".join(map(str, next(filter(None, merges))))
+        raise ScheduleError(f"line {line!r}: {words} is done by all ranks; write it into every cell")
+    return Step(attends, transfers, merges[0])
 
 
-def _split(word: str) -> tuple[str, str, str]:
-    for mark in "×→↔":
-        if mark in word:
-            return word.partition(mark)
+def _parse_action(word: str, rank: int) -> Attend | Transfer | AllMerge:
+    left, mark, right = next((word.partition(mark) for mark in "×→↔" if mark in word), (word, "", ""))
+    if mark == "×":
+        return Attend(_parse_blocks(left), _parse_blocks(right))
+    if mark == "→" and right.isdecimal():
+        return Transfer(_parse_block(left), rank, int(right))
+    if mark == "↔" and right == "all":
+        return AllMerge(_parse_block(left))
     raise ScheduleError(f"{word!r} is no action; an action is like 'q0×kv3', 'kv3→1' or 'out*↔all'")
 
 

@@ -156,8 +156,7 @@ def _left(waiting: str, peer: int) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory, detached: so it may be written even if the other thread made it in inference mode."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class InProcessRank:

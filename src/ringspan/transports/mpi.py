@@ -6,6 +6,7 @@ sleeps between looks, because the core may be needed by another rank.
 
 Messages move while a rank is in a wait or an exchange; most MPI libraries do nothing for it while it computes. A rank
 that dies is not ours to notice: mpirun ends the whole job then, unless it was told otherwise. We never call MPI_Abort.
+A rank that ends with an exception waits for the others inside MPI unless it was started with `python -m mpi4py`.
 
 A group that has failed stays failed: its communicator may still carry messages that nobody will receive.
 """

@@ -1,0 +1,50 @@
+"""Where benchmark results are kept: one section of RESULTS.md for each benchmark, rewritten by its `--write`.
+
+A section stands between two marker comments that name the benchmark, so that one can be rerun without the others.
+"""
+
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+FILE = Path(__file__).with_name("RESULTS.md")
+HEADER = "# Measured results\n\nEach section is written by the command it names; times depend on the machine.\n"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_median(values: Sequence[float], digits: int = 2) -> str:
+    """The median, and the smallest and largest value."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} – {max(values):.{digits}f})"
+
+
+def describe_machine() -> str:
+    """What was measured on, without names that say whose it is."""
+    import numpy as np
+
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
+        cpu = found[1]
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return (
+        f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__} with "
+        f"{blas['name']} {blas['version']}"
+    )
+
+
+def write_section(name: str, title: str, text: str) -> None:
+    """Replace the benchmark's section of RESULTS.md, or append it."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    section = f"{begin}\n## {title}\n\n{text}\n{end}\n"
+    page = FILE.read_text() if FILE.exists() else HEADER
+    before, found, rest = page.partition(begin)
+    after = rest.partition(f"{end}\n")[2] if found else ""
+    FILE.write_text(f"{before if found else before + chr(10)}{section}{after}")

@@ -1,0 +1,174 @@
+"""What does simulating many devices cost over plain blockwise attention on one, in time and in memory?
+
+Causal attention of one head. Times are taken in one process, plain and simulated runs in turn, and compared pair by
+pair, so that whatever else the machine does falls on both; BLAS runs on one thread for the same reason. Memory is the
+peak of a process that does nothing but simulate, less that of one that only imports and makes the inputs.
+
+    python benchmarks/simulate_speed.py [--seq-len 32768] [--devices 8] [--pairs 5] [--write]
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+from results import describe_machine, format_median, format_table, write_section
+
+DTYPES = ("float32", "float64")
+HEAD_DIM = 64
+LAYOUTS = ("zigzag", "contiguous")
+# The backward schedule depends on the side that travels and not on the algorithm, so one algorithm stands for both.
+RUNS = [("forward", layout, algorithm) for layout in LAYOUTS for algorithm in ("pass_kv", "pass_q")]
+RUNS += [("backward", layout, "pass_kv") for layout in LAYOUTS]
+
+MAX_RATIO = 1.5
+MAX_BYTES = 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-len", type=int, default=32768)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each, plain and simulated in turn")
+    parser.add_argument("--write", action="store_true", help="into RESULTS.md")
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # what a subprocess is to do
+    args = parser.parse_args()
+    if args.measure:
+        what, *arguments = args.measure
+        print(json.dumps(MEASUREMENTS[what](args, *arguments)))
+        return
+    text, is_kept = report(args)
+    print(text)
+    if args.write:
+        write_section("simulate_speed", "Simulated devices against plain attention", text)
+    sys.exit(not is_kept)
+
+
+def report(args: argparse.Namespace) -> tuple[str, bool]:
+    """The table, and whether the forward pass keeps the promises."""
+    rows, is_kept, block_sizes = [], True, {}
+    for dtype in DTYPES:
+        times = in_subprocess(args, "times", dtype)
+        block_sizes[dtype] = "{} × {}".format(*times["block_size"])
+        inputs = in_subprocess(args, "rss", dtype)
+        for run in RUNS:
+            plain, simulated, difference = times["runs"][" ".join(run)]
+            ratios = [b / a for a, b in zip(plain, simulated, strict=True)]
+            rss = in_subprocess(args, "rss", dtype, *run)
+            traced = in_subprocess(args, "traced", dtype, *run)
+            rows.append(
+                [dtype, *run, format_median(plain), format_median(simulated), format_median(ratios)]
+                + [f"{x / 1e6:.0f}" for x in (rss, rss - inputs, traced)]
+                + [f"{difference:.1e}"]
+            )
+            is_kept &= run[0] == "backward" or (sorted(ratios)[len(ratios) // 2] <= MAX_RATIO and rss <= MAX_BYTES)
+    header = ["dtype", "pass", "layout", "algorithm", "plain, s", "simulated, s", "ratio"]
+    header += ["peak MB", "over inputs, MB", "traced, MB", "difference"]
+    command = f"python benchmarks/simulate_speed.py --seq-len {args.seq_len} --devices {args.devices}"
+    promise = f"at most {MAX_RATIO} times plain attention's time and {MAX_BYTES / 1e9:.0f} GB"
+    return (
+        f"`{command} --pairs {args.pairs}`\n\n{describe_machine()}, BLAS on one thread.\n\n"
+        f"{args.devices} devices, {args.seq_len} tokens, one head of {HEAD_DIM}, causal. The median (smallest – "
+        f"largest) of {args.pairs} runs of each in turn; the ratio is that of each pair. Plain attention in its best "
+        f"block size: {', '.join(f'{size} ({dtype})' for dtype, size in block_sizes.items())}. Memory: peak resident "
+        "size of a process that only simulates, that less the same process without simulating, and the peak of what "
+        "NumPy allocated while simulating. A backward run's time is without its forward pass, its memory with it. "
+        "Difference: the largest, absolute, between plain and simulated results.\n\n"
+        f"{format_table(header, rows)}\n\n"
+        f"Promise for the forward pass ({promise}): {'kept' if is_kept else 'NOT KEPT'}."
+    ), is_kept
+
+
+def in_subprocess(args: argparse.Namespace, *measure: str) -> Any:
+    threads = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    command = [sys.executable, __file__, "--seq-len", str(args.seq_len), "--devices", str(args.devices)]
+    command += ["--pairs", str(args.pairs), "--measure", *measure]
+    result = subprocess.run(
+        command, env={**os.environ, **dict.fromkeys(threads, "1")}, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(result.stdout)
+
+
+# --- In a subprocess. The parent imports no NumPy, since a child's peak resident size begins with its parent's. ---
+
+
+def measure_times(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    import numpy as np
+    import plain
+
+    q, k, v, dout = make_inputs(args, dtype)
+    block_size = plain.best_block_size(*(x[: args.seq_len // 4] for x in (q, k, v)))
+    expected = plain.attention(q, k, v, block_size)
+    runs = {}
+    for run in RUNS:
+        simulate = prepare(args, (q, k, v, dout), *run)
+        if run[0] == "forward":
+            reference = lambda: plain.attention(q, k, v, block_size)[:1]  # noqa: E731
+        else:
+            reference = lambda: plain.gradients(q, k, v, *expected, dout, block_size)  # noqa: E731
+        difference = max(float(np.abs(a - b).max()) for a, b in zip(reference(), simulate(), strict=True))
+        seconds = [(timed(reference), timed(simulate)) for _ in range(args.pairs)]
+        runs[" ".join(run)] = (*zip(*seconds, strict=True), difference)
+    return {"block_size": block_size, "runs": runs}
+
+
+def measure_rss(args: argparse.Namespace, dtype: str, *run: str) -> int:
+    import ringspan  # noqa: F401
+
+    inputs = make_inputs(args, dtype)
+    if run:
+        prepare(args, inputs, *run)()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measure_traced(args: argparse.Namespace, dtype: str, *run: str) -> int:
+    inputs = make_inputs(args, dtype)
+    tracemalloc.start()
+    prepare(args, inputs, *run)()
+    return tracemalloc.get_traced_memory()[1]
+
+
+MEASUREMENTS: dict[str, Callable[..., Any]] = {"times": measure_times, "rss": measure_rss, "traced": measure_traced}
+
+
+def make_inputs(args: argparse.Namespace, dtype: str) -> list[Any]:
+    """q, k, v and dout."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((args.seq_len, HEAD_DIM), np.dtype(dtype).type) for _ in range(4)]
+
+
+def prepare(
+    args: argparse.Namespace, inputs: Any, direction: str, layout_name: str, algorithm: str
+) -> Callable[[], tuple[Any, ...]]:
+    """What is to be timed: a forward pass, or a backward pass whose forward pass is done already."""
+    import ringspan as rs
+
+    q, k, v, dout = inputs
+    layout = getattr(rs, layout_name)(args.seq_len, args.devices)
+
+    def forward() -> Any:
+        return rs.simulate_attention(q, k, v, mask=rs.causal(), layout=layout, algorithm=algorithm)
+
+    if direction == "forward":
+        return lambda: (forward().out,)
+    simulation = forward()
+    return lambda: simulation.gradients(dout)[:3]
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

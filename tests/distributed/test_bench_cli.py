@@ -1,0 +1,459 @@
+"""`ringspan bench` as a user meets it: what it measures, that it is true, what it refuses, and what it leaves."""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ringspan.bench import result as results
+from ringspan.bench.launch import Launched, RanksFailed, find_launcher
+from ringspan.bench.settings import Job
+from ringspan.cli import main
+
+command = importlib.import_module("ringspan.cli.bench")  # the attribute of that name is the command itself
+
+PROGRAM = [
+    sys.executable,
+    "-c",
+    "import atexit, sys\n"
+    "from ringspan.cli import main\n"
+    "atexit.register(lambda: 'torch' in sys.modules and print('the parent has loaded torch', file=sys.stderr))\n"
+    "main()",
+]
+LONG = ["--ranks", "2", "--tokens", "64K"]  # still busy when it is interrupted
+ENDS_WITHIN_S = 10.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def environment(**more: str) -> dict[str, str]:
+    launchers = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return {name: value for name, value in os.environ.items() if name not in launchers} | {"COLUMNS": "100", **more}
+
+
+def run(*args: str, before: tuple[str, ...] = (), timeout_s: float = 100.0) -> "subprocess.CompletedProcess[str]":
+    arguments = [*before, *PROGRAM, "bench", *args]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())
+
+
+def invoke(*args: str) -> Result:
+    """In this process; for what needs no ranks."""
+    return CliRunner().invoke(main, ["bench", *args], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+# What it measures
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON report of a small run on two gloo ranks, and its trace."""
+    trace = tmp_path_factory.mktemp("bench") / "trace.json"
+    options = "--ranks 2 --tokens 512 --batch 2 --heads 4 --kv-heads 2 --head-dim 16 --repeats 3 --seed 7"
+    done = run(*shlex.split(options), "--json", "--trace", str(trace))
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout), json.loads(trace.read_text())
+
+
+def test_json_says_what_was_run_and_that_it_is_right(measured: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    report, _ = measured
+    expected = {
+        "world_size": 2,
+        "seq_len": 512,
+        "batch": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "dtype": "float32",
+        "mask": "causal()",
+        "layout": "zigzag",
+        "algorithm": "pass_kv",
+        "kernel": "sdpa_cpu",
+        "transport": "gloo",
+        "repeats": 3,
+        "seed": 7,
+    }
+    assert expected.items() <= report["parameters"].items()
+    assert report["is_verified"] is True
+    assert 0 < report["check"]["max_error"] <= report["check"]["tolerance"] == 1e-5
+    assert report["check"]["reference"] == report["one_device_method"] == "scaled_dot_product_attention"
+
+
+def test_times_ratios_and_parts_are_consistent(measured: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    report, _ = measured
+    for timing in (report["one_device"], report["ideal"], report["ranks"]):
+        assert len(timing["runs_s"]) == 3
+        assert timing["median_s"] == sorted(timing["runs_s"])[1]
+        assert min(timing["runs_s"]) > 0
+    ratios = [a / b for a, b in zip(report["one_device"]["runs_s"], report["ranks"]["runs_s"], strict=True)]
+    assert report["speedup"]["median"] == pytest.approx(sorted(ratios)[1])
+    totals = [sum(rank["breakdown"].values()) for rank in report["by_rank"]]
+    assert totals[0] == pytest.approx(totals[1])
+    for rank in report["by_rank"]:
+        assert rank["breakdown"]["attention_s"] > 0
+        assert min(rank["breakdown"].values()) >= 0
+    assert report["bottleneck"] in report["verdict"] or report["bottleneck"] in ("other", "waiting", "contention")
+
+
+def test_bytes_are_those_of_the_schedule_and_memory_is_counted(
+    measured: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    report, _ = measured
+    kv_block = 2 * (2 * 2 * 256 * 16) * 4  # k and v, (batch, KV heads, shard, head_dim), float32
+    for number, rank in enumerate(report["by_rank"]):
+        assert rank["rank"] == number
+        assert rank["sent_bytes"] == rank["scheduled_bytes"] == kv_block
+        assert rank["memory"]["input_bytes"] == kv_block + 2 * 4 * 256 * 16 * 4
+        assert rank["memory"]["peak_bytes"] > rank["memory"]["above_inputs_bytes"] > 0
+
+
+def test_the_trace_of_a_measured_run_has_the_tiles_and_hops_of_its_schedule(
+    measured: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    report, trace = measured
+    events = trace["traceEvents"]
+    slices = [it for it in events if it["ph"] == "X"]
+    assert {(it["pid"], it["name"]) for it in slices if it["cat"] == "attend"} == {
+        (rank, f"q{rank}×kv{owner}") for rank in (0, 1) for owner in (0, 1)
+    }
+    assert {(it["pid"], it["name"], it["args"]["bytes"]) for it in slices if it["cat"] == "send"} == {
+        (0, "send kv0 to 1", report["by_rank"][0]["sent_bytes"]),
+        (1, "send kv1 to 0", report["by_rank"][1]["sent_bytes"]),
+    }
+    begins = {it["id"]: it for it in events if it["ph"] == "s"}
+    ends = {it["id"]: it for it in events if it["ph"] == "f"}
+    assert len(begins) == 2
+    assert begins.keys() == ends.keys()
+    for number, begin in begins.items():
+        assert (begin["pid"], ends[number]["pid"]) in ((0, 1), (1, 0))
+        assert begin["ts"] <= ends[number]["ts"]
+    assert trace["otherData"]["algorithm"] == "pass_kv"
+    seconds = sum(it["dur"] for it in slices if it["cat"] == "attend" and it["pid"] == 0) / 1e6
+    assert seconds == pytest.approx(report["by_rank"][0]["breakdown"]["attention_s"], rel=1e-3)
+
+
+def test_the_text_on_ranks_that_are_threads_with_another_mask_layout_and_algorithm() -> None:
+    done = run(
+        *shlex.split("--transport threads --ranks 4 --tokens 1K --batch 1 --heads 4 --repeats 1 --layout striped:16"),
+        *shlex.split("--algorithm hybrid --mesh 2x2 --direction reverse --kernel reference --dtype float64"),
+        *("--mask", "causal & window:100"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    text = " ".join(done.stdout.split())
+    for part in (
+        "Exact attention on 4 ranks, measured",
+        "1,024 tokens, batch 1, 4 heads over 4 KV heads, head_dim 64, float64, seed 0",
+        "causal() & sliding_window(100, 0), layout striped:16",
+        "hybrid, direction reverse, mesh 2×2, kernel reference, transport threads",
+        "one device, ringspan on one rank",
+        "speedup",
+        "of the ideal",
+        "The bottleneck is",
+        "Ranks that are threads share a process",
+        "✓ The result is right",
+        "off scaled_dot_product_attention with a dense mask",
+    ):
+        assert part in text, part
+    assert len(re.findall(r"[\d,]+ ✓", text)) == 4
+
+
+def test_under_torchrun_it_starts_nothing_and_rank_0_prints() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    done = run("--tokens", "512", "--repeats", "1", "--json", before=tuple(torchrun))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # one report, not two
+    assert report["is_verified"]
+    assert (report["parameters"]["world_size"], report["parameters"]["transport"]) == (2, "gloo")
+
+
+HAS_MPI = shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="mpirun or mpi4py is not installed")
+def test_under_mpirun_it_starts_nothing_and_rank_0_prints() -> None:
+    done = run("--tokens", "512", "--repeats", "1", "--json", before=MPIRUN)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["is_verified"]
+    assert (report["parameters"]["world_size"], report["parameters"]["transport"]) == (2, "mpi")
+
+
+def test_selfcheck_runs_what_can_run_here_and_says_why_the_rest_cannot() -> None:
+    done = run("--selfcheck", "--json")
+    paths = {it["path"]: it for it in json.loads(done.stdout)["paths"]}
+    assert done.returncode == 0, done.stdout
+    for path in ("kernel sdpa_cpu, bfloat16, cpu", "kernel reference, float64, cpu", "threads, 4 ranks, hybrid"):
+        assert paths[path]["status"] == "ok", paths[path]
+        assert paths[path]["max_error"] < 1e-5
+    assert paths["gloo, 2 ranks, pass-kv"]["status"] == "ok"
+    if HAS_MPI:
+        assert paths["mpi, 2 ranks, ulysses"]["status"] == "ok"
+    import torch
+
+    if not torch.cuda.is_available():
+        for path in ("kernel sdpa_flash, bfloat16, cuda", "kernel sdpa_cudnn, float16, cuda", "nccl, 2 ranks"):
+            assert (paths[path]["status"], paths[path]["note"]) == ("not available", "no GPU")
+
+
+# What it says when something is wrong
+
+
+def fake_run(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[Job]:
+    """Let `run_job` start nothing and return or raise `outcome`; returns the jobs it is given."""
+    jobs: list[Job] = []
+
+    def run_job(job: Job, _progress: object) -> object:
+        jobs.append(job)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    return jobs
+
+
+def a_result(**changes: Any) -> results.Measured:
+    timing = results.Timing.of([2.0, 2.5])
+    part = results.Breakdown(1.9, 0.1, 0.1, 0.1, 0.1)
+    rank = results.RankResult(0, part, 100, changes.pop("scheduled_bytes", 100), results.Memory(10, 30, 20))
+    values: dict[str, Any] = {
+        "parameters": results.Parameters(
+            1, 512, 1, 1, 1, 8, "float32", "causal()", "zigzag", "pass_kv", None, None, "sdpa_cpu", "gloo", 2, 0
+        ),
+        "machine": results.Machine("here", 2, "CPU", "3", "2"),
+        "one_device": timing,
+        "one_device_method": "scaled_dot_product_attention",
+        "ideal": timing,
+        "ranks": timing,
+        "speedup": results.Ratio(1.0, 1.0, 1.0),
+        "share_of_ideal": results.Ratio(1.0, 1.0, 1.0),
+        "by_rank": (rank,),
+        "bottleneck": "attention",
+        "verdict": "The bottleneck is attention.",
+        "check": results.Check(1e-7, 1e-5, "scaled_dot_product_attention"),
+    }
+    return results.Measured(results.Result(**values | changes), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "says"),
+    [
+        ({}, 0, "✓ The result is right: 1.0e-07 off"),
+        ({"check": results.Check(1e-4, 1e-5, "truth")}, 1, "✗ Wrong: 1.0e-04 off truth; at most 1.0e-05 is accepted"),
+        ({"check": results.Check(None, 1e-5, "truth")}, 1, "✗ Wrong: not a number off truth"),
+        ({"scheduled_bytes": 101}, 1, "✗ Wrong: the ranks sent other bytes than the schedule says."),
+    ],
+)
+def test_a_wrong_result_or_byte_count_is_exit_code_1(
+    changes: dict[str, Any], exit_code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_run(monkeypatch, a_result(**changes))
+    done = invoke("--ranks", "1")
+    assert done.exit_code == exit_code
+    assert says in done.stdout
+    done = invoke("--ranks", "1", "--json")
+    assert done.exit_code == exit_code
+    assert json.loads(done.stdout)["is_verified"] is (exit_code == 0)
+
+
+def test_defaults_are_those_of_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = fake_run(monkeypatch, a_result())
+    assert invoke().exit_code == 0
+    settings = jobs[0].settings
+    assert settings is not None
+    shape = (settings.seq_len, settings.batch, settings.num_heads, settings.num_kv_heads, settings.head_dim)
+    assert shape == (16384, 4, 1, 1, 64)
+    assert (settings.dtype, str(settings.mask), settings.layout_name) == ("float32", "causal()", "zigzag")
+    assert (settings.algorithm, settings.carrier, settings.repeats) == ("pass_kv", "gloo", 5)
+    assert settings.world_size == len(os.sched_getaffinity(0))
+    assert invoke("--tokens", "1M", "--heads", "8", "--ranks", "4").exit_code == 0
+    settings = jobs[1].settings
+    assert settings is not None
+    assert (settings.seq_len, settings.num_kv_heads, settings.world_size) == (2**20, 8, 4)
+
+
+def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_run(monkeypatch, RanksFailed("rank 3: RuntimeError: it broke"))
+    done = invoke("--ranks", "4")
+    assert (done.exit_code, done.stderr) == (1, "Error: rank 3: RuntimeError: it broke\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--tokens", "0"], "'0' is no number of tokens; use one of at least 1, such as 4096, 16K or 1M (2^20)"),
+        (["--mask", "triangle"], "'triangle' is no mask"),
+        (["--layout", "spiral"], "'spiral' is no layout"),
+        (["--heads", "3", "--kv-heads", "2"], "3 query heads over 2 KV heads"),
+        (["--ranks", "2", "--algorithm", "ulysses"], "Ulysses over 2 ranks with 1 query heads"),
+        (["--ranks", "2", "--mesh", "1x2"], "pass-kv takes no mesh"),
+        (["--ranks", "2", "--mask", "documents:5,6"], "documents"),
+        (["--transport", "mpi", "--ranks", "3"], "start the ranks with mpirun -np 3 ringspan bench"),
+        (["--transport", "nccl"], "1 ranks need as many GPUs; there are 0"),
+        (["--selfcheck", "--tokens", "512"], "--tokens is for a measurement; --selfcheck takes only --json"),
+        (["--trace", "/nowhere/at/all.json"], "'/nowhere/at/all.json' cannot be written"),
+        (["--dtype", "int8"], "'int8' is not one of"),
+        (["--repeats", "0"], "--repeats"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_used_is_refused_before_anything_starts(
+    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = fake_run(monkeypatch, a_result())
+    monkeypatch.setattr(command, "count_gpus", lambda: 0)
+    done = invoke(*args)
+    assert (done.exit_code, done.stdout, jobs) == (2, "", [])
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_torch_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = invoke()
+    assert done.exit_code == 2
+    assert "bench needs torch; install it, for example with: pip install 'ringspan[torch]'" in done.stderr
+    assert invoke("--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "launched"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Launched("torchrun", 1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, Launched("mpirun", 3, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launched("mpirun", 0, 2)),
+    ],
+)
+def test_a_launcher_is_known_by_its_environment(env: dict[str, str], launched: Launched | None) -> None:
+    assert find_launcher(env) == launched
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--ranks", "3"], "torchrun has started 2; leave it out"),
+        (["--transport", "threads"], "ranks that torchrun has started use gloo or nccl"),
+        (["--transport", "mpi"], "ranks that torchrun has started use gloo or nccl"),
+    ],
+)
+def test_options_that_contradict_the_launcher_are_refused(
+    args: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    done = invoke(*args)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_a_refusal_that_only_ranks_can_know_is_exit_code_2() -> None:
+    done = run("--ranks", "2", "--tokens", "64", "--kernel", "sdpa_flash")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: kernel='sdpa_flash' with torch.float32 on cpu")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_on_a_rank_is_one_line_that_names_it() -> None:
+    done = run("--ranks", "2", "--tokens", "1M", "--batch", "1000000", "--head-dim", "4096")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"Error: rank [01]: RuntimeError: .*memory.*\n", done.stderr), done.stderr
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    begin_s = time.monotonic()
+    done = run(*LONG, "--timeout", "0.5")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no result within 0.5 s" in done.stderr
+    assert "--timeout" in done.stderr
+    assert time.monotonic() - begin_s < ENDS_WITHIN_S
+
+
+# What it leaves behind
+
+
+def start() -> "tuple[subprocess.Popen[str], list[int]]":
+    """A long run, and the processes of its ranks, once they have loaded torch."""
+    process = subprocess.Popen(
+        [*PROGRAM, "bench", *LONG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    wait_until(lambda: len(ranks := children(process.pid)) == 2 and all(bytes_in_use(rank) > 150e6 for rank in ranks))
+    return process, children(process.pid)
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def children(pid: int) -> list[int]:
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return sorted(child for child in pids if stat(child)[1:2] == [str(pid)])
+
+
+def is_alive(pid: int) -> bool:
+    return stat(pid)[:1] not in ([], ["Z"])
+
+
+def bytes_in_use(pid: int) -> int:
+    fields = stat(pid)
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
+def wait_until(is_so: Any, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+class TestNothingIsLeftBehind:
+    def test_after_ctrl_c(self) -> None:
+        process, ranks = start()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the ranks too
+        output, errors = process.communicate(timeout=ENDS_WITHIN_S)
+        assert (process.returncode, output) == (130, "")
+        assert "Traceback" not in errors
+        assert not any(map(is_alive, ranks))
+
+    def test_after_the_sudden_death_of_the_parent(self) -> None:
+        process, ranks = start()
+        process.kill()
+        process.communicate(timeout=ENDS_WITHIN_S)
+        wait_until(lambda: not any(map(is_alive, ranks)), ENDS_WITHIN_S)
+
+    def test_after_the_sudden_death_of_a_rank(self) -> None:
+        process, ranks = start()
+        os.kill(ranks[1], signal.SIGKILL)
+        output, errors = process.communicate(timeout=2 * ENDS_WITHIN_S)
+        assert (process.returncode, output) == (1, "")
+        assert errors == "Error: rank 1 was killed by SIGKILL, as is done when memory runs out\n"
+        assert not any(map(is_alive, ranks))
+
+
+def test_results_turn_into_json_as_they_are() -> None:
+    values = dataclasses.asdict(a_result().result)
+    assert json.loads(json.dumps(values, allow_nan=False))["by_rank"][0]["memory"]["peak_bytes"] == 30

@@ -1,0 +1,414 @@
+"""Ranks that disagree, die, stay away or fail, on 2, 3 and 4 gloo processes.
+
+Every survivor ends with a clear error within its deadline, nobody hangs, nobody aborts, and every process can exit:
+`run_ranks` sees to the last. Seconds are each rank's own measure of its one call.
+"""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringspan as rs
+from ranks import Ended, run_interpreters, run_ranks, values
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
+
+each_world_size = pytest.mark.parametrize("world_size", [2, 3, 4])
+
+SEQ_LEN = 48
+DEADLINE_S = 1.5
+AMPLE_S = 30.0  # for what must end long before
+MARGIN_S = 10.0  # for machines under load; far less than AMPLE_S
+
+Arguments = dict[str, Any]
+
+
+def arguments(rank: int, world_size: int) -> Arguments:
+    """A call in order."""
+    layout = rs.zigzag(SEQ_LEN, world_size)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [layout.shard(torch.randn(1, 4, SEQ_LEN, 8, generator=generator), rank, 2) for _ in range(3)]
+    return {**dict(zip("qkv", tensors, strict=True)), "mask": rs.causal(), "layout": layout, "timeout_s": AMPLE_S}
+
+
+def attend(given: Arguments) -> torch.Tensor:
+    given = dict(given)
+    out = rs.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+class Outcome(NamedTuple):
+    """How one call ended on one rank."""
+
+    error: str | None  # the type's name
+    message: str
+    seconds: float
+
+
+def outcome(given: Arguments) -> Outcome:
+    began = time.monotonic()
+    try:
+        attend(given)
+    except Exception as error:
+        return Outcome(type(error).__name__, str(error), time.monotonic() - began)
+    return Outcome(None, "", time.monotonic() - began)
+
+
+# Ranks that disagree
+
+
+def every(change: Callable[[torch.Tensor], torch.Tensor], names: str = "qkv") -> Callable[[Arguments, int], Arguments]:
+    return lambda call, _: {name: change(call[name]) for name in names}
+
+
+def given(**values: Any) -> Callable[[Arguments, int], Arguments]:
+    return lambda *_: values
+
+
+DISAGREEMENTS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
+    "heads": (every(lambda x: x.repeat(1, 2, 1, 1)), "8 over 8"),
+    "batch": (every(lambda x: x.repeat(3, 1, 1, 1)), "3"),
+    "head_dim": (every(lambda x: x[..., :5]), "5, 5 for v"),
+    "dtype": (every(torch.Tensor.double), "torch.float64"),
+    "mask": (given(mask=rs.full()), "full()"),
+    "layout": (lambda _, world_size: {"layout": rs.striped(SEQ_LEN, world_size)}, "<Layout of 48 positions"),
+    "scale": (given(scale=2.0), "2.0"),
+    "algorithm": (given(algorithm="all_gather"), "all_gather"),
+    "kernel": (given(kernel="reference"), "reference"),
+}
+
+REFUSALS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
+    "a short shard": (every(lambda x: x[:, :, 1:]), "ShapeError: q.shape="),
+    "a v of another dtype": (every(torch.Tensor.double, "v"), "ShapeError: dtypes torch.float32"),
+    "a layout for other ranks": (
+        lambda _, world_size: {"layout": rs.zigzag(SEQ_LEN, world_size + 1)},
+        "LayoutError: the layout of q",
+    ),
+    "an unknown algorithm": (given(algorithm="magic"), "UnsupportedError: algorithm='magic'"),
+}
+
+
+@each_world_size
+@pytest.mark.parametrize("odd", ["first", "last"])
+def test_ranks_that_disagree(world_size: int, odd: str) -> None:
+    """Whatever it is about, all ranks raise the same, and the next call is in order again."""
+    odd_rank = 0 if odd == "first" else world_size - 1
+    results = values(run_ranks(run_disagreements, world_size, world_size, odd_rank))
+    for (name, (_, value)), outcomes in zip(DISAGREEMENTS.items(), zip(*results, strict=True), strict=True):
+        assert {outcome.error for outcome in outcomes} == {"TransportError"}, name
+        assert len({outcome.message for outcome in outcomes}) == 1, name
+        assert f"{name}: rank" in outcomes[0].message
+        assert f"rank {odd_rank} has {value}" in outcomes[0].message
+        assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
+
+
+def run_disagreements(rank: int, world_size: int, odd_rank: int) -> list[Outcome]:
+    good = arguments(rank, world_size)
+    expected = attend(good)
+    outcomes = []
+    for change, _ in DISAGREEMENTS.values():
+        odd = change(good, world_size) if rank == odd_rank else {}
+        outcomes.append(outcome(good | odd))
+        assert torch.equal(attend(good), expected)
+    return outcomes
+
+
+@each_world_size
+@pytest.mark.parametrize("odd", ["first", "last"])
+def test_a_rank_whose_arguments_are_refused(world_size: int, odd: str) -> None:
+    odd_rank = 0 if odd == "first" else world_size - 1
+    results = values(run_ranks(run_refusals, world_size, world_size, odd_rank))
+    for (name, (_, message)), outcomes in zip(REFUSALS.items(), zip(*results, strict=True), strict=True):
+        own = outcomes[odd_rank]
+        assert f"{own.error}: {own.message}".startswith(message), name
+        told = {outcome.message for rank, outcome in enumerate(outcomes) if rank != odd_rank}
+        assert told == {f"attention was refused, on rank {odd_rank}: {own.error}: {own.message}"}
+        assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
+
+
+def run_refusals(rank: int, world_size: int, odd_rank: int) -> list[Outcome]:
+    good = arguments(rank, world_size)
+    outcomes = []
+    for change, _ in REFUSALS.values():
+        odd = change(good, world_size) if rank == odd_rank else {}
+        outcomes.append(outcome(good | odd))
+    attend(good)
+    return outcomes
+
+
+@each_world_size
+def test_a_rank_that_calls_another_signature_it_used_before(world_size: int) -> None:
+    """No description is sent for known signatures, and still they are told apart."""
+    outcomes = values(run_ranks(run_known_signatures, world_size, world_size))
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert f"mask: rank {world_size - 1} has full()" in outcomes[0].message or world_size == 2
+    assert "full()" in outcomes[0].message
+    assert "causal()" in outcomes[0].message
+
+
+def run_known_signatures(rank: int, world_size: int) -> Outcome:
+    causal = arguments(rank, world_size)
+    full = causal | {"mask": rs.full()}
+    for _ in range(2):
+        expected = attend(causal)
+        attend(full)
+    result = outcome(full if rank == world_size - 1 else causal)
+    assert torch.equal(attend(causal), expected)
+    return result
+
+
+# Ranks that die, stay away or fail
+
+STEP_OR_CALL = re.compile(r"^rank \d, (step \d, .*|call \d, before its first step): ")
+BYTES_AND_PEER = re.compile(r"\d+ bytes (from|to) rank \d")
+
+
+def assert_clear(end: Outcome, rank: int, deadline_s: float) -> None:
+    """An error that names the rank, its step, the peer and the bytes, within the deadline."""
+    assert end.error == "TransportError", end
+    assert STEP_OR_CALL.match(end.message), end.message
+    assert end.message.startswith(f"rank {rank}, ")
+    assert BYTES_AND_PEER.search(end.message), end.message
+    assert end.seconds < deadline_s + MARGIN_S
+
+
+def survivors(ends: list[Ended], victim: int) -> dict[int, list[Outcome]]:
+    """What the others have seen; none of them may have ended by a signal."""
+    others = {rank: end for rank, end in enumerate(ends) if rank != victim}
+    for rank, end in others.items():
+        assert end.error is None, f"rank {rank}: {end.message}"
+        assert end.exit_code == 0, f"rank {rank} exited with {end.exit_code}"
+    return {rank: end.value for rank, end in others.items()}
+
+
+def dies_at(action: str, step: int) -> Callable[[Any], None]:
+    def record(event: Any) -> None:
+        if event.action == action and event.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return record
+
+
+def twice(given: Arguments) -> list[Outcome]:
+    """After a failure the group is of no more use, and says so at once instead of hanging."""
+    return [outcome(given), outcome(given)]
+
+
+@each_world_size
+@pytest.mark.parametrize("victim", ["first", "last"])
+def test_a_rank_that_is_killed_before_its_first_send(world_size: int, victim: str) -> None:
+    """The others can never finish. The first rank serves the store, so that this is gone with it."""
+    dead = 0 if victim == "first" else world_size - 1
+    ends = run_ranks(run_killed_at_first_send, world_size, world_size, dead)
+    assert ends[dead].exit_code == -signal.SIGKILL
+    for rank, (first, second) in survivors(ends, dead).items():
+        assert_clear(first, rank, 0.0)  # a closed connection is seen at once
+        assert (second.error, second.seconds < MARGIN_S) == ("TransportError", True), second
+
+
+def run_killed_at_first_send(rank: int, world_size: int, dead: int) -> list[Outcome]:
+    good = arguments(rank, world_size)
+    attend(good)
+    return twice(good | ({"record": dies_at("send", 0)} if rank == dead else {}))
+
+
+@each_world_size
+@pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q", "ulysses"])
+def test_a_rank_that_is_killed_in_mid_ring(world_size: int, algorithm: str) -> None:
+    """Some of the others may have all they need; whoever does not must say so, and be right otherwise."""
+    dead = world_size - 1
+    ends = run_ranks(run_killed_in_mid_ring, world_size, world_size, dead, algorithm)
+    assert ends[dead].exit_code == -signal.SIGKILL
+    firsts = {rank: first for rank, (first, _) in survivors(ends, dead).items()}
+    for rank, first in firsts.items():
+        if first.error is not None:
+            assert_clear(first, rank, 0.0)
+    assert firsts[0].error is not None  # its next neighbour
+
+
+def run_killed_in_mid_ring(rank: int, world_size: int, dead: int, algorithm: str) -> list[Outcome]:
+    good = arguments(rank, world_size) | {"algorithm": algorithm, "mask": rs.full()}
+    attend(good)
+    last_send = {"pass_kv": world_size - 2, "pass_q": world_size - 1, "ulysses": 2}[algorithm]
+    return twice(good | ({"record": dies_at("send", last_send)} if rank == dead else {}))
+
+
+@each_world_size
+@pytest.mark.parametrize("absent", ["first", "last"])
+def test_a_rank_that_never_calls(world_size: int, absent: str) -> None:
+    missing = 0 if absent == "first" else world_size - 1
+    ends = run_ranks(run_without, world_size, world_size, missing)
+    for rank, (first, second) in survivors(ends, missing).items():
+        assert_clear(first, rank, DEADLINE_S)
+        assert f"from rank {missing}" in first.message
+        assert (second.error, second.seconds < MARGIN_S) == ("TransportError", True), second
+
+
+def run_without(rank: int, world_size: int, missing: int) -> list[Outcome]:
+    return [] if rank == missing else twice(arguments(rank, world_size) | {"timeout_s": DEADLINE_S})
+
+
+@each_world_size
+def test_the_first_to_give_up_ends_the_wait_of_all(world_size: int) -> None:
+    """One rank stays away; the second has little patience, the others much, and none of them needs it."""
+    ends = run_ranks(run_impatient, world_size, world_size)
+    for rank, (first,) in survivors(ends, 0).items():
+        assert_clear(first, rank, DEADLINE_S)
+
+
+def run_impatient(rank: int, world_size: int) -> list[Outcome]:
+    return [outcome(arguments(rank, world_size) | {"timeout_s": DEADLINE_S if rank == 1 else AMPLE_S})] if rank else []
+
+
+@each_world_size
+def test_a_rank_that_calls_twice(world_size: int) -> None:
+    """The first call is in order; the second finds nobody. Who calls later learns of it at once."""
+    ends = run_ranks(run_one_too_many, world_size, world_size)
+    for rank, (first, second) in survivors(ends, world_size).items():
+        assert first.error is None
+        if rank == 1:
+            assert_clear(second, rank, DEADLINE_S)
+            assert "call 2" in second.message
+        else:
+            assert second.error == "TransportError", second
+            assert second.seconds < MARGIN_S
+
+
+def run_one_too_many(rank: int, world_size: int) -> list[Outcome]:
+    good = arguments(rank, world_size)
+    first = outcome(good)
+    if rank == 1:
+        return [first, outcome(good | {"timeout_s": DEADLINE_S})]
+    time.sleep(DEADLINE_S + 1.0)
+    return [first, outcome(good)]
+
+
+class Boom(Exception):
+    """A user's own error."""
+
+
+@each_world_size
+@pytest.mark.parametrize("failing", ["first", "last"])
+def test_a_rank_that_raises_in_mid_call(world_size: int, failing: str) -> None:
+    """It ends with its own error; the others learn the reason."""
+    odd = 0 if failing == "first" else world_size - 1
+    ends = run_ranks(run_boom, world_size, world_size, odd)
+    for rank, (first, second) in survivors(ends, world_size).items():
+        if rank == odd:
+            assert (first.error, first.message) == ("Boom", "out of luck")
+        else:
+            assert first.error == "TransportError"
+            assert re.match(rf"rank {rank}, step \d, ", first.message)
+            assert f"rank {odd} failed" in first.message
+            assert "out of luck" in first.message
+            assert first.seconds < MARGIN_S
+        assert (second.error, second.seconds < MARGIN_S) == ("TransportError", True), second
+
+
+def run_boom(rank: int, world_size: int, odd: int) -> list[Outcome]:
+    def record(event: Any) -> None:
+        if event.action == "send" and event.step == 0:
+            raise Boom("out of luck")
+
+    return twice(arguments(rank, world_size) | ({"record": record} if rank == odd else {}))
+
+
+@each_world_size
+def test_a_rank_that_freezes(world_size: int) -> None:
+    """Its connections stay open and its store, if it serves one, is silent: only the deadline helps."""
+    for frozen in {0, world_size - 1}:
+        ends = run_ranks(run_frozen, world_size, world_size, frozen)
+        for rank, (first,) in survivors(ends, frozen).items():
+            assert_clear(first, rank, DEADLINE_S)
+
+
+def run_frozen(rank: int, world_size: int, frozen: int) -> list[Outcome]:
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    good = arguments(rank, world_size) | {"timeout_s": DEADLINE_S}
+    attend(good | {"timeout_s": AMPLE_S})
+    if rank == frozen:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return []
+    result = [outcome(good)]
+    time.sleep(DEADLINE_S + MARGIN_S - min(result[0].seconds, DEADLINE_S + MARGIN_S))  # until all are through
+    os.kill(int(pids[frozen]), signal.SIGCONT)
+    return result
+
+
+@each_world_size
+def test_a_gather_that_one_rank_never_joins(world_size: int) -> None:
+    ends = run_ranks(run_gather_without_last, world_size, world_size, group_timeout_s=DEADLINE_S)
+    for end in ends[:-1]:
+        assert isinstance(end.error, rs.TransportError), end
+        assert f"rank {world_size - 1}" in str(end.error)
+        assert end.seconds < DEADLINE_S + MARGIN_S
+
+
+def run_gather_without_last(rank: int, world_size: int) -> None:
+    layout = rs.zigzag(SEQ_LEN, world_size)
+    if rank < world_size - 1:
+        rs.gather(torch.zeros(layout.shard_len(rank)), layout, dim=0)
+
+
+def test_another_group_is_not_harmed() -> None:
+    values(run_ranks(run_two_groups, 3))
+
+
+def run_two_groups(rank: int) -> None:
+    """Two of the ranks fail in a group of their own; the group of all goes on."""
+    pair = dist.new_group([0, 1])
+    good = arguments(rank, 3)
+    expected = attend(good)
+    if rank < 2:
+        end = outcome(arguments(rank, 2) | {"group": pair, "timeout_s": DEADLINE_S}) if rank == 0 else None
+        assert end is None or end.error == "TransportError"
+    assert torch.equal(attend(good), expected)
+
+
+# Interpreters that end as a script does
+
+
+def test_scripts_that_end_well() -> None:
+    for exited in run_interpreters(script_in_order, 2):
+        assert exited.exit_code == 0, exited.errors
+
+
+def script_in_order(rank: int, world_size: int) -> None:
+    for _ in range(3):
+        attend(arguments(rank, world_size))
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_scripts_of_survivors_end_with_their_error(dead: int) -> None:
+    """Each leaves the moment it fails, so that the others lose their peers and the store as well."""
+    script = (script_killed_first, script_killed_last)[dead > 0]
+    exited = run_interpreters(script, 3)
+    for rank, end in enumerate(exited):
+        if rank == dead:
+            assert end.exit_code == -signal.SIGKILL
+        else:
+            assert end.exit_code == 1, f"rank {rank}: {end}"
+            assert re.search(rf"TransportError: rank {rank}, step \d, ", end.errors), end.errors
+
+
+def script_killed_first(rank: int, world_size: int) -> None:
+    run_killed_then_leave(rank, world_size, 0)
+
+
+def script_killed_last(rank: int, world_size: int) -> None:
+    run_killed_then_leave(rank, world_size, world_size - 1)
+
+
+def run_killed_then_leave(rank: int, world_size: int, dead: int) -> None:
+    good = arguments(rank, world_size)
+    attend(good)
+    attend(good | ({"record": dies_at("send", 0)} if rank == dead else {}))

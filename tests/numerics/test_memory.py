@@ -1,0 +1,204 @@
+"""How much memory does a call take above its inputs? Counted in live storages, on every rank.
+
+Sizes are those of one rank's shard: `q`, `kv` (k and v together), `out` and `lse`, the last two in the accumulator type.
+A few tensors the size of lse come and go while parts are merged; they are the slack of every bound below.
+The high-water mark of real processes is in tests/distributed.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ringspan as rs
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+BATCH, HEADS, HEAD_DIM, SHARD_LEN = 2, 8, 64, 64
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages made by operations of this thread that are still alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                self._seen.add(x.untyped_storage()._cdata)  # made elsewhere, or counted already
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += nbytes
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, nbytes)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+
+class Sizes(NamedTuple):
+    """Bytes of one rank's shard."""
+
+    q: int
+    kv: int
+    out: int
+    lse: int
+
+
+class Measured(NamedTuple):
+    sizes: Sizes
+    peak: int
+    largest: int
+    left: int  # alive when the call has returned, out and lse among them
+
+
+def measure(
+    world_size: int,
+    *,
+    shard_len: int = SHARD_LEN,
+    kv_heads: int = HEADS,
+    dtype: torch.dtype = torch.float32,
+    mask: rs.Mask | None = None,
+    **options: Any,
+) -> Measured:
+    """The rank that needs most of all; zigzag shards under a causal mask unless told otherwise."""
+    layout = rs.zigzag(world_size * shard_len, world_size)
+
+    def on_rank(group: InProcessRank) -> Measured:
+        generator = torch.Generator().manual_seed(group.rank)
+        q, k, v = (
+            torch.randn(BATCH, heads, shard_len, HEAD_DIM, generator=generator).to(dtype)
+            for heads in (HEADS, kv_heads, kv_heads)
+        )
+        with Live() as live:
+            out, lse = rs.attention(
+                q, k, v, mask=mask or rs.causal(), layout=layout, group=group, return_lse=True, **options
+            )
+        sizes = Sizes(q.nbytes, k.nbytes + v.nbytes, out.numel() * lse.element_size(), lse.nbytes)
+        return Measured(sizes, live.peak, live.largest, live.now)
+
+    return max(rs.run_in_process(on_rank, world_size), key=lambda measured: measured.peak)
+
+
+def slack(sizes: Sizes) -> int:
+    return 8 * sizes.lse + 4096
+
+
+def test_the_measure_itself() -> None:
+    with Live() as live:
+        a = torch.empty(1000, dtype=torch.uint8)
+        b = a.view(10, 100)[2:].clone()
+        del a
+        assert (live.now, live.peak, live.largest) == (800, 1800, 1000)
+        b.add_(1)
+        del b
+        assert (live.now, live.peak) == (0, 1800)
+
+
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full()], ids=str)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+def test_pass_kv_takes_two_kv_buffers_however_many_ranks(world_size: int, kv_heads: int, mask: rs.Mask) -> None:
+    """out + lse + 2 kv, and one piece's own out and lse before they are merged; nothing grows with seq_len."""
+    sizes, peak, largest, left = measure(world_size, kv_heads=kv_heads, mask=mask, algorithm="pass_kv")
+    assert peak <= 2 * (sizes.out + sizes.lse) + 2 * sizes.kv + slack(sizes)
+    assert largest <= max(sizes.out, sizes.kv)
+    assert left <= sizes.out + sizes.lse + 2 * sizes.kv
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_all_gather_takes_all_foreign_keys(world_size: int) -> None:
+    """out + lse + (P - 1) kv, and one piece's out and lse. That grows with seq_len, which is why a ring exists."""
+    sizes, peak, largest, _ = measure(world_size, algorithm="all_gather", mask=rs.full())
+    formula = 2 * (sizes.out + sizes.lse) + (world_size - 1) * sizes.kv
+    assert formula <= peak <= formula + slack(sizes)
+    assert largest <= sizes.kv
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_ulysses_takes_what_is_exchanged_twice(world_size: int) -> None:
+    """At most out + lse + (P - 1)/P · (2 q + 2 kv + out + lse), and a piece's own.
+
+    Of q and kv the heads of other ranks are copied to be sent, and as much arrives; and the outputs of foreign queries
+    are made here for this rank's heads. A piece is one rank's queries for one rank's heads: 1/P of out. Nothing grows
+    with seq_len, since P shards of 1/P of the heads are one shard.
+    """
+    sizes, peak, largest, _ = measure(world_size, algorithm="ulysses", mask=rs.full())
+    sent = (2 * sizes.q + 2 * sizes.kv + sizes.out + sizes.lse) * (world_size - 1) // world_size
+    formula = sizes.out + sizes.lse + sent + (sizes.out + sizes.lse) // world_size
+    assert peak <= formula + slack(sizes)
+    assert largest <= sizes.out
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_pass_q_takes_buffers_for_queries_and_for_results(world_size: int) -> None:
+    """At most out + lse + 3 q + 5 (out + lse), and a piece's own, however many ranks.
+
+    Queries: one is attended, one is on its way out, one on its way in. Results: one is being made, two are on their way
+    home, and two of this rank's own arrive.
+    """
+    sizes, peak, largest, _ = measure(world_size, algorithm="pass_q", mask=rs.full())
+    assert peak <= 7 * (sizes.out + sizes.lse) + 3 * sizes.q + slack(sizes)
+    assert largest <= max(sizes.q, sizes.out)
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 2)])
+def test_double_ring_takes_one_buffer_more_than_a_ring_per_link(mesh: tuple[int, int]) -> None:
+    """As pass_kv, with two more kv for the block that crosses to the next node meanwhile: one leaves, one arrives."""
+    sizes, peak, *_ = measure(8, algorithm="double_ring", mesh=mesh, mask=rs.full())
+    assert peak <= 2 * (sizes.out + sizes.lse) + 4 * sizes.kv + slack(sizes)
+
+
+def test_half_types_are_widened_a_piece_at_a_time() -> None:
+    """pass_kv as above, and while a piece is computed its q, k and v in float32."""
+    sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=torch.bfloat16)
+    widened = 2 * (sizes.q + sizes.kv)
+    assert peak <= 2 * (sizes.out + sizes.lse) + 2 * sizes.kv + widened + slack(sizes)
+
+
+def test_a_second_call_makes_no_new_buffers() -> None:
+    layout = rs.zigzag(4 * SHARD_LEN, 4)
+
+    def on_rank(group: InProcessRank) -> tuple[int, int]:
+        x = torch.randn(BATCH, HEADS, SHARD_LEN, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+        with Live() as live:
+            rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
+            kept = live.now
+            for _ in range(3):
+                rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
+        return kept, live.now
+
+    for kept, still_kept in rs.run_in_process(on_rank, 4):
+        assert kept == still_kept > 0
+
+
+def test_buffers_of_other_lengths_do_not_pile_up() -> None:
+    """As in serving, where every request has another length."""
+
+    def on_rank(group: InProcessRank) -> tuple[int, int]:
+        with Live() as live:
+            for length in range(SHARD_LEN, SHARD_LEN + 16):
+                layout = rs.contiguous(3 * length, 3)
+                x = torch.ones(1, HEADS, length, HEAD_DIM)
+                rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
+        return live.now - x.nbytes, 2 * x.nbytes
+
+    for kept, kv in rs.run_in_process(on_rank, 3):
+        assert kept <= 4 * kv
