@@ -5,6 +5,7 @@ heads or NaN. The best of a few block sizes is chosen for it on the machine at h
 """
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,13 +70,13 @@ def gradients(
     return dq, dk, dv
 
 
-def best_block_size(q: Array, k: Array, v: Array) -> BlockSize:
-    """The fastest of BLOCK_SIZES for these arrays, each timed three times in turn."""
+def best_block_size(run: Callable[[BlockSize], object]) -> BlockSize:
+    """The fastest of BLOCK_SIZES for this run, each timed three times in turn."""
     seconds = dict.fromkeys(BLOCK_SIZES, float("inf"))
     for _ in range(3):
         for block_size in BLOCK_SIZES:
             start = time.perf_counter()
-            attention(q, k, v, block_size)
+            run(block_size)
             seconds[block_size] = min(seconds[block_size], time.perf_counter() - start)
     return min(BLOCK_SIZES, key=seconds.__getitem__)
 

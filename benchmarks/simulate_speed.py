@@ -16,6 +16,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from results import describe_machine, format_median, format_table, write_section
@@ -55,7 +56,7 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
     rows, is_kept, block_sizes = [], True, {}
     for dtype in DTYPES:
         times = in_subprocess(args, "times", dtype)
-        block_sizes[dtype] = "{} × {}".format(*times["block_size"])
+        block_sizes |= {f"{dtype} {name}": size for name, size in times["block_sizes"].items()}
         inputs = in_subprocess(args, "rss", dtype)
         for run in RUNS:
             plain, simulated, difference = times["runs"][" ".join(run)]
@@ -76,7 +77,7 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
         f"`{command} --pairs {args.pairs}`\n\n{describe_machine()}, BLAS on one thread.\n\n"
         f"{args.devices} devices, {args.seq_len} tokens, one head of {HEAD_DIM}, causal. The median (smallest – "
         f"largest) of {args.pairs} runs of each in turn; the ratio is that of each pair. Plain attention in its best "
-        f"block size: {', '.join(f'{size} ({dtype})' for dtype, size in block_sizes.items())}. Memory: peak resident "
+        f"block size: {', '.join(f'{q}×{kv} ({name})' for name, (q, kv) in block_sizes.items())}. Memory: peak resident "
         "size of a process that only simulates, that less the same process without simulating, and the peak of what "
         "NumPy allocated while simulating. A backward run's time is without its forward pass, its memory with it. "
         "Difference: the largest, absolute, between plain and simulated results.\n\n"
@@ -102,20 +103,24 @@ def measure_times(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     import numpy as np
     import plain
 
-    q, k, v, dout = make_inputs(args, dtype)
-    block_size = plain.best_block_size(*(x[: args.seq_len // 4] for x in (q, k, v)))
-    expected = plain.attention(q, k, v, block_size)
+    inputs = make_inputs(args, dtype)
+    q, k, v, dout = inputs
+    out, lse = plain.attention(q, k, v, (256, 512))
+    plain_runs = {
+        "forward": lambda size, part=slice(None): plain.attention(q[part], k[part], v[part], size)[:1],
+        "backward": lambda size, part=slice(None): plain.gradients(
+            *(x[part] for x in (q, k, v, out, lse, dout)), block_size=size
+        ),
+    }
+    sample = slice(args.seq_len // 4)
+    best = {name: plain.best_block_size(partial(run, part=sample)) for name, run in plain_runs.items()}
     runs = {}
     for run in RUNS:
-        simulate = prepare(args, (q, k, v, dout), *run)
-        if run[0] == "forward":
-            reference = lambda: plain.attention(q, k, v, block_size)[:1]  # noqa: E731
-        else:
-            reference = lambda: plain.gradients(q, k, v, *expected, dout, block_size)  # noqa: E731
-        difference = max(float(np.abs(a - b).max()) for a, b in zip(reference(), simulate(), strict=True))
-        seconds = [(timed(reference), timed(simulate)) for _ in range(args.pairs)]
+        simulated, reference = prepare(args, inputs, *run), partial(plain_runs[run[0]], best[run[0]])
+        difference = max(float(np.abs(a - b).max()) for a, b in zip(reference(), simulated(), strict=True))
+        seconds = [(timed(reference), timed(simulated)) for _ in range(args.pairs)]
         runs[" ".join(run)] = (*zip(*seconds, strict=True), difference)
-    return {"block_size": block_size, "runs": runs}
+    return {"block_sizes": best, "runs": runs}
 
 
 def measure_rss(args: argparse.Namespace, dtype: str, *run: str) -> int:

@@ -4,7 +4,6 @@ Everything is checked before the first message: the arguments on this rank, then
 the same call. What cannot be computed exactly is refused, with the rule and the way out. No option is ever ignored.
 """
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, 
 from ringspan.schedule import Heads
 from ringspan.session import Session, session_of
 from ringspan.softmax import Partial, accumulator_dtype
-from ringspan.tiles import Problem, Shapes
+from ringspan.tiles import Problem, Shapes, check_kinds, softmax_scale
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,8 +110,10 @@ def attention(
     deadline_s = session.transport.timeout_s if timeout_s is None else timeout_s
     options = Options(mask, layout, kv_layout or layout, algorithm, mesh and Mesh(*mesh), direction, kernel, scale)
     try:
+        shapes = _check_tensors(q, k, v, sinks)
+        check_kinds(mask, layout, options.kv_layout)
         _refuse_unbuilt(q, k, v, sinks, wire, reproducible)
-        call = _plan(options, _check_tensors(q, k, v, sinks), q.device, q.dtype, session.transport.rank, session.mesh)
+        call = _plan(options, shapes, q.device, q.dtype, session.transport.rank, session.mesh)
         _check_rows(call.prepared.problem, session, q, k)
     except Exception as error:
         if contract and session.transport.world_size > 1:
@@ -171,6 +172,11 @@ def _refuse_unbuilt(
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Shapes:
     """What q, k and v have in common on all ranks; their lengths are for the layouts to say."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError(
+                f"{name} is a {type(x).__name__}; give a tensor, or use simulate_attention for NumPy arrays"
+            )
     shapes = f"q.shape={tuple(q.shape)}, k.shape={tuple(k.shape)}, v.shape={tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ShapeError(f"{shapes}: q, k and v are (batch, heads, seq, dim)")
@@ -185,7 +191,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
             "the last dim only"
         )
     heads = Heads(q.shape[1], k.shape[1])
-    if not heads.num_kv_heads or heads.num_heads % heads.num_kv_heads:
+    if not heads.num_heads or not heads.num_kv_heads or heads.num_heads % heads.num_kv_heads:
         raise ShapeError(f"{shapes}: the query heads are a multiple of the KV heads")
     if sinks is not None and tuple(sinks.shape) != (heads.num_heads,):
         raise ShapeError(f"sinks.shape={tuple(sinks.shape)}: one logit per query head; expected ({heads.num_heads},)")
@@ -218,9 +224,7 @@ def _plan(
     takes_mesh = algorithm in ALGORITHMS and "mesh" in ALGORITHMS[algorithm].options
     mesh = options.mesh or (group_mesh if takes_mesh else None)
     kernel = choose_kernel(options.kernel, Request(device, dtype, shapes.head_dim, shapes.v_head_dim))
-    scale = 1 / math.sqrt(shapes.head_dim) if options.scale is None else float(options.scale)
-    if not math.isfinite(scale):
-        raise ShapeError(f"scale={scale}: the softmax needs a finite scale")
+    scale = softmax_scale(options.scale, shapes.head_dim)
     fields = {
         "batch": shapes.batch[0],
         "heads": f"{shapes.heads.num_heads} over {shapes.heads.num_kv_heads}",

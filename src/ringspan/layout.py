@@ -9,6 +9,7 @@ query × key matrix, so that a million tokens take about a second.
 import functools
 import hashlib
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -211,7 +212,11 @@ def near_equal_cuts(seq_len: int, num_chunks: int, *, align: int, start: int) ->
 def _check_builder(seq_len: int, world_size: int, align: int, start: int) -> None:
     checks = (("seq_len", seq_len, 0), ("world_size", world_size, 1), ("align", align, 1), ("start", start, 0))
     for name, value, least in checks:
-        if value < least:
+        try:
+            is_enough = operator.index(value) >= least
+        except TypeError:
+            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int") from None
+        if not is_enough:
             raise LayoutError(f"{name}={value}: {name} is at least {least}; use {name}={least} or more")
 
 
@@ -219,6 +224,8 @@ def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
     """The spans without empty ones, touching runs joined; refused unless they ascend one after the other."""
     kept: list[Span] = []
     for span in spans:
+        if not isinstance(span, Span):
+            raise LayoutError(f"{name}: {span!r} is no span; give Span(start, stop) or Span(start, stop, step)")
         if not len(span):
             continue
         if kept and span.start <= kept[-1].last:

@@ -4,7 +4,6 @@ The simulator runs the same bound programs as the runtime through the same execu
 dictionary for a network. Numbers are exact to rounding, and nothing of size seq_len × seq_len is ever made.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.algorithms import Direction, Mesh, Side, build_schedule
+from ringspan.algorithms import Direction, Side, build_schedule
 from ringspan.blockwise import Blockwise
 from ringspan.errors import ScheduleError, ShapeError
 from ringspan.execute import Event, RankState, Value, execute
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer, compile_rank, validate, visible_blocks
-from ringspan.tiles import Message, Problem, Shapes, bind, local_rows
+from ringspan.tiles import Message, Problem, Shapes, bind, check_kinds, local_rows, softmax_scale
 
 Array = npt.NDArray[np.floating]
 
@@ -63,7 +62,7 @@ class Gradients(NamedTuple):
     trace: Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Simulation:
     """The result of a forward pass, and how it was made: out (..., heads, seq, v_head_dim), lse (..., heads, seq)."""
 
@@ -72,6 +71,9 @@ class Simulation:
     schedule: Schedule
     trace: Trace
     case: "Case"
+
+    def __repr__(self) -> str:
+        return f"<Simulation: out {self.out.shape} {self.out.dtype} by {self.schedule!r}>"
 
     def gradients(self, dout: Array, schedule: Schedule | None = None) -> Gradients:
         """The backward pass for `dout`, by the same algorithm with the lighter side travelling, or by a schedule."""
@@ -89,7 +91,7 @@ class Case:
     scale: float
     algorithm: str | Schedule
     direction: Direction | None
-    mesh: Mesh | None
+    mesh: tuple[int, int] | None
 
     def schedule(self, backward: Side | None = None) -> Schedule:
         """The schedule of the named algorithm, or the one given."""
@@ -125,10 +127,10 @@ def simulate_attention(
     Row i of q is the i-th position of `layout`, row j of k and v the j-th of `kv_layout` (by default the same).
     `algorithm` is a name or any Schedule; either is proved to compute exactly what the mask shows before it runs.
     """
+    check_kinds(mask, layout, kv_layout or layout)
     q, k, v = (_check_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     problem = Problem(mask, layout, kv_layout or layout, _check_shapes(q, k, v, layout, kv_layout or layout))
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    case = Case(q, k, v, problem, scale, algorithm, direction, None if mesh is None else Mesh(*mesh))
+    case = Case(q, k, v, problem, softmax_scale(scale, q.shape[-1]), algorithm, direction, mesh)
     return _simulate_forward(case)
 
 
@@ -197,6 +199,9 @@ def _run(
     problem = case.problem
     visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
     validate(schedule, visible)
+    if schedule.is_backward != backward and any(any(step.attends) for step in schedule.steps):
+        found, wanted = ("backward", "forward") if schedule.is_backward else ("forward", "backward")
+        raise ScheduleError(f"the schedule is a {found} one, where a {wanted} one is needed; build it that way")
     if schedule.heads not in (None, problem.shapes.heads):
         raise ScheduleError(f"the schedule splits heads {schedule.heads}, but the arrays have {problem.shapes.heads}")
     arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), case.scale)
@@ -281,7 +286,10 @@ def _with_heads(x: Array) -> Array:
 
 
 def _check_array(name: str, x: npt.ArrayLike) -> Array:
-    array = np.asarray(x)
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShapeError(f"{name} is no array: {error}; give a NumPy array") from None
     if array.dtype not in (np.float16, np.float32, np.float64) or array.ndim < 2:
         raise ShapeError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; give a float16, float32 or float64 array of "
@@ -302,7 +310,7 @@ def _check_shapes(q: Array, k: Array, v: Array, layout: Layout, kv_layout: Layou
     if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
         raise ShapeError(f"{shapes}: q and k must have the same head_dim, at least 1")
     heads = Heads(q.shape[-3], k.shape[-3]) if q.ndim > 2 else Heads(1, 1)
-    if not heads.num_kv_heads or heads.num_heads % heads.num_kv_heads:
+    if not heads.num_heads or not heads.num_kv_heads or heads.num_heads % heads.num_kv_heads:
         raise ShapeError(
             f"{shapes}: the {heads.num_heads} query heads must be a multiple of the {heads.num_kv_heads} KV heads"
         )

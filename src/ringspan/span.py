@@ -4,6 +4,7 @@ A span is strided, so that every P-th token is one span rather than thousands. I
 last position, so two spans with the same positions are equal.
 """
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,10 @@ class Span:
     step: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("start", "stop", "step"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                object.__setattr__(self, name, _whole(name, value))
         if self.start < 0 or self.step < 1:
             raise LayoutError(
                 f"Span(start={self.start}, stop={self.stop}, step={self.step}): positions are not negative and "
@@ -47,3 +52,10 @@ class Span:
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}" + (f":{self.step}" if self.step > 1 else "")
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise LayoutError(f"{name}={value!r}: positions are whole numbers; give an int") from None

@@ -40,7 +40,9 @@ def ring_attention_simulate(
         )
     run = simulate_attention(q, k, v, mask=full(), layout=contiguous(len(q), devices))
     comm_schedule = [[rank.attended[0].blocks[1].owner for rank in step] for step in run.trace]
-    return np.round(run.out, 4), comm_schedule
+    if not np.isfinite(run.out).all():
+        raise ShapeError("Q and K are so large that their products overflow; scale them down")
+    return np.asarray(np.round(run.out, 4) + 0.0, np.float64), comm_schedule  # -0.0 becomes 0.0
 
 
 class RingCosts(TypedDict):
@@ -62,7 +64,8 @@ def ring_attention_context_parallel(
 ) -> RingCosts:
     """Memory and traffic of one GPU when a sequence of K, V and Q is split over a ring.
 
-    A GPU holds its chunk of Q, K and V; each of the num_gpus - 1 hops moves one chunk of K and V.
+    A GPU holds its chunk of Q, K and V, total_seq_len // num_gpus tokens (a remainder is not counted); each of the
+    num_gpus - 1 hops moves one chunk of K and V.
     """
     seq_len, gpus, width, heads, element_bytes = (
         _check_count(name, value)
@@ -108,7 +111,7 @@ def _check_count(name: str, value: int) -> int:
 
 def _check_matrix(name: str, x: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
-        array = np.asarray(x, dtype=np.float64)
+        array = np.asarray(x).astype(np.float64, casting="same_kind" if np.iscomplexobj(x) else "unsafe")
     except (TypeError, ValueError):
         raise ShapeError(f"{name} is no array of numbers; give one of shape (seq_len, d)") from None
     if array.ndim != 2 or not array.size:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringspan.errors import LayoutError, ShapeError
+from ringspan.errors import LayoutError, MaskError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Coverage, Mask
 from ringspan.pieces import Piece, PieceKind, cut_pieces
@@ -45,6 +45,7 @@ class Problem:
     shapes: Shapes
 
     def __post_init__(self) -> None:
+        check_kinds(self.mask, self.layout, self.kv_layout)
         if self.layout.world_size != self.kv_layout.world_size:
             raise LayoutError(
                 f"layout is for {self.layout.world_size} ranks and kv_layout for {self.kv_layout.world_size}; "
@@ -91,6 +92,28 @@ class Problem:
             for kinds in (("kv", "dkv"), ("q_grad", "dq"))
         )
         return "kv" if kv <= q else "q"
+
+
+def check_kinds(mask: object, layout: object, kv_layout: object) -> None:
+    """Refuse what is no mask or layout, before anything asks it for its own."""
+    if not isinstance(mask, Mask):
+        raise MaskError(f"mask={mask!r}: a mask is a value such as causal() or full() & sliding_window(4, 0)")
+    for name, value in (("layout", layout), ("kv_layout", kv_layout)):
+        if not isinstance(value, Layout):
+            raise LayoutError(f"{name}={value!r}: a layout is a value such as zigzag(seq_len, world_size)")
+
+
+def softmax_scale(scale: float | None, head_dim: int) -> float:
+    """The scale given, or 1/sqrt(head_dim)."""
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ShapeError(f"scale={scale!r}: scores are scaled by a finite number; leave it out for 1/sqrt(head_dim)")
+    return value
 
 
 class Tile(NamedTuple):

@@ -34,7 +34,7 @@ def arguments(rank: int, world_size: int) -> Arguments:
     """A call in order."""
     layout = rs.zigzag(SEQ_LEN, world_size)
     generator = torch.Generator().manual_seed(0)
-    tensors = [layout.shard(torch.randn(1, 4, SEQ_LEN, 8, generator=generator), rank, 2) for _ in range(3)]
+    tensors = [layout.shard(torch.randn(1, 12, SEQ_LEN, 8, generator=generator), rank, 2) for _ in range(3)]
     return {**dict(zip("qkv", tensors, strict=True)), "mask": rs.causal(), "layout": layout, "timeout_s": AMPLE_S}
 
 
@@ -74,7 +74,7 @@ def given(**values: Any) -> Callable[[Arguments, int], Arguments]:
 
 
 DISAGREEMENTS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
-    "heads": (every(lambda x: x.repeat(1, 2, 1, 1)), "8 over 8"),
+    "heads": (every(lambda x: x.repeat(1, 2, 1, 1)), "24 over 24"),
     "batch": (every(lambda x: x.repeat(3, 1, 1, 1)), "3"),
     "head_dim": (every(lambda x: x[..., :5]), "5, 5 for v"),
     "dtype": (every(torch.Tensor.double), "torch.float64"),

@@ -1,5 +1,6 @@
 """Algorithms: pure functions from what sees what to a Schedule. One file each; `build_schedule` finds them by name."""
 
+import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,33 +37,62 @@ ALGORITHMS = {
 }
 
 
-@lru_cache(maxsize=256)
 def build_schedule(
     algorithm: str,
     visible: Visible,
     *,
-    heads: Heads,
-    mesh: Mesh | None = None,
+    heads: tuple[int, int] | None = None,
+    mesh: tuple[int, int] | None = None,
     direction: Direction | None = None,
     backward: Side | None = None,
 ) -> Schedule:
-    """The schedule of an algorithm by name; `mesh` and `direction` are refused where it has no use for them."""
+    """The schedule of an algorithm by name, forward or, with the side that is to travel, backward.
+
+    `heads` (query heads, KV heads) is needed where heads are exchanged; `mesh` and `direction` are refused where the
+    algorithm has no use for them.
+    """
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"algorithm={algorithm!r}: there is no such algorithm; use one of {', '.join(ALGORITHMS)}"
         )
-    build, takes = ALGORITHMS[algorithm]
-    given = {"mesh": mesh, "direction": direction}
-    for name, value in given.items():
+    if backward not in (None, "kv", "q"):
+        raise UnsupportedError(f'backward={backward!r}: the side that travels is "kv" or "q"; None builds the forward')
+    takes = ALGORITHMS[algorithm].options
+    for name, value in (("mesh", mesh), ("direction", direction)):
         if value is not None and name not in takes:
             users = [other for other, (_, options) in ALGORITHMS.items() if name in options]
             raise UnsupportedError(
                 f"{name}={value!r}: {algorithm} takes no {name}; leave it out, or use {', '.join(users)}"
             )
-    if "mesh" in takes and mesh is None:
+    if mesh is None and "mesh" in takes:
         raise UnsupportedError(
             f"mesh=None: {algorithm} runs on ranks in two dimensions; give mesh=(outer, inner) with "
             f"outer × inner = {visible.world_size}"
         )
-    options = {name: value for name, value in {**given, "heads": heads}.items() if name in takes and value is not None}
+    if heads is None and "heads" in takes:
+        raise UnsupportedError(f"heads=None: {algorithm} exchanges heads; give heads=(query heads, KV heads)")
+    pairs = (Heads(*_pair("heads", heads)) if heads else None, Mesh(*_pair("mesh", mesh)) if mesh else None)
+    return _build(algorithm, visible, *pairs, direction, backward)
+
+
+@lru_cache(maxsize=256)
+def _build(
+    algorithm: str,
+    visible: Visible,
+    heads: Heads | None,
+    mesh: Mesh | None,
+    direction: Direction | None,
+    backward: Side | None,
+) -> Schedule:
+    build, takes = ALGORITHMS[algorithm]
+    given = {"heads": heads, "mesh": mesh, "direction": direction}
+    options = {name: value for name, value in given.items() if name in takes and value is not None}
     return build(visible, **options, backward=backward)
+
+
+def _pair(name: str, value: tuple[int, int]) -> tuple[int, int]:
+    try:
+        first, second = map(operator.index, value)
+    except (TypeError, ValueError):
+        raise UnsupportedError(f"{name}={value!r}: give a pair of whole numbers, such as (2, 4)") from None
+    return first, second

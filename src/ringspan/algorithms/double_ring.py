@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.algorithms.mesh import Mesh, check_mesh
-from ringspan.algorithms.ring import Holdings, Side, bring_home, q_kind, whole_blocks
-from ringspan.schedule import Attend, Block, Schedule, Step, Transfer, Visible
+from ringspan.algorithms.ring import Holdings, Side, attends_at, bring_home, q_kind, whole_blocks
+from ringspan.schedule import Block, Schedule, Step, Transfer, Visible
 
 
 def build_double_ring(visible: Visible, *, mesh: Mesh, backward: Side | None = None) -> Schedule:
@@ -41,7 +41,7 @@ class _DoubleRing:
         attends, transfers = [], []
         for rank in ranks:
             owner = self._owner(rank, t)
-            attends.append(self._attends(rank, owner, t))
+            attends.append(attends_at(self.visible, self.held, self.moving, rank, owner, t))
             transfers += self._moves(rank, owner, t)
         return Step(attends, transfers)
 
@@ -50,14 +50,6 @@ class _DoubleRing:
         phase, hop = divmod(t, self.mesh.inner)
         node, local = divmod(rank, self.mesh.inner)
         return (node - phase) % self.mesh.outer * self.mesh.inner + (local - hop) % self.mesh.inner
-
-    def _attends(self, rank: int, owner: int, t: int) -> list[Attend]:
-        qs, kvs = self.held.qs[rank], self.held.kvs[rank]
-        pair = (qs, self.held.kvs[owner]) if self.moving == "kv" else (self.held.qs[owner], kvs)
-        attends = [self.visible.prune(Attend(*pair))]
-        if t == 0:
-            attends.append(self.visible.prune(Attend(qs, (self.held.replicated[rank],))))
-        return [attend for attend in attends if attend is not None]
 
     def _moves(self, rank: int, owner: int, t: int) -> list[Transfer]:
         phase, hop = divmod(t, self.mesh.inner)

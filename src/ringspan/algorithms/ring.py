@@ -44,20 +44,9 @@ class Ring:
         """Attends and transfers of ring step t."""
         ranks = range(self.visible.world_size)
         return Step(
-            [self._attends(rank, t) for rank in ranks], [move for rank in ranks for move in self._moves(rank, t)]
+            [attends_at(self.visible, self.held, self.moving, rank, self._origin(rank, t), t) for rank in ranks],
+            [move for rank in ranks for move in self._moves(rank, t)],
         )
-
-    def _attends(self, rank: int, t: int) -> list[Attend]:
-        origin = self._origin(rank, t)
-        qs, kvs = self.held.qs[rank], self.held.kvs[rank]
-        if self.moving == "kv":
-            kvs = self.held.kvs[origin]
-        else:
-            qs = self.held.qs[origin]
-        attends = [self.visible.prune(Attend(qs, kvs))]
-        if t == 0:
-            attends.append(self.visible.prune(Attend(self.held.qs[rank], (self.held.replicated[rank],))))
-        return [attend for attend in attends if attend is not None]
 
     def _moves(self, rank: int, t: int) -> list[Transfer]:
         origin = self._origin(rank, t)
@@ -83,6 +72,15 @@ class Ring:
         hops = (position - owner) * np.sign(self.hop) % self.size
         reach: npt.NDArray[np.int64] = np.where(self._needs, hops, 0).max(axis=0)
         return reach
+
+
+def attends_at(visible: Visible, held: Holdings, moving: Side, rank: int, origin: int, t: int) -> list[Attend]:
+    """What a rank attends with the blocks that started at `origin`, and in step 0 the keys that every rank holds."""
+    pair = (held.qs[rank], held.kvs[origin]) if moving == "kv" else (held.qs[origin], held.kvs[rank])
+    attends = [visible.prune(Attend(*pair))]
+    if t == 0:
+        attends.append(visible.prune(Attend(held.qs[rank], (held.replicated[rank],))))
+    return [attend for attend in attends if attend is not None]
 
 
 def build_ring(visible: Visible, moving: Side, direction: Direction, backward: Side | None) -> Schedule:

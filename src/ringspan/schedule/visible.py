@@ -103,7 +103,11 @@ def _bits(visible: Visible) -> _Bits:
     return _Bits(rows, columns)
 
 
+def visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout | None = None) -> Visible:
+    """The matrix for queries held by `layout` and keys by `kv_layout`, by default the same."""
+    return _visible_blocks(mask, layout, kv_layout or layout)
+
+
 @lru_cache(maxsize=256)
-def visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout) -> Visible:
-    """The matrix for queries held by `layout` and keys by `kv_layout`."""
+def _visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout) -> Visible:
     return Visible.of(layout.count_pairs(mask, kv_layout) > 0)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.errors import UnsupportedError
 from ringspan.transports.base import Transport
 from ringspan.transports.in_process import InProcessRank
-from ringspan.transports.mpi import MpiTransport, is_mpi_comm
+from ringspan.transports.mpi import MpiGroup, MpiTransport, is_mpi_comm, mpi_group
 from ringspan.transports.single import ALONE, Alone, Single
 from ringspan.transports.torch_distributed import TorchDistributed
 
@@ -26,7 +26,7 @@ class Opened(NamedTuple):
 def find_group(group: Any) -> Any:
     """The group itself; for None the default process group, or a single rank if there is none."""
     if group is not None:
-        return group
+        return mpi_group(group) if is_mpi_comm(group) else group
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else ALONE
 
 
@@ -40,8 +40,8 @@ def open_transport(group: Any) -> Opened:
         return Opened(TorchDistributed(group))
     if isinstance(group, DeviceMesh):
         return _open_mesh(group)
-    if is_mpi_comm(group):
-        return Opened(MpiTransport(group))
+    if isinstance(group, MpiGroup):
+        return Opened(MpiTransport(group.comm))
     raise UnsupportedError(
         f"group={group!r}: a group is a ProcessGroup, a DeviceMesh of one or two dimensions, a rank of run_in_process, "
         "an mpi4py communicator, or None for the default group"
