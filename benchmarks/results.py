@@ -1,17 +1,35 @@
-"""Where benchmark results are kept: one section of RESULTS.md for each benchmark, rewritten by its `--write`.
+"""How results are measured apart from each other, and where they are kept.
 
-A section stands between two marker comments that name the benchmark, so that one can be rerun without the others.
+RESULTS.md has one section for each benchmark, rewritten by its `--write`. A section stands between two marker comments
+that name the benchmark, so that one can be rerun without the others.
 """
 
+import json
 import os
 import platform
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("RESULTS.md")
 HEADER = "# Measured results\n\nEach section is written by the command it names; times depend on the machine.\n"
+
+
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def in_subprocess(script: str, *arguments: object) -> Any:
+    """What the script prints as JSON in a process of its own, with BLAS on one thread.
+
+    On Linux a process begins with the peak resident size of its parent, so a parent that compares those stays small.
+    """
+    command = [sys.executable, script, *map(str, arguments)]
+    environment = os.environ | dict.fromkeys(THREADS, "1")
+    return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

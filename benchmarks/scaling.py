@@ -1,6 +1,6 @@
 """How long does planning take for many ranks: who sees whom, building a schedule, proving it, compiling it?
 
-Times are CPU seconds of the one thread that does the work, the median of a few runs with all caches empty. A schedule
+Times are CPU seconds of the one thread that does the work, each in a fresh process, so that no cache helps. A schedule
 makes its steps when asked, so building counts all of them; compiling counts the programs of all ranks, of which a real
 run makes one on each.
 
@@ -8,18 +8,18 @@ run makes one on each.
 """
 
 import argparse
-import gc
+import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from results import describe_machine, format_median, format_table, write_section
+from results import describe_machine, format_median, format_table, in_subprocess, write_section
 
 import ringspan as rs
 from ringspan.algorithms import ALGORITHMS, Side, build_schedule
-from ringspan.schedule import compile as compiling
-from ringspan.schedule import compile_rank, validate, visible, visible_blocks
+from ringspan.schedule import compile_rank, validate, visible_blocks
 
 SEQ_LEN = 1 << 20
 NODE = 8  # ranks in the inner dimension of a mesh
@@ -42,87 +42,84 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=256, help=f"a multiple of {NODE}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)  # what a subprocess is to do
     args = parser.parse_args()
-    coverage = {
-        (layout, mask): [time_coverage(args.ranks, layout, mask) for _ in range(args.runs)]
-        for layout in LAYOUTS
-        for mask in MASKS
-    }
-    planning = {
-        (algorithm, name): [time_planning(args.ranks, algorithm, side) for _ in range(args.runs)]
-        for algorithm in ALGORITHMS
-        for name, side in PASSES.items()
-    }
-    text, is_kept = report(args, coverage, planning)
+    if args.measure:
+        what, *arguments = args.measure
+        print(json.dumps(MEASUREMENTS[what](args.ranks, *arguments)))
+        return
+    text, is_kept = report(args)
     print(text)
     if args.write:
         write_section("scaling", "Planning for many ranks", text)
     sys.exit(not is_kept)
 
 
-def time_coverage(ranks: int, layout_name: str, mask_name: str) -> float:
+def report(args: argparse.Namespace) -> tuple[str, bool]:
+    """The tables, and whether the promise is kept."""
+
+    def measure(*what: str) -> list[list[float]]:
+        """The seconds of each thing measured, run by run."""
+        runs = [in_subprocess(__file__, "--ranks", args.ranks, "--measure", *what) for _ in range(args.runs)]
+        return [list(seconds) for seconds in zip(*runs, strict=True)]
+
+    coverage = {(layout, mask): measure("coverage", layout, mask) for layout in LAYOUTS for mask in MASKS}
+    planning = {(algorithm, name): measure("planning", algorithm, name) for algorithm in ALGORITHMS for name in PASSES}
+    tables = [
+        format_table(header, [[*name, *map(format_median, seconds)] for name, seconds in measured.items()])
+        for header, measured in (
+            (["layout", "mask", "coverage, s"], coverage),
+            (["algorithm", "pass", "build, s", "validate, s", "compile, s"], planning),
+        )
+    ]
+    slowest = max(statistics.median(runs) for seconds in (coverage | planning).values() for runs in seconds[:2])
+    is_kept = slowest <= MAX_SECONDS
+    return (
+        f"`python benchmarks/scaling.py --ranks {args.ranks} --runs {args.runs}`\n\n{describe_machine()}.\n\n"
+        f"{args.ranks} ranks, {SEQ_LEN} tokens; CPU seconds, the median (smallest – largest) of {args.runs} runs, each "
+        "in a fresh process. Schedules are for zigzag and causal, where every rank sees every other, with "
+        f"{args.ranks} heads and meshes of {args.ranks // NODE} × {NODE}; compile is for all ranks.\n\n"
+        + "\n\n".join(tables)
+        + f"\n\nPromise (coverage, build and validate in at most {MAX_SECONDS:.0f} s each; the slowest takes "
+        f"{slowest:.2f} s): {'kept' if is_kept else 'NOT KEPT'}."
+    ), is_kept
+
+
+# --- In a subprocess ---
+
+
+def measure_coverage(ranks: int, layout_name: str, mask_name: str) -> tuple[float]:
     layout = LAYOUTS[layout_name](ranks)
-    forget()
-    return timed(lambda: visible_blocks(MASKS[mask_name], layout, layout))[0]
+    return (timed(lambda: visible_blocks(MASKS[mask_name], layout, layout))[0],)
 
 
-def time_planning(ranks: int, algorithm: str, side: Side | None) -> tuple[float, float, float]:
-    """Seconds to build, validate and compile where every rank sees every other: zigzag, causal."""
+def measure_planning(ranks: int, algorithm: str, pass_name: str) -> tuple[float, float, float]:
+    """Seconds to build, validate and compile."""
     layout = rs.zigzag(SEQ_LEN, ranks)
-    sees = visible_blocks(MASKS["causal"], layout, layout)
+    visible = visible_blocks(MASKS["causal"], layout, layout)
     mesh = rs.Mesh(ranks // NODE, NODE) if "mesh" in ALGORITHMS[algorithm].options else None
 
     def build() -> rs.Schedule:
-        schedule = build_schedule(algorithm, sees, heads=rs.Heads(ranks, ranks), mesh=mesh, backward=side)
+        schedule = build_schedule(
+            algorithm, visible, heads=rs.Heads(ranks, ranks), mesh=mesh, backward=PASSES[pass_name]
+        )
         for _ in schedule.steps:
             pass
         return schedule
 
-    forget()
     build_s, schedule = timed(build)
-    validate_s, _ = timed(lambda: validate(schedule, sees))
+    validate_s, _ = timed(lambda: validate(schedule, visible))
     compile_s, _ = timed(lambda: [compile_rank(schedule, rank) for rank in range(ranks)])
     return build_s, validate_s, compile_s
 
 
-def forget() -> None:
-    """Empty the caches, and let go of what was in them."""
-    for cached in (visible_blocks, visible._bits, build_schedule, compile_rank, compiling._first_reads):
-        cached.cache_clear()
-    gc.collect()
+MEASUREMENTS: dict[str, Callable[..., tuple[float, ...]]] = {"coverage": measure_coverage, "planning": measure_planning}
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:
     start = time.process_time()
     result = run()
     return time.process_time() - start, result
-
-
-def report(
-    args: argparse.Namespace,
-    coverage: dict[tuple[str, str], list[float]],
-    planning: dict[tuple[str, str], list[tuple[float, float, float]]],
-) -> tuple[str, bool]:
-    coverage_rows = [[*name, format_median(seconds)] for name, seconds in coverage.items()]
-    planning_rows = [
-        [*name, *(format_median(seconds) for seconds in zip(*runs, strict=True))] for name, runs in planning.items()
-    ]
-    promised = list(coverage.values())
-    for runs in planning.values():
-        build_s, validate_s, _ = zip(*runs, strict=True)
-        promised += [list(build_s), list(validate_s)]
-    slowest = max(sorted(seconds)[len(seconds) // 2] for seconds in promised)
-    is_kept = slowest <= MAX_SECONDS
-    return (
-        f"`python benchmarks/scaling.py --ranks {args.ranks} --runs {args.runs}`\n\n{describe_machine()}.\n\n"
-        f"{args.ranks} ranks, {SEQ_LEN} tokens; CPU seconds, the median (smallest – largest) of {args.runs} runs with "
-        f"empty caches. Schedules are for zigzag and causal, where every rank sees every other, {args.ranks} heads, "
-        f"meshes of {args.ranks // NODE} × {NODE}; compile is for all ranks.\n\n"
-        f"{format_table(['layout', 'mask', 'coverage, s'], coverage_rows)}\n\n"
-        f"{format_table(['algorithm', 'pass', 'build, s', 'validate, s', 'compile, s'], planning_rows)}\n\n"
-        f"Promise (coverage, build and validate in at most {MAX_SECONDS:.0f} s each; the slowest takes "
-        f"{slowest:.2f} s): {'kept' if is_kept else 'NOT KEPT'}."
-    ), is_kept
 
 
 if __name__ == "__main__":

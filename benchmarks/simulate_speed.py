@@ -9,9 +9,7 @@ peak of a process that does nothing but simulate, less that of one that only imp
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -19,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from results import describe_machine, format_median, format_table, write_section
+from results import describe_machine, format_median, format_table, in_subprocess, write_section
 
 DTYPES = ("float32", "float64")
 HEAD_DIM = 64
@@ -53,16 +51,18 @@ def main() -> None:
 
 def report(args: argparse.Namespace) -> tuple[str, bool]:
     """The table, and whether the forward pass keeps the promises."""
+    sizes = ("--seq-len", args.seq_len, "--devices", args.devices, "--pairs", args.pairs)
+    measure = partial(in_subprocess, __file__, *sizes, "--measure")
     rows, is_kept, block_sizes = [], True, {}
     for dtype in DTYPES:
-        times = in_subprocess(args, "times", dtype)
+        times = measure("times", dtype)
         block_sizes |= {f"{dtype} {name}": size for name, size in times["block_sizes"].items()}
-        inputs = in_subprocess(args, "rss", dtype)
+        inputs = measure("rss", dtype)
         for run in RUNS:
             plain, simulated, difference = times["runs"][" ".join(run)]
             ratios = [b / a for a, b in zip(plain, simulated, strict=True)]
-            rss = in_subprocess(args, "rss", dtype, *run)
-            traced = in_subprocess(args, "traced", dtype, *run)
+            rss = measure("rss", dtype, *run)
+            traced = measure("traced", dtype, *run)
             rows.append(
                 [dtype, *run, format_median(plain), format_median(simulated), format_median(ratios)]
                 + [f"{x / 1e6:.0f}" for x in (rss, rss - inputs, traced)]
@@ -71,13 +71,13 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
             is_kept &= run[0] == "backward" or (sorted(ratios)[len(ratios) // 2] <= MAX_RATIO and rss <= MAX_BYTES)
     header = ["dtype", "pass", "layout", "algorithm", "plain, s", "simulated, s", "ratio"]
     header += ["peak MB", "over inputs, MB", "traced, MB", "difference"]
-    command = f"python benchmarks/simulate_speed.py --seq-len {args.seq_len} --devices {args.devices}"
+    blocks = ", ".join(f"{q}×{kv} ({name})" for name, (q, kv) in block_sizes.items())
     promise = f"at most {MAX_RATIO} times plain attention's time and {MAX_BYTES / 1e9:.0f} GB"
     return (
-        f"`{command} --pairs {args.pairs}`\n\n{describe_machine()}, BLAS on one thread.\n\n"
+        f"`python benchmarks/simulate_speed.py {' '.join(map(str, sizes))}`\n\n{describe_machine()}, BLAS on one thread.\n\n"
         f"{args.devices} devices, {args.seq_len} tokens, one head of {HEAD_DIM}, causal. The median (smallest – "
         f"largest) of {args.pairs} runs of each in turn; the ratio is that of each pair. Plain attention in its best "
-        f"block size: {', '.join(f'{q}×{kv} ({name})' for name, (q, kv) in block_sizes.items())}. Memory: peak resident "
+        f"block size: {blocks}. Memory: peak resident "
         "size of a process that only simulates, that less the same process without simulating, and the peak of what "
         "NumPy allocated while simulating. A backward run's time is without its forward pass, its memory with it. "
         "Difference: the largest, absolute, between plain and simulated results.\n\n"
@@ -86,17 +86,7 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
     ), is_kept
 
 
-def in_subprocess(args: argparse.Namespace, *measure: str) -> Any:
-    threads = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    command = [sys.executable, __file__, "--seq-len", str(args.seq_len), "--devices", str(args.devices)]
-    command += ["--pairs", str(args.pairs), "--measure", *measure]
-    result = subprocess.run(
-        command, env={**os.environ, **dict.fromkeys(threads, "1")}, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(result.stdout)
-
-
-# --- In a subprocess. The parent imports no NumPy, since a child's peak resident size begins with its parent's. ---
+# --- In a subprocess ---
 
 
 def measure_times(args: argparse.Namespace, dtype: str) -> dict[str, Any]:

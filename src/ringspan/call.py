@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringspan.algorithms import ALGORITHMS, Direction, Mesh
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
 from ringspan.contract import Signature
 from ringspan.errors import LayoutError, ShapeError, TransportError, UnsupportedError
 from ringspan.execute import Event
@@ -107,12 +107,13 @@ def attention(
         out in q's type, (batch, heads, seq, v_head_dim), or (out, lse).
     """
     session = session_of(group)
-    deadline_s = session.transport.timeout_s if timeout_s is None else timeout_s
-    options = Options(mask, layout, kv_layout or layout, algorithm, mesh and Mesh(*mesh), direction, kernel, scale)
+    deadline_s = session.transport.timeout_s
     try:
+        deadline_s = _check_timeout(timeout_s, deadline_s)
         shapes = _check_tensors(q, k, v, sinks)
-        check_kinds(mask, layout, options.kv_layout)
+        check_kinds(mask, layout, kv_layout or layout)
         _refuse_unbuilt(q, k, v, sinks, wire, reproducible)
+        options = Options(mask, layout, kv_layout or layout, algorithm, as_mesh(mesh), direction, kernel, scale)
         call = _plan(options, shapes, q.device, q.dtype, session.transport.rank, session.mesh)
         _check_rows(call.prepared.problem, session, q, k)
     except Exception as error:
@@ -193,9 +194,28 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
     heads = Heads(q.shape[1], k.shape[1])
     if not heads.num_heads or not heads.num_kv_heads or heads.num_heads % heads.num_kv_heads:
         raise ShapeError(f"{shapes}: the query heads are a multiple of the KV heads")
-    if sinks is not None and tuple(sinks.shape) != (heads.num_heads,):
-        raise ShapeError(f"sinks.shape={tuple(sinks.shape)}: one logit per query head; expected ({heads.num_heads},)")
+    if sinks is not None:
+        _check_sinks(sinks, heads, q.device)
     return Shapes((q.shape[0],), heads, q.shape[3], v.shape[3], q.element_size(), accumulator_dtype(q.dtype).itemsize)
+
+
+def _check_sinks(sinks: torch.Tensor, heads: Heads, device: torch.device) -> None:
+    if not isinstance(sinks, torch.Tensor):
+        raise ShapeError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
+    if tuple(sinks.shape) != (heads.num_heads,):
+        raise ShapeError(f"sinks.shape={tuple(sinks.shape)}: one logit per query head; expected ({heads.num_heads},)")
+    if sinks.device != device:
+        raise ShapeError(f"sinks are on {sinks.device} and q is on {device}; move them together")
+
+
+def _check_timeout(timeout_s: float | None, default_s: float) -> float:
+    if timeout_s is None:
+        return default_s
+    if not timeout_s > 0:
+        raise ShapeError(
+            f"timeout_s={timeout_s}: a deadline is a number of seconds above 0; leave it out for the group's"
+        )
+    return float(timeout_s)
 
 
 def _check_rows(problem: Problem, session: Session, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -218,10 +238,13 @@ def _plan(
     """All that depends on the kind of call only, not on its numbers."""
     problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
     algorithm = "pass_kv" if options.algorithm == "auto" else options.algorithm
+    if algorithm not in ALGORITHMS:
+        choices = ", ".join(["auto", *ALGORITHMS])
+        raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; use one of {choices}")
     if options.mesh is not None and group_mesh is not None and options.mesh != group_mesh:
         raise LayoutError(f"mesh={tuple(options.mesh)}: the group's own mesh is {tuple(group_mesh)}; leave mesh out")
     # A group of two dimensions serves the algorithms of one as well.
-    takes_mesh = algorithm in ALGORITHMS and "mesh" in ALGORITHMS[algorithm].options
+    takes_mesh = "mesh" in ALGORITHMS[algorithm].options
     mesh = options.mesh or (group_mesh if takes_mesh else None)
     kernel = choose_kernel(options.kernel, Request(device, dtype, shapes.head_dim, shapes.v_head_dim))
     scale = softmax_scale(options.scale, shapes.head_dim)

@@ -28,7 +28,10 @@ _SESSIONS: "WeakKeyDictionary[Any, Session]" = WeakKeyDictionary()
 def session_of(group: Any) -> Session:
     """The session of a group, which may be anything `open_transport` takes."""
     key = find_group(group)
-    session = _SESSIONS.get(key)
+    try:
+        session = _SESSIONS.get(key)
+    except TypeError:  # nothing that could be a group
+        session = None
     if session is None:
         transport, shape = open_transport(key)
         session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers())

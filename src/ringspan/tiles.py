@@ -97,10 +97,15 @@ class Problem:
 def check_kinds(mask: object, layout: object, kv_layout: object) -> None:
     """Refuse what is no mask or layout, before anything asks it for its own."""
     if not isinstance(mask, Mask):
-        raise MaskError(f"mask={mask!r}: a mask is a value such as causal() or full() & sliding_window(4, 0)")
+        raise MaskError(f"mask={_brief(mask)}: a mask is a value such as rs.causal() or rs.documents([300, 700])")
     for name, value in (("layout", layout), ("kv_layout", kv_layout)):
         if not isinstance(value, Layout):
-            raise LayoutError(f"{name}={value!r}: a layout is a value such as zigzag(seq_len, world_size)")
+            raise LayoutError(f"{name}={_brief(value)}: a layout is a value such as rs.zigzag(seq_len, world_size)")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"<{type(value).__name__}>"
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:

@@ -47,9 +47,17 @@ class Ended(NamedTuple):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, group_timeout_s: float = 30.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    group_timeout_s: float = 30.0,
+    frozen: int | None = None,
 ) -> list[Ended]:
-    """Run fn(rank, *args) on `world_size` gloo processes; every one of them is gone when this returns."""
+    """Run fn(rank, *args) on `world_size` gloo processes; every one of them is gone when this returns.
+
+    `frozen` is a rank that will not end by itself: it is killed when the others are through.
+    """
     _start_server()
     deadline = time.monotonic() + timeout_s
     ranks = [_Rank(fn, rank, world_size, group_timeout_s, args) for rank in range(world_size)]
@@ -57,7 +65,9 @@ def run_ranks(
         port = ranks[0].receive(deadline)
         for rank in ranks[1:]:
             rank.pipe.send_bytes(port)
-        reports = [rank.receive(deadline) for rank in ranks]
+        reports = [None if rank.rank == frozen else rank.receive(deadline) for rank in ranks]
+        if frozen is not None:
+            ranks[frozen].process.kill()
         return [rank.leave(report) for rank, report in zip(ranks, reports, strict=True)]
     finally:
         for rank in ranks:

@@ -387,7 +387,7 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
 
 
 def start() -> "tuple[subprocess.Popen[str], list[int]]":
-    """A long run, and the processes of its ranks, once they have loaded torch."""
+    """A long run, and the processes of its ranks, once they compute."""
     process = subprocess.Popen(
         [*PROGRAM, "bench", *LONG],
         stdout=subprocess.PIPE,
@@ -396,7 +396,8 @@ def start() -> "tuple[subprocess.Popen[str], list[int]]":
         env=environment(),
         start_new_session=True,
     )
-    wait_until(lambda: len(ranks := children(process.pid)) == 2 and all(bytes_in_use(rank) > 150e6 for rank in ranks))
+    wait_until(lambda: len(ranks := children(process.pid)) == 2 and all(bytes_in_use(rank) > 320e6 for rank in ranks))
+    time.sleep(1.0)  # torch and the inputs are there; now both are in the first call and say nothing
     return process, children(process.pid)
 
 

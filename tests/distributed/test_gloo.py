@@ -85,7 +85,9 @@ def test_meshes_of_one_dimension(world_size: int) -> None:
 def run_flat_mesh(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     for algorithm in ("pass_kv", "double_ring"):
-        check(make_job("flat", CAUSAL, rs.zigzag(37, world_size), HEADS, **options_of(algorithm, world_size)), rank, mesh)
+        check(
+            make_job("flat", CAUSAL, rs.zigzag(37, world_size), HEADS, **options_of(algorithm, world_size)), rank, mesh
+        )
     with pytest.raises(rs.UnsupportedError, match="3 dimensions"):
         make_job("cube", CAUSAL, rs.zigzag(37, world_size), HEADS).attend(
             init_device_mesh("cpu", (world_size, 1, 1)), rank
@@ -118,7 +120,9 @@ def run_some(rank: int, world_size: int) -> None:
         for number, (ranks, group) in enumerate(zip(members, groups, strict=True)):
             if rank in ranks:
                 size = len(ranks)
-                job = make_job(f"group {number}", CAUSAL, rs.zigzag(37, size), rs.Heads(6, 6), **options_of("pass_q", size))
+                job = make_job(
+                    f"group {number}", CAUSAL, rs.zigzag(37, size), rs.Heads(6, 6), **options_of("pass_q", size)
+                )
                 job.check(ranks.index(rank), job.attend(group, ranks.index(rank)), ranks)
         check(make_job("all", CAUSAL, rs.zigzag(37, world_size), HEADS), rank)
 

@@ -1,6 +1,5 @@
 """Algorithms: pure functions from what sees what to a Schedule. One file each; `build_schedule` finds them by name."""
 
-import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from ringspan.algorithms.all_gather import build_all_gather
 from ringspan.algorithms.decode import Query, build_decode
 from ringspan.algorithms.double_ring import build_double_ring
 from ringspan.algorithms.hybrid import build_hybrid
-from ringspan.algorithms.mesh import Mesh
+from ringspan.algorithms.mesh import Mesh, as_mesh
 from ringspan.algorithms.pass_kv import build_pass_kv
 from ringspan.algorithms.pass_q import build_pass_q
 from ringspan.algorithms.ring import Direction, Side
@@ -17,7 +16,7 @@ from ringspan.algorithms.ulysses import build_ulysses
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import Heads, Schedule, Visible
 
-__all__ = ["ALGORITHMS", "Direction", "Mesh", "Query", "Side", "build_decode", "build_schedule"]
+__all__ = ["ALGORITHMS", "Direction", "Mesh", "Query", "Side", "as_mesh", "build_decode", "build_schedule"]
 
 
 class Algorithm(NamedTuple):
@@ -71,8 +70,7 @@ def build_schedule(
         )
     if heads is None and "heads" in takes:
         raise UnsupportedError(f"heads=None: {algorithm} exchanges heads; give heads=(query heads, KV heads)")
-    pairs = (Heads(*_pair("heads", heads)) if heads else None, Mesh(*_pair("mesh", mesh)) if mesh else None)
-    return _build(algorithm, visible, *pairs, direction, backward)
+    return _build(algorithm, visible, heads and Heads(*heads), as_mesh(mesh), direction, backward)
 
 
 @lru_cache(maxsize=256)
@@ -88,11 +86,3 @@ def _build(
     given = {"heads": heads, "mesh": mesh, "direction": direction}
     options = {name: value for name, value in given.items() if name in takes and value is not None}
     return build(visible, **options, backward=backward)
-
-
-def _pair(name: str, value: tuple[int, int]) -> tuple[int, int]:
-    try:
-        first, second = map(operator.index, value)
-    except (TypeError, ValueError):
-        raise UnsupportedError(f"{name}={value!r}: give a pair of whole numbers, such as (2, 4)") from None
-    return first, second

@@ -1,5 +1,7 @@
 """Ranks in two dimensions, for the algorithms that tell near neighbours from far ones."""
 
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ringspan.errors import LayoutError
@@ -10,6 +12,17 @@ class Mesh(NamedTuple):
 
     outer: int
     inner: int
+
+
+def as_mesh(mesh: Iterable[int] | None) -> Mesh | None:
+    """A mesh given as any pair; None stays None."""
+    if mesh is None:
+        return None
+    try:
+        outer, inner = map(operator.index, mesh)
+    except (TypeError, ValueError):
+        raise LayoutError(f"mesh={mesh!r}: a mesh is a pair of whole numbers, (outer, inner)") from None
+    return Mesh(outer, inner)
 
 
 def check_mesh(mesh: Mesh, world_size: int) -> None:
