@@ -45,6 +45,7 @@ class Options(NamedTuple):
     direction: Direction | None
     kernel: str
     scale: float | None
+    has_sinks: bool
 
 
 class _Call(NamedTuple):
@@ -113,7 +114,10 @@ def attention(
         shapes = _check_tensors(q, k, v, sinks)
         check_kinds(mask, layout, kv_layout or layout)
         _refuse_unbuilt(q, k, v, sinks, wire, reproducible)
-        options = Options(mask, layout, kv_layout or layout, algorithm, as_mesh(mesh), direction, kernel, scale)
+        has_sinks = sinks is not None
+        options = Options(
+            mask, layout, kv_layout or layout, algorithm, as_mesh(mesh), direction, kernel, scale, has_sinks
+        )
         call = _plan(options, shapes, q.device, q.dtype, session.transport.rank, session.mesh)
         _check_rows(call.prepared.problem, session, q, k)
     except Exception as error:
@@ -244,8 +248,9 @@ def _plan(
     if options.mesh is not None and group_mesh is not None and options.mesh != group_mesh:
         raise LayoutError(f"mesh={tuple(options.mesh)}: the group's own mesh is {tuple(group_mesh)}; leave mesh out")
     # A group of two dimensions serves the algorithms of one as well.
-    takes_mesh = "mesh" in ALGORITHMS[algorithm].options
-    mesh = options.mesh or (group_mesh if takes_mesh else None)
+    takes = ALGORITHMS[algorithm].options
+    mesh = options.mesh or (group_mesh if "mesh" in takes else None)
+    direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
     kernel = choose_kernel(options.kernel, Request(device, dtype, shapes.head_dim, shapes.v_head_dim))
     scale = softmax_scale(options.scale, shapes.head_dim)
     fields = {
@@ -256,9 +261,10 @@ def _plan(
         "mask": problem.mask,
         "layout": problem.layout.fingerprint(),
         "kv_layout": problem.kv_layout.fingerprint(),
-        "algorithm": " ".join(map(str, filter(None, (algorithm, mesh and tuple(mesh), options.direction)))),
+        "algorithm": " ".join(map(str, filter(None, (algorithm, mesh and tuple(mesh), direction)))),
         "scale": scale,
         "kernel": kernel.name,
+        "sinks": "given" if options.has_sinks else "none",
     }
-    prepared = prepare(problem, rank, algorithm, mesh, options.direction)
+    prepared = prepare(problem, rank, algorithm, mesh, direction)
     return _Call(prepared, kernel, scale, Signature.of(fields))

@@ -12,6 +12,7 @@ from ringspan.contract import Signature
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
+from ringspan.tiles import local_rows
 from ringspan.transports.base import Receive, Send
 
 
@@ -60,7 +61,11 @@ class _Gather(torch.autograd.Function):
         _agree(session, "gradient of gather", grads[0], layout, dim)
         pieces = [layout.shard(grads[0], peer, dim).contiguous() for peer in range(layout.world_size)]
         received = _exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size)
-        return torch.stack(received).sum(dim=0), None, None, None
+        grad = torch.stack(received).sum(dim=0)
+        if rank > 0 and layout.replicated:
+            # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
+            grad.movedim(dim, 0)[local_rows(layout, rank).replicated] = 0
+        return grad, None, None, None
 
 
 def _agree(session: Session, what: str, x: torch.Tensor, layout: Layout, dim: int) -> None:

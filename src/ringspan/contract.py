@@ -23,6 +23,7 @@ from ringspan.transports.base import Transport
 _HEADER = struct.Struct("<4sBxxxIQQ")  # magic, state, length of the description, call number, digest
 _MAGIC = b"RSP1"
 _KNOWN, _NEW, _REFUSED = range(3)
+_READABLE = 200  # characters of one value in an error
 
 
 class Signature(NamedTuple):
@@ -114,5 +115,13 @@ def _tell_apart(values: dict[str, list[int]]) -> str:
     parts = []
     for value, ranks in sorted(values.items(), key=lambda item: len(item[1])):
         who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-        parts.append(f"{who} {value}")
+        parts.append(f"{who} {_brief(value)}")
     return ", ".join(parts)
+
+
+def _brief(value: str) -> str:
+    """A value short enough to read, and still different from others."""
+    if len(value) <= _READABLE:
+        return value
+    digest = hashlib.blake2b(value.encode(), digest_size=4).hexdigest()
+    return f"{value[:_READABLE]}… ({len(value)} characters, #{digest})"
