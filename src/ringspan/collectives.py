@@ -25,14 +25,23 @@ def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -
 def gather(part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
     """The whole tensor on every rank, from the ranks' shards; differentiable."""
     session = _session(layout, group)
-    rank = session.transport.rank
+    try:
+        _check_part(part, layout, session.transport.rank, dim)
+    except ShapeError as error:
+        session.contract.refuse(f"ShapeError: {error}", session.transport.timeout_s)
+        raise
+    gathered: torch.Tensor = _Gather.apply(part, layout, session, dim)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None:
+    if not -part.ndim <= dim < part.ndim:
+        raise ShapeError(f"dim={dim}: part has {part.ndim} dims; use {-part.ndim} to {part.ndim - 1}")
     if part.shape[dim] != layout.shard_len(rank):
         raise ShapeError(
             f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
             f"positions along dim {dim}"
         )
-    gathered: torch.Tensor = _Gather.apply(part, layout, session, dim)  # type: ignore[no-untyped-call]
-    return gathered
 
 
 def _session(layout: Layout, group: Any) -> Session:

@@ -76,6 +76,12 @@ class Contract:
         if state == _KNOWN and everyone.count(mine) == len(everyone):
             return [], None
         headers = [_Header(*_HEADER.unpack(header)) for header in everyone]
+        strangers = [str(rank) for rank, header in enumerate(headers) if header.magic != _MAGIC]
+        if strangers:
+            raise TransportError(
+                f"rank {', '.join(strangers)} sent something else than a header; switch the contract off on all ranks or "
+                "on none"
+            )
         longest = max(header.length for header in headers)
         padded = self.transport.all_gather_bytes(signature.text.ljust(longest), timeout_s)
         return headers, [json.loads(text) for text in padded]
