@@ -74,7 +74,8 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
     blocks = ", ".join(f"{q}×{kv} ({name})" for name, (q, kv) in block_sizes.items())
     promise = f"at most {MAX_RATIO} times plain attention's time and {MAX_BYTES / 1e9:.0f} GB"
     return (
-        f"`python benchmarks/simulate_speed.py {' '.join(map(str, sizes))}`\n\n{describe_machine()}, BLAS on one thread.\n\n"
+        f"`python benchmarks/simulate_speed.py {' '.join(map(str, sizes))}`\n\n"
+        f"{describe_machine()}, BLAS on one thread.\n\n"
         f"{args.devices} devices, {args.seq_len} tokens, one head of {HEAD_DIM}, causal. The median (smallest – "
         f"largest) of {args.pairs} runs of each in turn; the ratio is that of each pair. Plain attention in its best "
         f"block size: {blocks}. Memory: peak resident "
