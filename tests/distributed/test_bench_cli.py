@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -19,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ringspan.bench import result as results
-from ringspan.bench.launch import Launched, RanksFailed, find_launcher
+from ringspan.bench.launch import Done, Ended, Launched, Progress, RanksFailed, _collect, find_launcher
 from ringspan.bench.settings import Job
 from ringspan.cli import main
 
@@ -381,6 +382,15 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     assert "no result within 0.5 s" in done.stderr
     assert "--timeout" in done.stderr
     assert time.monotonic() - begin_s < ENDS_WITHIN_S
+
+
+def test_time_can_run_out_though_some_ranks_are_done() -> None:
+    inbox: queue.Queue[tuple[int, object]] = queue.Queue()
+    for message in ((0, Progress(8, 9, "the check")), (1, Done(None)), (1, Ended())):
+        inbox.put(message)
+    job = Job("check_group", "gloo", 2, 0.1)
+    with pytest.raises(RanksFailed, match=r"no result within 0\.1 s, while the check"):
+        _collect([None, None], inbox, time.monotonic() + 0.1, job, lambda _: None)  # type: ignore[list-item]
 
 
 # What it leaves behind

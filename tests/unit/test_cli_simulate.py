@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from ringspan import causal, documents, frame_causal, full, parse_schedule, pref
 from ringspan.cli import main
 from ringspan.cli.values import parse_mask
 from ringspan.lesson.dense import check, dense_attention
+from ringspan.report.page import explain_grid
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
 
@@ -67,6 +65,59 @@ def test_printed_grids_parse_back() -> None:
         printed.append(parse_schedule("\n".join(lines[start:stop])))
     assert printed[:2] == [parse_schedule(grids["pass_kv"]), parse_schedule(grids["pass_q"])]
     assert len(printed) == 3  # and that of decode
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--algorithm", "pass-q"),
+        ("--layout", "contiguous"),
+        ("--layout", "contiguous", "--algorithm", "pass-q", "--algorithm", "pass-kv"),
+        ("--algorithm", "ulysses", "--heads", "4", "--kv-heads", "4"),
+        ("--algorithm", "all-gather", "--algorithm", "hybrid", "--mesh", "2x2"),
+        ("--devices", "1"),
+        ("--devices", "20", "--mask", "window:-3:20"),
+    ],
+)
+def test_legend_explains_what_is_in_the_grid_and_all_of_it(args: tuple[str, ...]) -> None:
+    told: set[str] = set()
+    for run in simulate_json(*args)["prefill"]["runs"]:
+        legend = dict(explain_grid(run["grid"]))
+        for topic, sentence in legend.items():
+            example = sentence.split()[0].removesuffix(":")
+            assert topic == "grid" or example in run["grid"], sentence
+        told |= set(legend)
+        kinds = set(re.findall(r"([a-z]+)\d+\S*→", run["grid"]))
+        assert kinds <= told
+        assert ("heads" in legend) == ("[" in run["grid"])
+
+
+def test_legend_follows_the_options() -> None:
+    def text(*args: str) -> str:
+        return " ".join(simulate(*args).stdout.split())
+
+    pass_q, contiguous = text("--algorithm", "pass-q"), text("--layout", "contiguous")
+    assert "q0→1: meanwhile send the queries of rank 0 to rank 1" in pass_q
+    assert "kv0→1:" not in pass_q
+    assert "q1×kv0: attend the queries of rank 1 to the keys and values of rank 0" in contiguous
+    ulysses = text("--algorithm", "ulysses", "--heads", "4", "--kv-heads", "4")
+    assert "[1:2]: only head 1." in ulysses
+    assert "direction" not in ulysses
+    assert "Try also --layout contiguous, --mask 'causal & window:16', --devices 8." in ulysses
+
+
+def test_follows_a_query_that_meets_several_blocks() -> None:
+    query = simulate_json("--mask", "window:-3:20")["prefill"]["one_query"]
+    assert len(query["meetings"]) == 4
+    assert all(meeting["weight_fraction"] > 0 for meeting in query["meetings"])
+    assert sum(meeting["weight_fraction"] for meeting in query["meetings"]) == pytest.approx(1)
+    assert "Follow token" not in simulate("--mask", "window:0").stdout  # one block each: nothing to merge
+
+
+def test_lines_in_a_file_end_where_their_text_ends() -> None:
+    for args in ((), ("--algorithm", "ulysses")):
+        assert not [line for line in simulate(*args).stdout.splitlines() if line != line.rstrip()]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -279,6 +330,10 @@ def test_options_work_together(args: tuple[str, ...]) -> None:
     assert simulate(*args).exit_code == 0
 
 
+def test_tokens_may_be_given_in_k() -> None:
+    assert simulate_json("--tokens", "1k", "--heads", "1", "--kv-heads", "1")["parameters"]["seq_len"] == 1024
+
+
 def test_seed_changes_the_numbers_and_nothing_else_does() -> None:
     first, again, other = (simulate_json("--seed", seed)["prefill"]["reference"] for seed in ("7", "7", "8"))
     assert first == again
@@ -326,41 +381,6 @@ def test_check_accepts_rounding_and_nothing_more() -> None:
     ):
         assert not check(wrong_out, wrong_lse, out, lse).is_verified
     assert check(out + np.nan, lse, out, lse).out_error is None
-
-
-# As a program of its own
-
-
-def run_program(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        encoding="utf-8",
-        env={**inherited, "PYTHONIOENCODING": "utf-8", **env},
-        check=False,
-        timeout=60,
-    )
-
-
-def test_runs_without_torch_and_stays_quick() -> None:
-    result = run_program(
-        "import sys, time\n"
-        "sys.modules['torch'] = None\n"
-        "from ringspan.cli import main\n"
-        "main(['simulate'], standalone_mode=False)\n"
-        "print(time.process_time(), file=sys.stderr)"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "✓ All 10 results agree" in result.stdout
-    assert "\x1b" not in result.stdout
-    assert float(result.stderr) < 2.0  # seconds of CPU, imports included
-
-
-def test_a_terminal_without_unicode_is_no_reason_to_fail() -> None:
-    result = run_program("from ringspan.cli import main; main(['simulate'])", PYTHONIOENCODING="ascii")
-    assert result.returncode == 0, result.stderr
-    assert "All 10 results agree" in result.stdout
 
 
 def test_help_has_examples_and_version_is_told() -> None:

@@ -169,7 +169,7 @@ def _collect(
         try:
             rank, message = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            if failures or ended:
+            if failures or ended - done.keys():
                 break
             raise RanksFailed(
                 f"no result within {job.timeout_s:g} s, while {at}; the ranks were ended; "

@@ -1,11 +1,13 @@
 """The command line: `ringspan COMMAND`. One file per command; here is only what they share.
 
-Exit codes: 0 all is well, 1 a check failed, 2 the input cannot be used, 130 interrupted. Commands parse and print;
-what only some of them need (rich, torch) they import when they run, so that `--help` stays quick.
+Exit codes: 0 all is well, 1 a check failed or a file cannot be written, 2 the input cannot be used, 130 interrupted.
+Commands parse and print; what only some of them need (rich, torch) they import when they run, so that `--help` stays
+quick.
 """
 
 import io
 import sys
+from typing import Any
 
 import click
 
@@ -24,6 +26,16 @@ class _BadInput(click.ClickException):
 
 class _Commands(click.Group):
     """Commands whose errors are one line each, never a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as a program. A pipe that closes early ends it quietly, as click sees to; a full disk is told."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            sys.stdout = io.StringIO()  # what is still buffered would fail again at exit
+            reason = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+            click.echo(f"Error: {reason}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it cannot use is told in the spelling of the command line."""

@@ -3,12 +3,22 @@
 import dataclasses
 import json
 import os
+from functools import partial
 
 import click
 
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh
-from ringspan.cli.values import MASK_FORMS, parse_layout, parse_mask, parse_mesh, parsed_by
+from ringspan.cli.values import (
+    MASK_FORMS,
+    check_mask,
+    check_options,
+    parse_layout,
+    parse_mask,
+    parse_mesh,
+    parse_tokens,
+    parsed_by,
+)
 from ringspan.lesson import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -36,7 +46,13 @@ Examples:
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.option("--devices", type=click.IntRange(1, MAX_WORLD_SIZE), default=4, help="Ranks in the group.")
-@click.option("--tokens", type=click.IntRange(1, MAX_SEQ_LEN), default=64, help="Length of the sequence.")
+@click.option(
+    "--tokens",
+    callback=parsed_by(partial(parse_tokens, most=MAX_SEQ_LEN)),
+    metavar="N",
+    default="64",
+    help="Length of the sequence; 1K is 2^10.",
+)
 @click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=8, help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(1, MAX_HEADS), default=2, help="KV heads; they divide the query heads.")
 @click.option("--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), default=32, help="Elements of a head.")
@@ -97,6 +113,8 @@ def simulate(
     Every result is held against dense attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
     """
     names = tuple(dict.fromkeys(name.replace("-", "_") for name in algorithms))
+    check_options(names, direction, mesh, devices)
+    check_mask(mask, tokens)
     lesson = _run(Settings(devices, tokens, heads, kv_heads, head_dim, mask, layout, names, direction, mesh, seed))
     if as_json:
         click.echo(json.dumps({"version": __version__, **dataclasses.asdict(lesson)}, indent=2, allow_nan=False))

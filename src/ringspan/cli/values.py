@@ -1,17 +1,17 @@
-"""Masks, layouts, meshes and sizes as they are written on the command line.
+"""Masks, layouts, meshes and sizes as they are written on the command line, and which of them go together.
 
 A mask is an `|` of `&`s of the forms below. There are no brackets: any combination can be written without them.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import and_, or_
 from typing import TypeVar
 
 import click
 
-from ringspan.algorithms import Mesh
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh
 from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
 from ringspan.lesson import LAYOUTS, LayoutChoice
 from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
@@ -57,15 +57,20 @@ def parse_layout(text: str) -> LayoutChoice:
     found = re.fullmatch(r"(?P<name>[a-z]+)(?::(?P<block>[0-9]{1,9}))?", text.strip())
     if found is None or found["name"] not in LAYOUTS or (found["block"] and found["name"] != "striped"):
         raise LayoutError(f"{text!r} is no layout; use contiguous, zigzag, striped[:BLOCK] or balanced")
-    return LayoutChoice(found["name"], int(found["block"] or 1))
+    block = int(found["block"] or 1)
+    if not block:
+        raise LayoutError(f"{text!r}: blocks of tokens are dealt to the ranks, so they have at least 1; use striped:1")
+    return LayoutChoice(found["name"], block)
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, most: int | None = None) -> int:
     """A number of tokens; 16K is 16 · 2¹⁰ and 1M is 2²⁰."""
     found = re.fullmatch(r"([0-9]{1,12})([KM]?)", text.strip().upper())
     tokens = int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]] if found else 0
     if not tokens:
         raise ShapeError(f"{text!r} is no number of tokens; use one of at least 1, such as 4096, 16K or 1M (2^20)")
+    if most is not None and tokens > most:
+        raise ShapeError(f"{text!r} is {tokens:,} tokens; use at most {most:,}")
     return tokens
 
 
@@ -87,3 +92,45 @@ def parsed_by(parse: Callable[[str], T]) -> Callable[[click.Context, click.Param
             raise click.BadParameter(str(error), ctx, param) from error
 
     return convert
+
+
+def check_mask(mask: Mask, tokens: int) -> None:
+    """Refuse documents that end before the sequence does."""
+    known = mask.num_positions
+    if known < tokens:
+        raise click.UsageError(
+            f"--mask: its documents have {known:,} tokens, but --tokens is {tokens:,}; "
+            f"add a document of {tokens - known:,}, or use --tokens {known}"
+        )
+
+
+def check_options(algorithms: Sequence[str], direction: Direction | None, mesh: Mesh | None, world_size: int) -> None:
+    """Refuse an option that none of the algorithms takes, and a mesh that is missing or not of these ranks."""
+    spelled = " and ".join(_spell(name) for name in algorithms)
+    given = (("direction", direction), ("mesh", None if mesh is None else f"{mesh.outer}x{mesh.inner}"))
+    for name, value in given:
+        takers = [algorithm for algorithm, (_, options) in ALGORITHMS.items() if name in options]
+        if value is not None and not set(takers) & set(algorithms):
+            has = "has" if len(algorithms) == 1 else "have"
+            raise click.UsageError(
+                f"--{name} {value}: {spelled} {has} no {name}; leave it out, or use --algorithm "
+                f"{' or '.join(map(_spell, takers))}"
+            )
+    inners = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    needing = [name for name in algorithms if "mesh" in ALGORITHMS[name].options]
+    if needing and mesh is None:
+        inner = inners[len(inners) // 2]
+        raise click.UsageError(
+            f"--algorithm {_spell(needing[0])} runs on ranks in two dimensions; "
+            f"add --mesh OUTERxINNER, such as --mesh {world_size // inner}x{inner}"
+        )
+    if mesh is not None and mesh.outer * mesh.inner != world_size:
+        legal = ", ".join(f"{world_size // n}x{n}" for n in inners)
+        raise click.UsageError(
+            f"--mesh {mesh.outer}x{mesh.inner}: outer × inner must be the {world_size} ranks of the group; "
+            f"use one of {legal}"
+        )
+
+
+def _spell(algorithm: str) -> str:
+    return algorithm.replace("_", "-")

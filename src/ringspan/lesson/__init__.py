@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringspan.algorithms import ALGORITHMS
 from ringspan.lesson.choices import ChoiceRow, Choices, list_choices
 from ringspan.lesson.decode import Decode, DecodeRun, DecodeStep, run_decode
 from ringspan.lesson.dense import Check
@@ -63,7 +64,7 @@ class Parameters:
     mask: str
     layout: str
     algorithms: tuple[str, ...]
-    direction: str
+    direction: str | None  # None where no algorithm has one
     mesh: tuple[int, int] | None
     seed: int
 
@@ -120,7 +121,12 @@ def _parameters(settings: Settings) -> Parameters:
         mask=repr(settings.mask),
         layout=str(settings.layout),
         algorithms=settings.algorithms,
-        direction=settings.direction or "forward",
+        direction=_direction(settings),
         mesh=settings.mesh,
         seed=settings.seed,
     )
+
+
+def _direction(settings: Settings) -> str | None:
+    has_one = any("direction" in ALGORITHMS[name].options for name in settings.algorithms)
+    return settings.direction or "forward" if has_one else None

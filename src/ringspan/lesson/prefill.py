@@ -276,13 +276,15 @@ def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> 
 
 
 def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) -> OneQuery | None:
-    """The last query that sees anything, in head 0, and the blocks it meets in pass-KV, each attended by itself."""
+    """The last of the queries that meet the most blocks, in head 0 of pass-KV, with each block attended by itself."""
     case = simulation.case
     mask, layout, head = case.problem.mask, case.problem.layout, 0
-    seeing = np.flatnonzero(np.isfinite(true_lse[head]))
-    if not len(seeing):
+    positions = np.arange(true_lse.shape[-1])
+    owners = range(layout.world_size)
+    num_met = sum(mask.allowed(positions, layout.positions(owner)).any(axis=1).astype(int) for owner in owners)
+    if not np.any(num_met):
         return None
-    position = int(seeing[-1])
+    position = int(np.flatnonzero(num_met == np.max(num_met))[-1])
     rank = next(rank for rank in range(layout.world_size) if position in layout.positions(rank))
     meetings, added = [], np.zeros(true_out.shape[-1])
     for cell in (step[rank] for step in simulation.trace if step[rank].attended):
@@ -290,6 +292,8 @@ def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) 
         keys = layout.positions(owner)
         one = case.q[:1, position : position + 1], case.k[:1, keys], case.v[:1, keys]
         out, lse = dense_attention(*one, mask, np.array([position]), keys, np.float64)
+        if np.isneginf(lse[0, 0]):
+            continue  # seen by other queries of the rank
         meetings.append(Meeting(cell.step, owner, float(np.exp(lse[0, 0] - true_lse[head, position]))))
         added += out[0, 0]
     return OneQuery(position, rank, head, tuple(meetings), float(np.abs(added - true_out[head, position]).max()))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh
 from ringspan.balance import balanced
-from ringspan.errors import LayoutError, ShapeError, UnsupportedError
+from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask
 
@@ -62,15 +62,6 @@ class Settings:
     seed: int
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        self._check_options()
-
-    def options(self, algorithm: str) -> dict[str, object]:
-        """Of direction and mesh, what this algorithm takes."""
-        given = {"direction": self.direction, "mesh": self.mesh}
-        return {name: value for name, value in given.items() if name in ALGORITHMS[algorithm].options}
-
-    def _check_sizes(self) -> None:
         if self.num_heads % self.num_kv_heads:
             divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ShapeError(
@@ -91,12 +82,7 @@ class Settings:
                 "use fewer tokens, fewer heads or a smaller head_dim"
             )
 
-    def _check_options(self) -> None:
-        """An option that no chosen algorithm takes is refused, not ignored."""
-        for name, value in (("direction", self.direction), ("mesh", self.mesh)):
-            takers = [algorithm for algorithm, (_, options) in ALGORITHMS.items() if name in options]
-            if value is not None and not set(takers) & set(self.algorithms):
-                raise UnsupportedError(
-                    f"a {name} is given, but {', '.join(self.algorithms)} has none; leave it out, or run one of "
-                    f"{', '.join(takers)}"
-                )
+    def options(self, algorithm: str) -> dict[str, object]:
+        """Of direction and mesh, what this algorithm takes."""
+        given = {"direction": self.direction, "mesh": self.mesh}
+        return {name: value for name, value in given.items() if name in ALGORITHMS[algorithm].options}

@@ -6,13 +6,15 @@ repeats what the characters say.
 
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from ringspan.schedule import Attend, Block, Transfer, parse_schedule
 
 PROSE_WIDTH = 96
 INDENT = 2
@@ -24,6 +26,7 @@ GRID_RANKS = 8  # more ranks or steps are no longer read, so they are left to --
 GRID_STEPS = 10
 GRID_BANDS = 4  # ranks that do not fit side by side are continued below, up to so many times
 GRID_SEPARATOR = " │ "
+IN_WORDS = {"q": "queries", "kv": "keys and values"}
 GRID_STYLES = (
     (r"\S+×\S+", "bold"),  # computes
     (r"(q|kv)[\d*]\S*→\d+", "cyan"),  # sends an input on
@@ -58,7 +61,7 @@ class Page:
     def show(self, *items: RenderableType) -> None:
         """Lines or tables, indented."""
         for item in items:
-            self.console.print(Padding(item, (0, 0, 0, INDENT), expand=False))
+            self._print(Padding(item, (0, 0, 0, INDENT), expand=False), self.console.width)
 
     def facts(self, rows: Iterable[tuple[str, str]]) -> None:
         """Names and what they are."""
@@ -67,11 +70,20 @@ class Page:
         table.add_column(overflow="fold")
         for row in rows:
             table.add_row(*map(Text, row))
-        self.console.print(Padding(table, (0, 0, 0, INDENT), expand=False), width=self.width)
+        self._print(Padding(table, (0, 0, 0, INDENT), expand=False), self.width)
 
     def grid(self, grid: str) -> None:
         """A schedule's grid, as `format_schedule` writes it."""
         self.show(*_grid_lines(grid, self.console.width - INDENT))
+
+    def _print(self, item: RenderableType, width: int) -> None:
+        """Print; rich pads lines with blanks, which have no place in a file."""
+        if self.console.is_terminal:
+            self.console.print(item, width=width)
+            return
+        with self.console.capture() as capture:
+            self.console.print(item, width=width)
+        self.console.file.writelines(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
 def new_table(*columns: str) -> Table:
@@ -108,6 +120,31 @@ def format_list(items: Iterable[object], most: int) -> str:
     """Items with spaces between, and how many more there are."""
     words = list(map(str, items))
     return " ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def explain_grid(grid: str) -> Iterator[tuple[str, str]]:
+    """Topics and sentences about them, with examples from the part of the grid that `Page.grid` shows."""
+    schedule = parse_schedule(grid)
+    steps, ranks = range(min(schedule.num_steps, GRID_STEPS)), range(min(schedule.world_size, GRID_RANKS))
+    cells = [schedule.actions(rank, t) for t in steps for rank in ranks]
+    yield "grid", "Steps go down, ranks across."
+    attends = [attend for cell in cells for attend in cell.attends]
+    if attends:
+        yield "attend", _about_attends(attends)
+    send = "meanwhile send" if any(cell.attends and cell.sends for cell in cells) else "send"
+    transfers: dict[str, Transfer] = {}
+    for transfer in (transfer for cell in cells for transfer in cell.sends):
+        transfers.setdefault(transfer.block.kind, transfer)
+    for kind, (block, _, dst) in transfers.items():
+        if kind in IN_WORDS:
+            what = f"{IN_WORDS[kind]} of rank {block.owner}"
+            yield kind, f"{block}→{dst}: {send} the {what} to rank {dst}, for a later step."
+        else:
+            yield kind, f"{block}→{dst}: a partial result goes home to rank {dst} and is merged there."
+    blocks = [transfer.block for transfer in transfers.values()]
+    ranges = [block for block in blocks if block.heads is not None]
+    if ranges:
+        yield "heads", _about_heads(ranges[0])
 
 
 def _grid_lines(grid: str, width: int) -> Iterator[Text]:
@@ -149,3 +186,19 @@ def _styled(line: str, *, is_header: bool) -> Text:
     for pattern, style in GRID_STYLES:
         text.highlight_regex(pattern, style)
     return text
+
+
+def _about_attends(attends: Sequence[Attend]) -> str:
+    """By an example of two blocks, if possible of two ranks; where all are longer, by the first block of one."""
+    short = [(attend.qs[0], attend.kvs[0]) for attend in attends if len(attend.qs) == len(attend.kvs) == 1]
+    if not short:
+        q = attends[0].qs[0]
+        return f"{q} is queries of rank {q.owner}; × attends the blocks on its left to those on its right."
+    q, kv = next((pair for pair in short if pair[0].owner != pair[1].owner), short[0])
+    return f"{q}×{kv}: attend the queries of rank {q.owner} to the keys and values of rank {kv.owner}."
+
+
+def _about_heads(block: Block) -> str:
+    heads = block.heads or range(0)
+    names = f"{heads[0]}" if len(heads) == 1 else f"{heads[0]} to {heads[-1]}"
+    return f"[{heads.start}:{heads.stop}]: only head{'' if len(heads) == 1 else 's'} {names}."

@@ -22,6 +22,7 @@ from ringspan.lesson import (
 from ringspan.report.page import (
     NO_BREAK,
     Page,
+    explain_grid,
     format_bar,
     format_count,
     format_level,
@@ -62,9 +63,10 @@ def print_lesson(lesson: Lesson, console: Console) -> None:
     _print_reference(page, prefill.reference)
     _print_shards(page, prefill.shards, parameters.seq_len)
     _print_work(page, prefill.work, parameters)
+    told: set[str] = set()
     for run in prefill.runs:
-        _print_run(page, run, parameters)
-        if run.algorithm == "pass_kv" and prefill.one_query is not None and parameters.world_size > 1:
+        _print_run(page, run, parameters, told)
+        if run.algorithm == "pass_kv" and prefill.one_query is not None and len(prefill.one_query.meetings) > 1:
             _print_one_query(page, prefill.one_query)
     _print_traffic(page, prefill.runs)
     _print_decode(page, lesson.decode, parameters.world_size)
@@ -80,13 +82,14 @@ def _print_title(page: Page, parameters: Parameters) -> None:
         "what it needs of the others travels in blocks.",
     )
     heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
-    mesh = "" if p.mesh is None else f", mesh {p.mesh[0]}×{p.mesh[1]}"
+    direction = "" if p.direction is None else f"; direction {p.direction}"
+    mesh = "" if p.mesh is None else f"; mesh {p.mesh[0]}×{p.mesh[1]}"
     page.facts(
         [
             ("size", f"{format_count(p.seq_len, 'token')}, {heads}, head_dim {p.head_dim}, {p.dtype}, seed {p.seed}"),
             ("mask", p.mask),
             ("layout", p.layout),
-            ("algorithms", ", ".join(NAMES[name] for name in p.algorithms) + f"; direction {p.direction}{mesh}"),
+            ("algorithms", ", ".join(NAMES[name] for name in p.algorithms) + direction + mesh),
         ]
     )
 
@@ -167,23 +170,20 @@ def _busy(work: LayoutWork, rank: int) -> Text:
     return Text(" ".join(levels), "cyan")
 
 
-def _print_run(page: Page, run: Run, parameters: Parameters) -> None:
+def _print_run(page: Page, run: Run, parameters: Parameters, told: set[str]) -> None:
     page.section(f"{NAMES[run.algorithm]}: {IDEAS[run.algorithm]}")
-    page.prose(*_how_to_read(run, parameters))
+    page.prose(*_how_to_read(run, parameters, told))
     page.grid(run.grid)
     page.show(Text("largest difference from dense attention: ").append(_verdict(run.check)))
 
 
-def _how_to_read(run: Run, parameters: Parameters) -> Iterator[str]:
-    """What the grid means; things told in an earlier section are not told again."""
+def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[str]:
+    """What the grid means, by what is in it; things told in an earlier section are not told again."""
+    for topic, sentence in explain_grid(run.grid):
+        if topic not in told:
+            yield sentence
+    told.update(topic for topic, _ in explain_grid(run.grid))
     last = parameters.world_size - 1
-    if run.algorithm == parameters.algorithms[0]:
-        attends = f"q0×kv{last}: attend the queries of rank 0 to the keys and values of rank {last}."
-        yield f"Steps go down, ranks across. {attends}"
-        if last:
-            yield "kv0→1: meanwhile send the keys and values of rank 0 to rank 1, for a later step."
-    if "[" in run.grid:
-        yield "[0:2]: only heads 0 and 1."
     rings = [name for name in parameters.algorithms if name in ("pass_kv", "pass_q") and last]
     if run.algorithm in rings[:1]:
         to, sign = ("next", "-") if parameters.direction == "forward" else ("previous", "+")
@@ -192,8 +192,6 @@ def _how_to_read(run: Run, parameters: Parameters) -> Iterator[str]:
     num_messages = {traffic.kind: traffic.num_messages for traffic in run.traffic}
     if run.algorithm in rings[:1] and max(num_messages.values(), default=0) < last * (last + 1):
         yield "A block that nobody further on needs is not sent."
-    if "out" in num_messages:
-        yield f"out{last}→{last}: a partial result goes home to rank {last} and is merged there."
 
 
 def _print_one_query(page: Page, query: OneQuery) -> None:
@@ -331,7 +329,19 @@ def _print_verdict(page: Page, lesson: Lesson) -> None:
             "bold red",
         )
     page.console.print(message)
-    page.console.print(Text("Try also --layout contiguous, --mask 'causal & window:16', --algorithm ulysses.", "dim"))
+    page.console.print(Text(f"Try also {', '.join(_other_options(lesson.parameters))}.", "dim"))
+
+
+def _other_options(p: Parameters) -> list[str]:
+    """A few options that would show something new."""
+    options = {
+        "--layout contiguous": p.layout != "contiguous",
+        "--mask 'causal & window:16'": "sliding_window" not in p.mask,
+        "--algorithm ulysses": "ulysses" not in p.algorithms,
+        "--devices 8": p.world_size != 8,
+        "--direction reverse": p.direction == "forward",
+    }
+    return [option for option, is_new in options.items() if is_new][:3]
 
 
 def _verdict(check: Check) -> Text:

@@ -22,6 +22,7 @@ class Segments:
                         cuts |= {heads.start * width, heads.stop * width}
         self._number = {head: i for i, head in enumerate(sorted(cuts))}
         self.all = range(len(cuts) - 1)
+        self._bits: dict[tuple[str, range | None], int] = {}
 
     def refuses(self, block: Block) -> str | None:
         """What is wrong with a block's heads, or None."""
@@ -43,8 +44,12 @@ class Segments:
 
     def bits_of(self, block: Block) -> int:
         """The same as a set."""
-        segments = self.of(block)
-        return (1 << segments.stop) - (1 << segments.start)
+        key = (block.kind, block.heads)
+        bits = self._bits.get(key)
+        if bits is None:
+            segments = self.of(block)
+            bits = self._bits[key] = (1 << segments.stop) - (1 << segments.start)
+        return bits
 
     def are_paired(self, q: Block, kv: Block) -> bool:
         """Whether the KV heads are those of the query heads: whole groups of them, or a part of one group."""

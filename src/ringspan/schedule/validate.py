@@ -116,13 +116,20 @@ class _Proof:
         world_size = self.schedule.world_size
         if len(step.attends) != world_size:
             self._fail(f"the step has attends for {len(step.attends)} ranks; there are {world_size}")
-        for block, src, dst in step.transfers:
-            for name, rank in (("src", src), ("dst", dst), ("owner", block.owner)):
-                if not (0 <= rank < world_size or (name == "owner" and rank == ALL)):
-                    self._fail(f"{block}→{dst} from rank {src}: {name} {rank} is not one of the {world_size} ranks")
+        for transfer in step.transfers:
+            block, src, dst = transfer
+            if not (0 <= src < world_size and 0 <= dst < world_size and ALL <= block.owner < world_size):
+                self._fail_rank(transfer)
             if src == dst:
                 self._fail(f"rank {src} sends {block} to itself; it holds it already")
             self._check_heads(src, block)
+
+    def _fail_rank(self, transfer: Transfer) -> NoReturn:
+        block, src, dst = transfer
+        ranks = range(self.schedule.world_size)
+        named = {"src": src, "dst": dst, "owner": block.owner}
+        name = next(name for name, rank in named.items() if rank not in ranks)
+        self._fail(f"{transfer} from rank {src}: {name} {named[name]} is not one of the {len(ranks)} ranks")
 
     def _check_heads(self, rank: int, block: Block) -> None:
         if (wrong := self.segments.refuses(block)) is not None:
