@@ -64,7 +64,7 @@ class Blockwise:
         out += part_weight / total * part_out
 
     @np.errstate(all="ignore")
-    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:  # noqa: ARG002
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool = False) -> None:  # noqa: ARG002
         """Forward: take the piece's keys into the running (out, lse) of its queries."""
         for queries, keys, values, outs, lses in _batches(piece, *q, *kv, *out):
             group = queries.shape[-3] // keys.shape[-3]

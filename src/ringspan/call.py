@@ -127,16 +127,18 @@ def attention(
     if contract:
         session.contract.agree(call.signature, deadline_s)
     try:
-        part = run_forward(
-            call.prepared,
-            q,
-            k,
-            v,
-            arithmetic=TorchArithmetic(call.kernel, call.scale, q),
-            wire=TransportWire(session.transport, session.buffers, call.prepared.problem, q, deadline_s),
-            rank=session.transport.rank,
-            record=record,
-        )
+        with torch.autocast(q.device.type, enabled=False):  # sums are kept in a type of our choice
+            part = run_forward(
+                call.prepared,
+                q,
+                k,
+                v,
+                arithmetic=TorchArithmetic(call.kernel, call.scale, q),
+                wire=TransportWire(session.transport, session.buffers, call.prepared.problem, q, deadline_s),
+                rank=session.transport.rank,
+                record=record,
+            )
+        session.buffers.trim()
     except TransportError:
         raise  # the others know
     except Exception as error:
@@ -150,8 +152,10 @@ def attention(
 
 def _with_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
     """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
-    sink = sinks.to(part.lse.dtype)[:, None]
-    return Partial(part.out * torch.sigmoid(part.lse - sink).unsqueeze(-1), torch.logaddexp(part.lse, sink))
+    lse = torch.logaddexp(part.lse, sinks.to(part.lse.dtype)[:, None])
+    # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
+    share = (part.lse - lse).exp_().nan_to_num_(nan=0.0)
+    return Partial(part.out * share.unsqueeze(-1), lse)
 
 
 def _refuse_unbuilt(

@@ -6,7 +6,7 @@ once and cached, so that a repeated call only walks its program.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, vali
 from ringspan.softmax import Partial, accumulator_dtype, merge_
 from ringspan.tiles import BoundProgram, Message, Problem, Shape, bind, local_rows
 from ringspan.transports.base import Handle, Receive, Send, Transport
+
+_KEPT_CALLS = 2
+_SLAB_BYTES = 2 * 2**20  # what a kernel may return at once; a part is as large as the output of its piece
 
 
 class Prepared(NamedTuple):
@@ -99,8 +102,9 @@ class TorchArithmetic:
         """Forward: attend a piece and merge it into the running output of its queries."""
         (queries,), (keys, values), sums = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
         if piece.rows is None:
-            part = self.kernel.forward(queries, keys, values, piece, self.scale)
-            self._take(sums, part, is_first)
+            for q_heads, kv_heads in _slabs(queries, keys, values):
+                part = self.kernel.forward(queries[q_heads], keys[kv_heads], values[kv_heads], piece, self.scale)
+                self._take(tuple(x[q_heads] for x in sums), part, is_first)
             return
         for row in piece.rows:
             queries_of, keys_of, values_of, *sums_of = (x[row : row + 1] for x in (queries, keys, values, *sums))
@@ -119,6 +123,24 @@ class TorchArithmetic:
         raise AssertionError("the runtime has no backward yet")
 
 
+_Index = tuple[slice, ...]
+
+
+def _slabs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
+    """Query heads and their KV heads, as many at a time as keep a kernel's result, or its copy of k, within a slab."""
+    batch, heads, rows, _ = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    largest = batch * max(group * rows * v.shape[3], k.shape[2] * k.shape[3]) * 4
+    at_once = max(1, min(kv_heads, _SLAB_BYTES // largest))
+    if at_once == kv_heads:
+        yield (), ()
+        return
+    for first in range(0, kv_heads, at_once):
+        stop = min(first + at_once, kv_heads)
+        yield (slice(None), slice(first * group, stop * group)), (slice(None), slice(first, stop))
+
+
 def _rows(value: Value, rows: slice) -> Value:
     """Some rows of a block's tensors, as views; all of them as they are."""
     length = rows.stop - rows.start
@@ -130,19 +152,26 @@ class Buffers:
 
     def __init__(self) -> None:
         self._spare: defaultdict[tuple[object, ...], list[Value]] = defaultdict(list)
+        self._last_used: dict[tuple[object, ...], int] = {}
+        self._num_calls = 0
 
     def take(self, shapes: tuple[Shape, ...], dtype: torch.dtype, device: torch.device) -> Value:
         """Contiguous tensors of these shapes, with any contents."""
-        spare = self._spare[*shapes, dtype, device]
+        key = (*shapes, dtype, device)
+        self._last_used[key] = self._num_calls
+        spare = self._spare[key]
         return spare.pop() if spare else tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
     def put(self, value: Value) -> None:
         """Give tensors back."""
         self._spare[*(x.shape for x in value), value[0].dtype, value[0].device].append(value)
 
-    def clear(self) -> None:
-        """Free all of them."""
-        self._spare.clear()
+    def trim(self) -> None:
+        """A call is over: free the buffers that the last few calls had no use for."""
+        self._num_calls += 1
+        for key in [key for key, used in self._last_used.items() if used < self._num_calls - _KEPT_CALLS]:
+            del self._last_used[key]
+            self._spare.pop(key, None)
 
 
 class TransportWire:

@@ -28,7 +28,8 @@ from unittest import mock
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed.device_mesh", "ringspan.collectives", "attention_cases", "pytest"])
 
-_PYTHONPATH = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+_HERE = Path(__file__).parent
+_PYTHONPATH = os.pathsep.join([str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 _EXIT_S = 20.0  # for a rank to exit, once all are through
 
 

@@ -1,4 +1,4 @@
-"""`rs.attention` and `rs.gather` on gloo processes: a smaller table, every kind of group, and what only processes show."""
+"""`rs.attention` and `rs.gather` on gloo processes: a smaller table, every kind of group, and memory."""
 
 import math
 import time
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks, values
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringspan as rs
 from attention_cases import Job, covering_third, job_of_case, make_job
 from cases import ROWS, meshes, replicated, select
-from ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

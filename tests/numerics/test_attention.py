@@ -238,15 +238,15 @@ def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.
     The error left is that of rounding the result once, so that it does not grow with the number of parts merged.
     """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 16, 512, 32, generator=generator).to(dtype) for _ in range(3))
-    one = rs.zigzag(512, 1)
+    q, k, v = (torch.randn(1, 16, 256, 32, generator=generator).to(dtype) for _ in range(3))
+    one = rs.zigzag(256, 1)
     job = job_of(q, k, v, CAUSAL, one, one, {})
     # The fused operator's half-precision code cannot run on every CPU; this is plain attention by its definition.
     with sdpa_kernel(SDPBackend.MATH):
         plain = errors_of(job, scaled_dot_product_attention(q, k, v, is_causal=True))
     errors = {}
     for world_size in (2, 4, 8, 16):
-        layout = rs.zigzag(512, world_size)
+        layout = rs.zigzag(256, world_size)
         spread = job._replace(layout=layout, kv_layout=layout, options=options_of(algorithm, world_size))
         errors[world_size] = errors_of(job, layout.unshard([got.out for got in run(spread)], 2))
     for of_ranks in errors.values():
@@ -317,7 +317,7 @@ def record(job: Job, **options: Any) -> list[list[Event]]:
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_the_recorded_events_are_those_of_the_simulator(algorithm: str, world_size: int) -> None:
-    cases = select(algorithm=algorithm, world_size=world_size)[::4]
+    cases = select(algorithm=algorithm, world_size=world_size)[::5]
     for case in cases:
         job = job_of_case(case, torch.float32)
         simulation = rs.simulate_attention(
@@ -326,9 +326,7 @@ def test_the_recorded_events_are_those_of_the_simulator(algorithm: str, world_si
             layout=job.layout,
             **case.options,
         )
-        simulated = [
-            [event for step in simulation.trace for event in step[rank].events] for rank in range(world_size)
-        ]
+        simulated = [[event for step in simulation.trace for event in step[rank].events] for rank in range(world_size)]
         assert record(job) == simulated, case
         assert any(simulated), case
 

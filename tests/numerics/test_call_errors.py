@@ -95,24 +95,63 @@ REFUSALS = [
     Refusal("sinks elsewhere", given(sinks=torch.zeros(4, device="meta")), SHAPE, ("sinks", "meta", "cpu")),
     Refusal("a scale of NaN", given(scale=math.nan), SHAPE, ("scale=nan", "finite")),
     Refusal("an infinite scale", given(scale=math.inf), SHAPE, ("scale=inf", "finite")),
-    Refusal("a short shard of q", every(lambda x: x[:, :, 1:], "q"), SHAPE, ("q.shape=(1, 4, 5, 8) on rank 1", "6", "layout.shard(whole, 1, dim=2)")),
-    Refusal("a long shard of k and v", every(lambda x: x.repeat(1, 1, 2, 1), "kv"), SHAPE, ("k.shape=(1, 2, 12, 8) on rank 1", "layout.shard(")),
+    Refusal(
+        "a short shard of q",
+        every(lambda x: x[:, :, 1:], "q"),
+        SHAPE,
+        ("q.shape=(1, 4, 5, 8) on rank 1", "6", "layout.shard(whole, 1, dim=2)"),
+    ),
+    Refusal(
+        "a long shard of k and v",
+        every(lambda x: x.repeat(1, 1, 2, 1), "kv"),
+        SHAPE,
+        ("k.shape=(1, 2, 12, 8) on rank 1", "layout.shard("),
+    ),
     Refusal("a layout for fewer ranks", given(layout=rs.zigzag(SEQ_LEN, 1)), LAYOUT, ("layout", "1 rank", "2")),
     Refusal("a layout for more ranks", given(layout=rs.zigzag(SEQ_LEN, 4)), LAYOUT, ("layout", "4 ranks", "2")),
     Refusal("a kv_layout for more ranks", given(kv_layout=rs.zigzag(SEQ_LEN, 3)), LAYOUT, ("kv_layout", "for 3")),
     Refusal("masks for two rows", given(mask=rs.per_row([rs.full()] * 2)), SHAPE, ("mask has 2 rows", "(1,)")),
     Refusal("a mask that ends early", given(mask=rs.documents([5])), rs.MaskError, ("position 11", "5 tokens")),
-    Refusal("an unknown algorithm", given(algorithm="pass-kv"), UNSUPPORTED, ("algorithm='pass-kv'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring")),
-    Refusal("heads Ulysses cannot split", lambda call: given(algorithm="ulysses")(call) | every(lambda x: x[:, :1])(call), UNSUPPORTED, ("1 query heads", "pass_kv")),
-    Refusal("a mesh for a ring", given(mesh=(1, 2)), UNSUPPORTED, ("mesh=", "outer=1, inner=2", "pass_kv takes no mesh", "hybrid, double_ring")),
+    Refusal(
+        "an unknown algorithm",
+        given(algorithm="pass-kv"),
+        UNSUPPORTED,
+        ("algorithm='pass-kv'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring"),
+    ),
+    Refusal(
+        "heads Ulysses cannot split",
+        lambda call: given(algorithm="ulysses")(call) | every(lambda x: x[:, :1])(call),
+        UNSUPPORTED,
+        ("1 query heads", "pass_kv"),
+    ),
+    Refusal(
+        "a mesh for a ring",
+        given(mesh=(1, 2)),
+        UNSUPPORTED,
+        ("mesh=", "outer=1, inner=2", "pass_kv takes no mesh", "hybrid, double_ring"),
+    ),
     Refusal("no mesh for a hybrid", given(algorithm="hybrid"), UNSUPPORTED, ("mesh=None", "(outer, inner)", "= 2")),
-    Refusal("a mesh of other size", given(algorithm="double_ring", mesh=(2, 2)), LAYOUT, ("mesh=(2, 2)", "(2, 1), (1, 2)")),
+    Refusal(
+        "a mesh of other size", given(algorithm="double_ring", mesh=(2, 2)), LAYOUT, ("mesh=(2, 2)", "(2, 1), (1, 2)")
+    ),
     Refusal("a mesh of one dimension", given(algorithm="hybrid", mesh=(2,)), LAYOUT, ("mesh=(2,)", "(outer, inner)")),
     Refusal("an empty mesh", given(mesh=()), LAYOUT, ("mesh=()", "(outer, inner)")),
-    Refusal("an unknown direction", given(direction="left"), UNSUPPORTED, ("direction='left'", '"forward"', '"reverse"')),
-    Refusal("a direction of an all-gather", given(algorithm="all_gather", direction="forward"), UNSUPPORTED, ("direction='forward'", "all_gather takes no direction", "pass_kv")),
+    Refusal(
+        "an unknown direction", given(direction="left"), UNSUPPORTED, ("direction='left'", '"forward"', '"reverse"')
+    ),
+    Refusal(
+        "a direction of an all-gather",
+        given(algorithm="all_gather", direction="forward"),
+        UNSUPPORTED,
+        ("direction='forward'", "all_gather takes no direction", "pass_kv"),
+    ),
     Refusal("an unknown kernel", given(kernel="fast"), UNSUPPORTED, ("kernel='fast'", "auto", "sdpa_cpu, reference")),
-    Refusal("a kernel for GPUs", given(kernel="sdpa_flash"), UNSUPPORTED, ("kernel='sdpa_flash'", "CUDA", "use kernel='auto'")),
+    Refusal(
+        "a kernel for GPUs",
+        given(kernel="sdpa_flash"),
+        UNSUPPORTED,
+        ("kernel='sdpa_flash'", "CUDA", "use kernel='auto'"),
+    ),
     Refusal("a mask that is none", given(mask="causal"), rs.MaskError, ("mask='causal'", "rs.causal()")),
     Refusal("a dense mask", given(mask=torch.ones(SEQ_LEN, SEQ_LEN)), rs.MaskError, ("mask", "Tensor")),
     Refusal("a layout that is none", given(layout=[[0, 1], [2, 3]]), LAYOUT, ("layout=[[0, 1], [2, 3]]",)),
@@ -121,7 +160,7 @@ REFUSALS = [
     Refusal("a scale that is none", given(scale="big"), SHAPE, ("scale='big'",)),
     Refusal("no time at all", given(timeout_s=0.0), rs.RingspanError, ("timeout_s=0",)),
     Refusal("a time that is no number", given(timeout_s=math.nan), rs.RingspanError, ("timeout_s=nan",)),
-]  # fmt: skip
+]
 
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
 

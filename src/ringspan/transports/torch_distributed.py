@@ -10,6 +10,7 @@ NCCL takes one batch per rank and step. That path has not been run here.
 
 import contextlib
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from ringspan.transports.base import Posted, Receive, Send
 _TAG = 0x5253
 _ABORT_TAG = 0x5254
 _REASON = "ringspan/aborted"
+_STORE_PATIENCE_S = 2.0
 
 
 class TorchDistributed:
@@ -99,16 +101,29 @@ class TorchDistributed:
 
     def _give_up(self, reason: str) -> str:
         """Close the connections, so that no rank waits for this one in vain; returns the first reason given."""
-        with contextlib.suppress(RuntimeError):  # the rank that served the store may be gone
-            reason = self._store.compare_set(_REASON, "", reason).decode()
-        with contextlib.suppress(RuntimeError):
-            if self._is_nccl:
-                self.group.abort()
-            elif self.world_size > 1:
-                # Only an expired wait makes gloo close its connections.
-                never = self.group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, _ABORT_TAG)
-                never.wait(timedelta(milliseconds=1))
+        reason = self._publish(reason)
+        if self._is_nccl:
+            self.group.abort()
+            return reason
+        for peer in range(self.world_size):
+            # Only an expired wait makes gloo close its connections; one to a peer that is gone does not expire.
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
         return reason
+
+    def _publish(self, reason: str) -> str:
+        """Tell the store, which may be gone or stuck with the rank that serves it: then this rank's word must do."""
+        answer = [reason]
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answer.append(self._store.compare_set(_REASON, "", reason).decode())
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_STORE_PATIENCE_S)
+        return answer[-1]
 
 
 def _plain(error: RuntimeError) -> str:
