@@ -9,7 +9,7 @@ import torch
 
 import oracle
 import ringspan as rs
-from cases import CASES, Case, make_arrays, make_mask
+from cases import CASES, ROWS, Case, make_arrays, make_mask, meshes
 from oracle import MaskSpec
 
 BATCH = 2
@@ -58,6 +58,18 @@ class Job(NamedTuple):
             torch.testing.assert_close(
                 mine, theirs, **tolerance, msg=lambda text, name=name: f"{what}, {name} of rank {rank}: {text}"
             )
+
+
+def run(job: Job, **options: Any) -> list[rs.Attention]:
+    """What all ranks compute, as threads of this process."""
+    return rs.run_in_process(lambda group: job.attend(group, group.rank, **options), job.layout.world_size)
+
+
+def options_of(algorithm: str, world_size: int) -> dict[str, Any]:
+    """The algorithm, with the squarest mesh there is if it takes one."""
+    row = next(row for row in ROWS if row.algorithm == algorithm)
+    mesh = min(meshes(row, world_size), key=lambda mesh: 0 if mesh is None else abs(mesh.outer - mesh.inner))
+    return {"algorithm": algorithm, "mesh": mesh}
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

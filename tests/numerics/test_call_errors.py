@@ -9,7 +9,6 @@ import torch
 
 import ringspan as rs
 import ringspan.session
-from ringspan.transports import Opened
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 
@@ -165,32 +164,18 @@ REFUSALS = [
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingTransport]:
-    """The transports of all groups made from now on, each counting what it sends."""
-    transports: list[CountingTransport] = []
-
-    def open_counted(group: Any, open_transport: Callable[[Any], Opened] = ringspan.session.open_transport) -> Opened:
-        transport, mesh_shape = open_transport(group)
-        transports.append(CountingTransport(transport))
-        return Opened(transports[-1], mesh_shape)
-
-    monkeypatch.setattr(ringspan.session, "open_transport", open_counted)
-    return transports
-
-
-def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], transports: list[CountingTransport]) -> Any:
+def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], counted: dict[int, CountingTransport]) -> Any:
     """The error of a call with the bad arguments; then a good call must still work."""
     good = arguments(group.rank, group.world_size)
     with pytest.raises(Exception) as raised:  # noqa: PT011 (which one is for the caller to look at)
         call(good | bad(good), group)
-    assert not any(sum(transport.messages_sent) for transport in transports if transport.rank == group.rank)
+    assert not any(counted[group.rank].messages_sent)
     assert call(good, group).shape == good["q"].shape
     return raised.value
 
 
 @each_refusal
-def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: list[CountingTransport]) -> None:
+def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: dict[int, CountingTransport]) -> None:
     """It raises its own error, all others one that names it; nothing is sent, and the group stays usable."""
 
     def on_rank(group: InProcessRank) -> Any:
@@ -206,7 +191,7 @@ def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: list[CountingTr
 
 
 @each_refusal
-def test_all_ranks_with_the_same_bad_argument(refusal: Refusal, counted: list[CountingTransport]) -> None:
+def test_all_ranks_with_the_same_bad_argument(refusal: Refusal, counted: dict[int, CountingTransport]) -> None:
     """Each raises its own error."""
     errors = rs.run_in_process(lambda group: outcome(group, refusal.change, counted), 2, timeout_s=20)
     assert all(isinstance(error, refusal.error) for error in errors), errors
@@ -265,7 +250,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("field", DISAGREEMENTS)
 @pytest.mark.parametrize("odd", [0, 2])
-def test_the_odd_rank_is_named_on_all(field: str, odd: int, counted: list[CountingTransport]) -> None:
+def test_the_odd_rank_is_named_on_all(field: str, odd: int, counted: dict[int, CountingTransport]) -> None:
     change, value, others_value = DISAGREEMENTS[field]
 
     def on_rank(group: InProcessRank) -> Any:

@@ -1,7 +1,8 @@
 """How much memory does a call take above its inputs? Counted in live storages, on every rank.
 
 Sizes are those of one rank's shard: `q`, `kv` (k and v together), and `out` and `lse` in the accumulator type. A few
-tensors the size of lse come and go while parts are merged; they are the slack of every bound below. The high-water mark of real processes is in tests/distributed.
+tensors the size of lse come and go while parts are merged; they are the slack of every bound below. The high-water
+mark of real processes is in tests/distributed.
 """
 
 import weakref

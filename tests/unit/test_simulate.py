@@ -162,9 +162,14 @@ def test_the_trace_is_not_changed_by_what_follows():
 
 @ALGORITHMS
 def test_inputs_are_left_alone(options):
+    """Also where a shard is a view of them: a contiguous layout, or a single rank."""
     q, k, v, dout = arrays = make_arrays("inputs", HEADS, LENGTH, LENGTH)
     copies = [x.copy() for x in arrays]
-    rs.simulate_attention(q, k, v, mask=rs.causal(), layout=rs.zigzag(LENGTH, 4), **options).gradients(dout)
+    for layout in (rs.zigzag(LENGTH, 4), rs.contiguous(LENGTH, 4)):
+        rs.simulate_attention(q, k, v, mask=rs.causal(), layout=layout, **options).gradients(dout)
+    for head in range(8):
+        of_head = (q[head], k[head // 4], v[head // 4])
+        rs.simulate_attention(*of_head, mask=rs.causal(), layout=rs.contiguous(LENGTH, 1)).gradients(dout[head])
     for x, copy in zip(arrays, copies, strict=True):
         np.testing.assert_array_equal(x, copy)
 

@@ -48,6 +48,7 @@ def check_place(message: str) -> None:
         ("2 ranks\nq_grad0×kv0 kv0→1 │ q_grad1×kv1\n │ q_grad1×kv0\n │ dkv0→0", CAUSAL),
         ("2 ranks\nq*×kv0 │ q*×kv1\nout*↔all │ out*↔all", FULL),
         ("2 ranks\nq0×kv0 q0×kv* │ q1×kv*,kv1", LOCAL_AND_ALL),
+        ("2 ranks\nq_grad0×kv0,kv* │ q_grad1×kv1 q_grad1×kv*", LOCAL_AND_ALL),
         ("2 ranks, heads 4/2\nq0[0:2]×kv0[0:1] q0[2:4]×kv0[1:2] │ q1×kv1", LOCAL),
         ("2 ranks, heads 4/1\nq0[0:2]×kv0[0:1] q0[2:4]×kv0 │ q1[0:1]×kv1 q1[1:4]×kv1", LOCAL),
         ("2 ranks\n │ ", ((0, 0), (0, 0))),
@@ -156,6 +157,9 @@ REFUSALS = {
         "step 0: rank 0 attends q0[2:4]×kv0[1:2], but out0[2:4] there has kv0 already for heads [2:4]",
     ),
     "attend forward and backward": Refusal("2 ranks\nq0×kv0 │ q_grad1×kv1", "step 0: rank 1 attends q_grad1×kv1"),
+    "attend queries of one rank and of all": Refusal(
+        "2 ranks\nq*×kv0 q0×kv0 │ q*×kv1\nout*↔all │ out*↔all", "step 0: rank 0 attends q0×kv0", FULL
+    ),
     "heads there are not": Refusal("2 ranks, heads 4/2\n │ \nq0[0:5]×kv0 │ q1×kv1", "step 1: rank 0"),
     "no heads at all": Refusal("2 ranks, heads 4/2\nq0×kv0 q0[2:2]×kv0[1:1] │ q1×kv1", "step 0: rank 0"),
     "heads in a schedule without": Refusal("2 ranks\nq0×kv0 │ q1[0:1]×kv1[0:1]", "step 0: rank 1"),
@@ -179,6 +183,14 @@ REFUSALS = {
     ),
     "send one's own sum": Refusal(
         "2 ranks\nq0×kv0 │ q1×kv1\nout0→1 │ ", "step 1: rank 0 sends its own out0 away to rank 1"
+    ),
+    "send a sum that every rank keeps": Refusal(
+        "2 ranks\nq*×kv0 │ q*×kv1\nout*→1 │ \nout*↔all │ out*↔all", "step 1: rank 0 sends out*", FULL
+    ),
+    "send a gradient that every rank keeps": Refusal(
+        "2 ranks\nq_grad0×kv0 q_grad0×kv* │ q_grad1×kv1 q_grad1×kv*\ndkv*→1 │ ",
+        "step 1: rank 0 sends dkv*",
+        LOCAL_AND_ALL,
     ),
     "merge an input": Refusal(
         "2 ranks\nq0×kv0 kv*↔all │ q1×kv1 kv*↔all", "step 0: kv*↔all: only a sum that every rank holds"

@@ -1,0 +1,87 @@
+"""However `ringspan bench` ends, no process of it goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = [sys.executable, "-c", "from ringspan.cli import main; main()"]
+LONG = ["--ranks", "2", "--tokens", "64K"]  # still busy when it is interrupted
+LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+ENDS_WITHIN_S = 10.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def start() -> "tuple[subprocess.Popen[str], list[int]]":
+    """A long run, and the processes of its ranks, once they compute."""
+    process = subprocess.Popen(
+        [*PROGRAM, "bench", *LONG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name not in LAUNCHERS},
+        start_new_session=True,
+    )
+    wait_until(lambda: len(ranks := children(process.pid)) == 2 and all(bytes_in_use(rank) > 320e6 for rank in ranks))
+    time.sleep(1.0)  # torch and the inputs are there; now both are in the first call and say nothing
+    return process, children(process.pid)
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def children(pid: int) -> list[int]:
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return sorted(child for child in pids if stat(child)[1:2] == [str(pid)])
+
+
+def is_alive(pid: int) -> bool:
+    return stat(pid)[:1] not in ([], ["Z"])
+
+
+def bytes_in_use(pid: int) -> int:
+    fields = stat(pid)
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
+def wait_until(is_so: Any, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+class TestNothingIsLeftBehind:
+    def test_after_ctrl_c(self) -> None:
+        process, ranks = start()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the ranks too
+        output, errors = process.communicate(timeout=ENDS_WITHIN_S)
+        assert (process.returncode, output) == (130, "")
+        assert "Traceback" not in errors
+        assert not any(map(is_alive, ranks))
+
+    def test_after_the_sudden_death_of_the_parent(self) -> None:
+        process, ranks = start()
+        process.kill()
+        process.communicate(timeout=ENDS_WITHIN_S)
+        wait_until(lambda: not any(map(is_alive, ranks)), ENDS_WITHIN_S)
+
+    def test_after_the_sudden_death_of_a_rank(self) -> None:
+        process, ranks = start()
+        os.kill(ranks[1], signal.SIGKILL)
+        output, errors = process.communicate(timeout=2 * ENDS_WITHIN_S)
+        assert (process.returncode, output) == (1, "")
+        assert errors == "Error: rank 1 was killed by SIGKILL, as is done when memory runs out\n"
+        assert not any(map(is_alive, ranks))

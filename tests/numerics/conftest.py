@@ -1,0 +1,23 @@
+"""What several tests of the runtime need."""
+
+from typing import Any
+
+import pytest
+
+import ringspan.session
+from ringspan.transports import Opened, open_transport
+from ringspan.transports.counting import CountingTransport
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, CountingTransport]:
+    """The transports of the group opened last, by rank; each counts what it sends."""
+    by_rank: dict[int, CountingTransport] = {}
+
+    def open_counted(group: Any) -> Opened:
+        transport, mesh_shape = open_transport(group)
+        by_rank[transport.rank] = CountingTransport(transport)
+        return Opened(by_rank[transport.rank], mesh_shape)
+
+    monkeypatch.setattr(ringspan.session, "open_transport", open_counted)
+    return by_rank

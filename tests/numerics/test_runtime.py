@@ -1,0 +1,137 @@
+"""How the runtime runs a schedule: what it records, what it sends, and when it uses a buffer again."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ringspan as rs
+import ringspan.session
+from attention_cases import Job, job_of_case, lse_dtype, make_job, options_of, run
+from cases import ROWS, make_mask, select
+from ringspan.execute import Event
+from ringspan.tiles import Problem, Shapes
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+HEADS = rs.Heads(8, 2)
+CAUSAL = ("causal",)
+
+each_algorithm = pytest.mark.parametrize("algorithm", [row.algorithm for row in ROWS])
+
+
+def record(job: Job, **options: Any) -> list[list[Event]]:
+    def attend(group: InProcessRank) -> list[Event]:
+        events: list[Event] = []
+        job.attend(group, group.rank, record=events.append, **options)
+        return events
+
+    return rs.run_in_process(attend, job.layout.world_size)
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_the_recorded_events_are_those_of_the_simulator(algorithm: str, world_size: int) -> None:
+    cases = select(algorithm=algorithm, world_size=world_size)[::5]
+    for case in cases:
+        job = job_of_case(case, torch.float32)
+        simulation = rs.simulate_attention(
+            *(x.numpy() for x in (job.q, job.k, job.v)),
+            mask=make_mask(case.spec),
+            layout=job.layout,
+            **case.options,
+        )
+        simulated = [[event for step in simulation.trace for event in step[rank].events] for rank in range(world_size)]
+        assert record(job) == simulated, case
+        assert any(simulated), case
+
+
+def test_auto_is_pass_kv() -> None:
+    job = make_job("auto", CAUSAL, rs.zigzag(24, 3), HEADS)
+    assert record(job, algorithm="auto") == record(job, algorithm="pass_kv")
+
+
+@each_algorithm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_bytes_on_the_wire_are_those_of_the_schedule(
+    algorithm: str, dtype: torch.dtype, counted: dict[int, CountingTransport]
+) -> None:
+    for case in [case for size in (2, 3, 4, 5) for case in select(algorithm=algorithm, world_size=size)[::7]]:
+        job = job_of_case(case, dtype)
+        run(job)
+        problem = problem_of(job)
+        visible = rs.visible_blocks(problem.mask, job.layout, job.layout)
+        expected = np.zeros((case.world_size, case.world_size), dtype=int)
+        for step in case.make_schedule(visible).steps:
+            for block, src, dst in step.transfers:
+                expected[src, dst] += problem.block_bytes(block)
+        got = np.array([counted[rank].bytes_sent for rank in range(case.world_size)])
+        assert (got == expected).all(), case
+
+
+def problem_of(job: Job) -> Problem:
+    heads = rs.Heads(job.q.shape[1], job.k.shape[1])
+    sum_itemsize = lse_dtype(job.q.dtype).itemsize
+    shapes = Shapes((job.q.shape[0],), heads, job.q.shape[3], job.v.shape[3], job.q.element_size(), sum_itemsize)
+    return Problem(make_mask(job.spec), job.layout, job.kv_layout, shapes)
+
+
+def test_bytes_on_the_wire_by_hand(counted: dict[int, CountingTransport]) -> None:
+    """Full mask, 4 ranks of 6 tokens, batch 2, 8 heads over 2, dims 4 and 3, bfloat16."""
+    layout = rs.contiguous(24, 4)
+    kv, q, out, lse = 2 * 2 * 6 * (4 + 3) * 2, 2 * 8 * 6 * 4 * 2, 2 * 8 * 6 * 3 * 4, 2 * 8 * 6 * 4
+    a_head_of_kv = kv // 2  # two ranks share each of the two KV heads
+    expected = {
+        "pass_kv": 3 * kv,
+        "all_gather": 3 * kv,
+        "double_ring": 3 * kv,
+        "pass_q": 3 * q + 3 * (out + lse),
+        "ulysses": 3 * (q // 4) + 3 * a_head_of_kv + 3 * (out + lse) // 4,
+    }
+    for algorithm, nbytes in expected.items():
+        run(make_job("bytes", ("full",), layout, HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4)))
+        assert [sum(counted[rank].bytes_sent) for rank in range(4)] == [nbytes] * 4, algorithm
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None:
+    """Messages are copied when both ends are posted, so a buffer used again too early would show."""
+    heads = HEADS if world_size == 2 else rs.Heads(5, 5)
+    jobs = [
+        make_job(str(i), spec, rs.zigzag(40, world_size), heads, **options_of(algorithm, world_size))
+        for i, spec in enumerate((("full",), CAUSAL))
+    ]
+
+    def attend(group: InProcessRank) -> list[rs.Attention]:
+        pauses = np.random.default_rng(group.rank)
+
+        def dawdle(_: Event) -> None:
+            time.sleep(pauses.choice([0.0, 0.0, 0.0005, 0.002]))
+
+        results = []
+        for job in jobs * 3:
+            qkv = [x.clone() for x in job.shards(group.rank)]
+            results.append(
+                rs.attention(
+                    *qkv,
+                    mask=make_mask(job.spec),
+                    layout=job.layout,
+                    group=group,
+                    record=dawdle,
+                    return_lse=True,
+                    **job.options,
+                )
+            )
+            for x in qkv:  # the call is over: the inputs are the caller's again
+                x.fill_(math.nan)
+        return results
+
+    for rank, results in enumerate(rs.run_in_process(attend, world_size)):
+        for job, got in zip(jobs * 3, results, strict=True):
+            job.check(rank, got)
