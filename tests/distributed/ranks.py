@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.device_mesh", "ringspan.collectives", "attention_cases", "pytest"])
+# torch.distributed.tensor is what torch.testing.assert_close would import, in every rank anew.
+_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "ringspan.collectives", "attention_cases", "pytest"])
 
 _HERE = Path(__file__).parent
 _PYTHONPATH = os.pathsep.join([str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

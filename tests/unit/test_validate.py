@@ -160,6 +160,9 @@ REFUSALS = {
     "attend queries of one rank and of all": Refusal(
         "2 ranks\nq*×kv0 q0×kv0 │ q*×kv1\nout*↔all │ out*↔all", "step 0: rank 0 attends q0×kv0", FULL
     ),
+    "attend gradients of queries of all": Refusal(
+        "2 ranks\nq_grad0×kv0 q_grad*×kv0 │ q_grad1×kv1", "step 0: rank 0 attends q_grad*×kv0"
+    ),
     "heads there are not": Refusal("2 ranks, heads 4/2\n │ \nq0[0:5]×kv0 │ q1×kv1", "step 1: rank 0"),
     "no heads at all": Refusal("2 ranks, heads 4/2\nq0×kv0 q0[2:2]×kv0[1:1] │ q1×kv1", "step 0: rank 0"),
     "heads in a schedule without": Refusal("2 ranks\nq0×kv0 │ q1[0:1]×kv1[0:1]", "step 0: rank 1"),
