@@ -159,7 +159,6 @@ class _Proof:
         self._check_attend(rank, attend)
         for block in (*attend.qs, *attend.kvs):
             self._read(rank, block, "attends")
-            self.has_replicated_query |= block.kind == "q" and block.owner == ALL
         segments = self.segments.of(attend.qs[0])
         for block, bits in self.visible.contributions(attend):
             self._add(rank, block, dict.fromkeys(segments, bits), attend)
@@ -180,6 +179,12 @@ class _Proof:
         self._check_heads(rank, attend.kvs[0])
         if not self.segments.are_paired(attend.qs[0], attend.kvs[0]):
             self._fail(f"rank {rank} attends {attend}; the KV heads are not those of the query heads")
+        is_replicated = {q.owner == ALL for q in attend.qs}
+        self.has_replicated_query = attend.qs[0].owner == ALL if self.q_kind is None else self.has_replicated_query
+        if is_replicated != {self.has_replicated_query}:
+            self._fail(f"rank {rank} attends {attend}; queries are those of ranks, or q*, which all hold, not both")
+        if attend.qs[0] == Block("q_grad", ALL, attend.qs[0].heads):
+            self._fail(f"rank {rank} attends {attend}; gradients of queries that all ranks hold are not known here")
         self.q_kind = self.q_kind or attend.qs[0].kind
         if attend.qs[0].kind != self.q_kind:
             self._fail(
@@ -191,6 +196,8 @@ class _Proof:
         block, src, dst = transfer
         if src == block.owner:
             self._fail(f"rank {src} sends its own {block} away to rank {dst}")
+        if block.owner == ALL:
+            self._fail(f"rank {src} sends {block} to rank {dst}, but every rank keeps its own part; merge it by all")
         heads = self.segments.bits_of(block)
         part = self.sums[src].pop(block, {})
         if not part:
