@@ -1,15 +1,17 @@
 """What does simulating many devices cost over plain blockwise attention on one, in time and in memory?
 
-Causal attention of one head. Times are taken in one process, plain and simulated runs in turn, and compared pair by
-pair, so that whatever else the machine does falls on both; BLAS runs on one thread for the same reason. Memory is the
-peak of a process that does nothing but simulate, less that of one that only imports and makes the inputs.
+Causal attention of one head. Times are CPU seconds with BLAS on one thread, which on an idle machine are the time that
+passes. They are taken in one process, plain and simulated runs in turn, and compared round by round, so that whatever
+else the machine does falls on all of them. Memory is the peak of a process that does nothing but simulate, less that of
+one that only imports and makes the inputs.
 
-    python benchmarks/simulate_speed.py [--seq-len 32768] [--devices 8] [--pairs 5] [--write]
+    python benchmarks/simulate_speed.py [--seq-len 32768] [--devices 8] [--rounds 5] [--write]
 """
 
 import argparse
 import json
 import resource
+import statistics
 import sys
 import time
 import tracemalloc
@@ -34,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, default=32768)
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each, plain and simulated in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="how often all of them run in turn")
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # what a subprocess is to do
     args = parser.parse_args()
@@ -51,7 +53,7 @@ def main() -> None:
 
 def report(args: argparse.Namespace) -> tuple[str, bool]:
     """The table, and whether the forward pass keeps the promises."""
-    sizes = ("--seq-len", args.seq_len, "--devices", args.devices, "--pairs", args.pairs)
+    sizes = ("--seq-len", args.seq_len, "--devices", args.devices, "--rounds", args.rounds)
     measure = partial(in_subprocess, __file__, *sizes, "--measure")
     rows, is_kept, block_sizes = [], True, {}
     for dtype in DTYPES:
@@ -59,16 +61,17 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
         block_sizes |= {f"{dtype} {name}": size for name, size in times["block_sizes"].items()}
         inputs = measure("rss", dtype)
         for run in RUNS:
-            plain, simulated, difference = times["runs"][" ".join(run)]
+            name = " ".join(run)
+            plain, simulated = times["seconds"][run[0]], times["seconds"][name]
             ratios = [b / a for a, b in zip(plain, simulated, strict=True)]
             rss = measure("rss", dtype, *run)
             traced = measure("traced", dtype, *run)
             rows.append(
                 [dtype, *run, format_median(plain), format_median(simulated), format_median(ratios)]
                 + [f"{x / 1e6:.0f}" for x in (rss, rss - inputs, traced)]
-                + [f"{difference:.1e}"]
+                + [f"{times['difference'][name]:.1e}"]
             )
-            is_kept &= run[0] == "backward" or (sorted(ratios)[len(ratios) // 2] <= MAX_RATIO and rss <= MAX_BYTES)
+            is_kept &= run[0] == "backward" or (statistics.median(ratios) <= MAX_RATIO and rss <= MAX_BYTES)
     header = ["dtype", "pass", "layout", "algorithm", "plain, s", "simulated, s", "ratio"]
     header += ["peak MB", "over inputs, MB", "traced, MB", "difference"]
     blocks = ", ".join(f"{q}×{kv} ({name})" for name, (q, kv) in block_sizes.items())
@@ -76,12 +79,12 @@ def report(args: argparse.Namespace) -> tuple[str, bool]:
     return (
         f"`python benchmarks/simulate_speed.py {' '.join(map(str, sizes))}`\n\n"
         f"{describe_machine()}, BLAS on one thread.\n\n"
-        f"{args.devices} devices, {args.seq_len} tokens, one head of {HEAD_DIM}, causal. The median (smallest – "
-        f"largest) of {args.pairs} runs of each in turn; the ratio is that of each pair. Plain attention in its best "
-        f"block size: {blocks}. Memory: peak resident "
-        "size of a process that only simulates, that less the same process without simulating, and the peak of what "
-        "NumPy allocated while simulating. A backward run's time is without its forward pass, its memory with it. "
-        "Difference: the largest, absolute, between plain and simulated results.\n\n"
+        f"{args.devices} devices, {args.seq_len} tokens, one head of {HEAD_DIM}, causal, with everything warm. Times are "
+        f"CPU seconds, the median (smallest – largest) of {args.rounds} rounds of all runs in turn; ratios are those of "
+        f"each round. Plain attention is in its best block size: {blocks}. Memory is the peak resident size of a "
+        "process that only simulates, that less the same without simulating, and the peak of what was allocated while "
+        "simulating. A backward run's time is without its forward pass, its memory with it. The difference is the "
+        "largest, absolute, between plain and simulated results.\n\n"
         f"{format_table(header, rows)}\n\n"
         f"Promise for the forward pass ({promise}): {'kept' if is_kept else 'NOT KEPT'}."
     ), is_kept
@@ -105,13 +108,17 @@ def measure_times(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     }
     sample = slice(args.seq_len // 4)
     best = {name: plain.best_block_size(partial(run, part=sample)) for name, run in plain_runs.items()}
-    runs = {}
-    for run in RUNS:
-        simulated, reference = prepare(args, inputs, *run), partial(plain_runs[run[0]], best[run[0]])
-        difference = max(float(np.abs(a - b).max()) for a, b in zip(reference(), simulated(), strict=True))
-        seconds = [(timed(reference), timed(simulated)) for _ in range(args.pairs)]
-        runs[" ".join(run)] = (*zip(*seconds, strict=True), difference)
-    return {"block_sizes": best, "runs": runs}
+    seconds, difference = {}, {}
+    for direction, plain_run in plain_runs.items():
+        reference = partial(plain_run, best[direction])
+        expected = reference()
+        simulations = {" ".join(run): prepare(args, inputs, *run) for run in RUNS if run[0] == direction}
+        for name, simulate in simulations.items():
+            difference[name] = max(float(np.abs(a - b).max()) for a, b in zip(expected, simulate(), strict=True))
+        for _ in range(args.rounds):
+            for name, run in ((direction, reference), *simulations.items()):
+                seconds.setdefault(name, []).append(timed(run))
+    return {"block_sizes": best, "seconds": seconds, "difference": difference}
 
 
 def measure_rss(args: argparse.Namespace, dtype: str, *run: str) -> int:
@@ -161,9 +168,9 @@ def prepare(
 
 
 def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 if __name__ == "__main__":

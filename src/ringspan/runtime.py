@@ -131,7 +131,7 @@ def _slabs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    largest = batch * max(group * rows * v.shape[3], k.shape[2] * k.shape[3]) * 4
+    largest = max(1, batch * max(group * rows * v.shape[3], k.shape[2] * k.shape[3]) * 4)
     at_once = max(1, min(kv_heads, _SLAB_BYTES // largest))
     if at_once == kv_heads:
         yield (), ()

@@ -205,6 +205,21 @@ def test_a_part_of_the_wrong_length_is_refused_on_all_ranks() -> None:
     assert "part.shape=(4,)" in str(first)
 
 
+def test_one_rank_with_a_layout_for_another_world_size() -> None:
+    layout = rs.zigzag(8, 3)
+
+    def gather(group: InProcessRank) -> None:
+        of = rs.zigzag(8, 4) if group.rank == 1 else layout
+        rs.gather(torch.zeros(layout.shard_len(group.rank)), of, group, dim=0)
+
+    first, second, third = errors_of(3, gather)
+    assert isinstance(second, rs.LayoutError)
+    assert isinstance(first, rs.TransportError)
+    assert str(first) == str(third)
+    assert "rank 1" in str(first)
+    assert "4 ranks" in str(first)
+
+
 @pytest.mark.parametrize("call", [rs.shard, rs.gather])
 def test_a_dim_that_is_not_there(call: Callable[..., torch.Tensor]) -> None:
     for error in errors_of(2, lambda group: call(torch.zeros(4), rs.zigzag(8, 2), group, dim=1)):
