@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringspan.contract import Signature
-from ringspan.errors import LayoutError, ShapeError
+from ringspan.errors import LayoutError, RingspanError, ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
@@ -18,17 +18,19 @@ from ringspan.transports.base import Receive, Send
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
     """This rank's rows of a tensor that every rank holds; differentiable as any indexing is, without messages."""
-    session = _session(layout, group)
+    session = session_of(group)
+    _check_world_size(layout, session)
     return layout.shard(whole, session.transport.rank, dim)
 
 
 def gather(part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
     """The whole tensor on every rank, from the ranks' shards; differentiable."""
-    session = _session(layout, group)
+    session = session_of(group)
     try:
+        _check_world_size(layout, session)
         _check_part(part, layout, session.transport.rank, dim)
-    except ShapeError as error:
-        session.contract.refuse(f"ShapeError: {error}", session.transport.timeout_s)
+    except RingspanError as error:
+        session.contract.refuse(f"{type(error).__name__}: {error}", session.transport.timeout_s)
         raise
     gathered: torch.Tensor = _Gather.apply(part, layout, session, dim)  # type: ignore[no-untyped-call]
     return gathered
@@ -44,14 +46,12 @@ def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None
         )
 
 
-def _session(layout: Layout, group: Any) -> Session:
-    session = session_of(group)
+def _check_world_size(layout: Layout, session: Session) -> None:
     if layout.world_size != session.transport.world_size:
         raise LayoutError(
             f"the layout is for {layout.world_size} ranks and the group has {session.transport.world_size}; "
             "make it for the group"
         )
-    return session
 
 
 class _Gather(torch.autograd.Function):
