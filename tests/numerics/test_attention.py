@@ -46,9 +46,9 @@ def test_the_table_in_float64(algorithm: str, world_size: int) -> None:
 
 
 @each_algorithm
-def test_a_third_of_the_table_in_float32(algorithm: str) -> None:
-    cases = select(covering_third(1), algorithm=algorithm)
-    assert len(cases) >= 2 * 63
+def test_a_sixth_of_the_table_in_float32(algorithm: str) -> None:
+    cases = select(covering_third(1), algorithm=algorithm)[::2]
+    assert len(cases) >= 63
     for case in cases:
         check(job_of_case(case, torch.float32), case)
 

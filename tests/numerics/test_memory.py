@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringspan as rs
+import ringspan.runtime
 from ringspan.transports.in_process import InProcessRank
 
 torch.set_num_threads(1)
@@ -171,6 +172,17 @@ def test_half_types_are_widened_a_piece_at_a_time() -> None:
     sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=torch.bfloat16)
     widened = 2 * (sizes.q + sizes.kv)
     assert peak <= 2 * (sizes.out + sizes.lse) + 2 * sizes.kv + widened + slack(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_large_pieces_are_computed_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are heads to take apart: out + lse + 2 kv, and a few slabs for what a kernel returns and widens."""
+    slab = 2**15
+    monkeypatch.setattr(ringspan.runtime, "_SLAB_BYTES", slab)
+    sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=dtype)
+    final = sizes.out // 2 if dtype == torch.bfloat16 else 0  # out in its own type
+    assert slab < sizes.out // 4
+    assert peak <= sizes.out + final + sizes.lse + 2 * sizes.kv + 5 * slab + slack(sizes)
 
 
 def test_a_second_call_makes_no_new_buffers() -> None:
