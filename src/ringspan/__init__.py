@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ringspan.algorithms import Mesh, build_decode, build_schedule
 from ringspan.balance import balanced
 from ringspan.errors import (
+    CacheError,
     LayoutError,
     MaskError,
     RingspanError,
@@ -29,23 +30,33 @@ from ringspan.work import Work
 if TYPE_CHECKING:
     from ringspan.call import Attention, attention
     from ringspan.collectives import gather, shard
+    from ringspan.inference import Attended, Turn, decode, prefill
+    from ringspan.kv_cache import KVCache
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
 
 _NEED_TORCH = {
+    "Attended": "ringspan.inference",
     "Attention": "ringspan.call",
+    "KVCache": "ringspan.kv_cache",
+    "Turn": "ringspan.inference",
     "attention": "ringspan.call",
+    "decode": "ringspan.inference",
     "gather": "ringspan.collectives",
+    "prefill": "ringspan.inference",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
 }
 
 __all__ = [
+    "Attended",
     "Attention",
+    "CacheError",
     "Coverage",
     "Gradients",
     "Heads",
+    "KVCache",
     "Layout",
     "LayoutError",
     "Mask",
@@ -59,6 +70,7 @@ __all__ = [
     "Simulation",
     "Span",
     "TransportError",
+    "Turn",
     "UnsupportedError",
     "Visible",
     "Work",
@@ -69,6 +81,7 @@ __all__ = [
     "build_schedule",
     "causal",
     "contiguous",
+    "decode",
     "documents",
     "format_schedule",
     "frame_causal",
@@ -76,6 +89,7 @@ __all__ = [
     "gather",
     "parse_schedule",
     "per_row",
+    "prefill",
     "prefix",
     "ring_attention_context_parallel",
     "ring_attention_simulate",

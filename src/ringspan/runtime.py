@@ -20,7 +20,7 @@ from ringspan.layout import Layout
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, validate, visible_blocks
 from ringspan.softmax import Partial, accumulator_dtype, merge_
-from ringspan.tiles import BoundProgram, Message, Problem, Shape, bind, local_rows
+from ringspan.tiles import BoundProgram, Message, Problem, Shape, Sizes, bind, local_rows
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
@@ -178,7 +178,7 @@ class TransportWire:
     """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
 
     def __init__(
-        self, transport: Transport, buffers: Buffers, problem: Problem, like: torch.Tensor, timeout_s: float
+        self, transport: Transport, buffers: Buffers, problem: Sizes, like: torch.Tensor, timeout_s: float
     ) -> None:
         self.transport = transport
         self.buffers = buffers

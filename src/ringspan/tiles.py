@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,30 @@ class Shapes:
     sum_itemsize: int
 
 
+class Sizes(Protocol):
+    """What binding and running a program ask about its blocks."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+
+    def block_shapes(self, block: Block, /) -> tuple[Shape, ...]:
+        """The shapes of a block's arrays; lse has a last dim of 1, so that all of them slice alike."""
+
+    def block_bytes(self, block: Block, /) -> int:
+        """The bytes a Transfer of the block moves."""
+
+    def cut_tile(self, q: Block, kv: Block, /) -> "Cut":
+        """What there is to compute of a q block against a kv block."""
+
+
+class Cut(NamedTuple):
+    """The pieces of a tile, and how many pairs it has, visible or not, over all batch rows that differ."""
+
+    pieces: tuple[Piece, ...]
+    all_pairs: int
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What is to be computed, whatever the algorithm: who holds what, who sees what, and how large it is."""
@@ -56,6 +80,19 @@ class Problem:
                 f"mask has {len(self.mask.rows)} rows and q has batch dims {self.shapes.batch}; per_row takes one mask "
                 "for each row of the first batch dim"
             )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return self.layout.world_size
+
+    def cut_tile(self, q: Block, kv: Block) -> Cut:
+        """What there is to compute of a q block against a kv block."""
+        num_rows = len(self.mask.rows) if self.mask.rows is not None else 1
+        return Cut(
+            _pieces(self.mask, self.layout, self.kv_layout, q.owner, kv.owner),
+            len(self.positions(q)) * len(self.positions(kv)) * num_rows,
+        )
 
     def positions(self, block: Block) -> Positions:
         """The positions of a block's tokens, ascending."""
@@ -164,7 +201,12 @@ BoundProgram = tuple[Exchange | Compute | Arrived | AllMerged | Sent | Drop, ...
 
 @lru_cache(maxsize=1024)
 def bind(program: Program, problem: Problem) -> BoundProgram:
-    """The program with everything filled in that running it would otherwise compute."""
+    """The program with everything filled in that running it would otherwise compute, cached."""
+    return bind_once(program, problem)
+
+
+def bind_once(program: Program, problem: Sizes) -> BoundProgram:
+    """The same for sizes that do not come again."""
     begun: list[Block] = []
 
     def messages(transfers: tuple[Transfer, ...]) -> tuple[Message, ...]:
@@ -192,11 +234,9 @@ def bind(program: Program, problem: Problem) -> BoundProgram:
     return tuple(map(bound, program))  # type: ignore[arg-type]
 
 
-def _tile(problem: Problem, q: Block, kv: Block, begun: list[Block]) -> Tile:
-    pieces = _pieces(problem.mask, problem.layout, problem.kv_layout, q.owner, kv.owner)
+def _tile(problem: Sizes, q: Block, kv: Block, begun: list[Block]) -> Tile:
+    pieces, whole = problem.cut_tile(q, kv)
     pairs = sum(_num_pairs(piece) for piece in pieces)
-    num_rows = len(problem.mask.rows) if problem.mask.rows is not None else 1
-    whole = len(problem.positions(q)) * len(problem.positions(kv)) * num_rows
     coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
     sums = (
         (Block("out", q.owner, q.heads),)

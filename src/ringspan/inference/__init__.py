@@ -1,0 +1,197 @@
+"""Attention of a turn: new tokens against all that is cached of their sequences, on whatever rank it lies.
+
+`prefill` takes any number of new tokens of each sequence (arXiv 2411.01783, algorithms 2 and 3), `decode` one of each
+(algorithm 4). Both store the new keys and values and attend them together with the old ones.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ringspan import quantize
+from ringspan.errors import CacheError, ShapeError, TransportError
+from ringspan.execute import RankState, execute
+from ringspan.inference.cached import CachedRows, TurnArithmetic, TurnWire
+from ringspan.inference.storage import Rows
+from ringspan.inference.turn import CacheState, Plan, Turn
+from ringspan.schedule import ALL, Block
+from ringspan.softmax import Partial
+from ringspan.tiles import softmax_scale
+
+__all__ = ["Attended", "Turn", "decode", "prefill"]
+
+
+class Attended(NamedTuple):
+    """What a layer returns with `return_lse`: out in the shape of q, and lse without its last dim."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    turn: Turn,
+    *,
+    layer: int,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | Attended:
+    """Store this rank's new keys and values of a layer and attend its new queries to all that they see.
+
+    Args:
+        q: (1, heads, rows, head_dim), this rank's new tokens in the order of `turn.layout.positions(rank)`, which are
+            at `turn.positions` of their sequences. All new tokens if the turn's query is "replicated".
+        k: (1, KV heads, rows, head_dim), of the same tokens.
+        v: (1, KV heads, rows, v_head_dim).
+        turn: What `KVCache.begin` returned.
+        layer: Each layer is run once in a turn, in the same order on all ranks.
+        scale: Of the scores; 1/sqrt(head_dim) by default.
+        return_lse: Also return the log-sum-exp.
+
+    Returns:
+        out (1, heads, rows, v_head_dim) in q's type, or (out, lse).
+    """
+    out, lse = _run_layer(q, k, v, turn, layer, scale)
+    return Attended(out, lse) if return_lse else out
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    turn: Turn,
+    *,
+    layer: int,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | Attended:
+    """`prefill` for one new token per sequence, with the sequences as the batch.
+
+    Args:
+        q: (sequences, heads, 1, head_dim): the sequences whose new token this rank computes, in the order of the turn;
+            all of them if the turn's query is "replicated".
+        k: (sequences, KV heads, 1, head_dim).
+        v: (sequences, KV heads, 1, v_head_dim).
+        turn: What `KVCache.begin` returned for one new token of each sequence.
+        layer: Each layer is run once in a turn, in the same order on all ranks.
+        scale: Of the scores; 1/sqrt(head_dim) by default.
+        return_lse: Also return the log-sum-exp.
+
+    Returns:
+        out (sequences, heads, 1, v_head_dim) in q's type, or (out, lse).
+    """
+    with _guarded(turn):
+        if any(part.num_new != 1 for part in turn.parts):
+            raise CacheError(f"decode with {turn}: it takes one new token per sequence; use prefill")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 4 or x.shape[2] != 1:
+                raise ShapeError(f"{name}.shape={tuple(x.shape)}: decode takes (sequences, heads, 1, dim)")
+    q, k, v = (x.permute(2, 1, 0, 3) for x in (q, k, v))
+    out, lse = _run_layer(q, k, v, turn, layer, scale)
+    out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+    return Attended(out, lse) if return_lse else out
+
+
+class _guarded:  # noqa: N801
+    """A failure of this rank ends the turn, here and, before the others wait for it, on all ranks."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.state = turn.state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            return
+        session = self.state.session
+        self.turn.abort()
+        if isinstance(error, TransportError) or session.transport.world_size == 1:
+            return  # the others know
+        reason = f"{type(error).__name__}: {error}"
+        if self.turn.is_agreed:
+            session.transport.abort(f"rank {session.transport.rank} failed: {reason}")
+        else:
+            session.contract.refuse(reason, session.transport.timeout_s)
+
+
+def _run_layer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn, layer: int, scale: float | None
+) -> Partial:
+    with _guarded(turn):
+        state = turn.state
+        _check_layer(turn, layer)
+        _check_tensors(turn, q, k, v)
+        scale = softmax_scale(scale, state.model.head_dim)
+        if not turn.is_agreed:
+            state.session.contract.agree(turn.signature(scale), state.session.transport.timeout_s, is_new=False)
+            turn.is_agreed = True
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            rows = _encoded(state, k, v)
+            for sequence, at, slices in turn.own_rows:
+                for own in slices:
+                    stored = tuple(x[:, :, own] for x in rows)
+                    state.stored[sequence].write(layer, at, stored)
+                    at += stored[0].shape[2]
+            part = _attend(turn, turn.plans[state.model.masks[layer]], q, rows, layer, scale)
+        turn.layers_done.add(layer)
+        return Partial(part.out.to(q.dtype), part.lse)
+
+
+def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scale: float) -> Partial:
+    state = turn.state
+    rank, transport = state.rank, state.session.transport
+    problem = plan.problem
+    views: list[Rows] = []
+    for part, first in zip(turn.parts, problem.firsts, strict=True):
+        views += state.stored[part.sequence].rows(layer, first[rank], part.after.counts[rank])
+    is_all_new = turn.query == "sharded" and not any(part.start for part in turn.parts)
+    owner = ALL if turn.query == "replicated" else rank
+    inputs = {Block("q", owner): (q,), Block("kv", rank): (CachedRows(views, new if is_all_new else None),)}
+    arithmetic = TurnArithmetic(state.kernel, scale, q)
+    wire = TurnWire(transport, state.session.buffers, problem, q, transport.timeout_s, state.spec.dtypes)
+    rank_state = RankState(rank, problem, inputs, backward=False, arithmetic=arithmetic)
+    for _ in execute(plan.program, rank_state, wire):
+        pass
+    state.session.buffers.trim()
+    out, lse = rank_state.sum(Block("out", owner))
+    return Partial(out, lse.squeeze(-1))
+
+
+def _encoded(state: CacheState, k: torch.Tensor, v: torch.Tensor) -> Rows:
+    """New keys and values as the cache keeps them."""
+    if state.form is None:
+        return k.to(state.spec.dtypes[0]), v.to(state.spec.dtypes[1])
+    return (*quantize.encode(k, state.form, block=1), *quantize.encode(v, state.form, block=1))
+
+
+def _check_layer(turn: Turn, layer: int) -> None:
+    num_layers = turn.state.model.num_layers
+    if not 0 <= layer < num_layers:
+        raise CacheError(f"layer={layer}: the cache has {num_layers} layers, from 0 on")
+    if layer in turn.layers_done:
+        raise CacheError(f"layer={layer}: it has been run in this turn already, and a position is stored once")
+
+
+def _check_tensors(turn: Turn, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    model = turn.state.model
+    rows = len(turn.positions)
+    heads = model.heads
+    wanted = {
+        "q": (q, (1, heads.num_heads, rows, model.head_dim)),
+        "k": (k, (1, heads.num_kv_heads, rows, model.head_dim)),
+        "v": (v, (1, heads.num_kv_heads, rows, model.v_head_dim)),
+    }
+    for name, (x, shape) in wanted.items():
+        if tuple(x.shape) != shape:
+            raise ShapeError(
+                f"{name}.shape={tuple(x.shape)} on rank {turn.state.rank}: this turn gives the rank {rows} new tokens "
+                f"of a model with {model}; expected {shape}"
+            )
+        if x.dtype != model.dtype or x.device != turn.state.spec.device:
+            raise ShapeError(
+                f"{name} is {x.dtype} on {x.device}: the cache is for {model.dtype} on {turn.state.spec.device}"
+            )
