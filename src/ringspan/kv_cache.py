@@ -81,6 +81,7 @@ class KVCache:
         form = FORMATS.get(storage or "")
         self._state = CacheState(
             model=model,
+            group=group,
             session=session_of(group),
             spec=_row_spec(model, storage, device),
             form=form,

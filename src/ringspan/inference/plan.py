@@ -103,9 +103,10 @@ class TurnProblem:
             first, stop = self.firsts[i][kv.owner], part.after.counts[kv.owner]
             new = self.queries_of(part, q.owner)
             starts = self.block_starts[i] if kv.owner == self.rank else ()
-            for piece in _cut_part(self.mask, new, part.after, kv.owner, first, starts):
-                # From rows of the sequence to rows of the blocks.
-                pieces.append(piece._replace(q=_moved(piece.q, top), kv=_moved(piece.kv, left - first)))
+            pieces += [  # from rows of the sequence to rows of the blocks
+                piece._replace(q=_moved(piece.q, top), kv=_moved(piece.kv, left - first))
+                for piece in _cut_part(self.mask, new, part.after, kv.owner, first, starts)
+            ]
             top += sum(map(len, new))
             left += stop - first
         return Cut(tuple(pieces), top * left)

@@ -55,6 +55,7 @@ class CacheState:
     """What a cache holds on this rank, and what it knows of all ranks."""
 
     model: Model
+    group: Any  # kept, since a session goes with its group
     session: Session
     spec: RowSpec
     form: Format | None  # of encoded storage
