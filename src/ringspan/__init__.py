@@ -30,7 +30,7 @@ from ringspan.work import Work
 if TYPE_CHECKING:
     from ringspan.call import Attention, attention
     from ringspan.collectives import gather, shard
-    from ringspan.inference import Attended, Turn, decode, prefill
+    from ringspan.inference import Attended, Turn, decode, prefill, store
     from ringspan.kv_cache import KVCache
     from ringspan.transports.in_process import run_in_process
 
@@ -47,6 +47,7 @@ _NEED_TORCH = {
     "prefill": "ringspan.inference",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
+    "store": "ringspan.inference",
 }
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "shard",
     "simulate_attention",
     "sliding_window",
+    "store",
     "striped",
     "validate",
     "visible_blocks",

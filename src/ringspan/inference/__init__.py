@@ -18,7 +18,7 @@ from ringspan.schedule import ALL, Block
 from ringspan.softmax import Partial
 from ringspan.tiles import softmax_scale
 
-__all__ = ["Attended", "Turn", "decode", "prefill"]
+__all__ = ["Attended", "Turn", "decode", "prefill", "store"]
 
 
 class Attended(NamedTuple):
@@ -94,6 +94,19 @@ def decode(
     return Attended(out, lse) if return_lse else out
 
 
+def store(k: torch.Tensor, v: torch.Tensor, turn: Turn, *, layer: int) -> None:
+    """Store keys and values that were computed elsewhere, of this rank's new tokens, and attend nothing.
+
+    It takes the place of `prefill` for a layer of a turn; shapes are the same. No message is sent.
+    """
+    with _guarded(turn):
+        _check_layer(turn, layer)
+        _check_tensors(turn, {"k": k, "v": v})
+        with torch.no_grad():
+            _write(turn, layer, _encoded(turn.state, k, v))
+        turn.layers_done.add(layer)
+
+
 class _guarded:  # noqa: N801
     """A failure of this rank ends the turn, here and, before the others wait for it, on all ranks."""
 
@@ -124,18 +137,11 @@ def _run_layer(
     with _guarded(turn):
         state = turn.state
         _check_layer(turn, layer)
-        _check_tensors(turn, q, k, v)
+        _check_tensors(turn, {"q": q, "k": k, "v": v})
         scale = softmax_scale(scale, state.model.head_dim)
-        if not turn.is_agreed:
-            state.session.contract.agree(turn.signature(scale), state.session.transport.timeout_s, is_new=False)
-            turn.is_agreed = True
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             rows = _encoded(state, k, v)
-            for sequence, at, slices in turn.own_rows:
-                for own in slices:
-                    stored = tuple(x[:, :, own] for x in rows)
-                    state.stored[sequence].write(layer, at, stored)
-                    at += stored[0].shape[2]
+            _write(turn, layer, rows)
             part = _attend(turn, turn.plans[state.model.masks[layer]], q, rows, layer, scale)
         turn.layers_done.add(layer)
         return Partial(part.out.to(q.dtype), part.lse)
@@ -152,10 +158,18 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
     owner = ALL if turn.query == "replicated" else rank
     inputs = {Block("q", owner): (q,), Block("kv", rank): (CachedRows(views, new if is_all_new else None),)}
     arithmetic = TurnArithmetic(state.kernel, scale, q)
-    wire = TurnWire(transport, state.session.buffers, problem, q, transport.timeout_s, state.spec.dtypes)
+
+    def agree() -> None:
+        if not turn.is_agreed:
+            state.session.contract.agree(turn.signature(scale), transport.timeout_s, is_new=False)
+            turn.is_agreed = True
+
+    wire = TurnWire(transport, state.session.buffers, problem, q, state.spec.dtypes, agree)
     rank_state = RankState(rank, problem, inputs, backward=False, arithmetic=arithmetic)
+    wire.expect(plan.program)
     for _ in execute(plan.program, rank_state, wire):
         pass
+    agree()  # even if this rank had nothing to send
     state.session.buffers.trim()
     out, lse = rank_state.sum(Block("out", owner))
     return Partial(out, lse.squeeze(-1))
@@ -168,6 +182,15 @@ def _encoded(state: CacheState, k: torch.Tensor, v: torch.Tensor) -> Rows:
     return (*quantize.encode(k, state.form, block=1), *quantize.encode(v, state.form, block=1))
 
 
+def _write(turn: Turn, layer: int, rows: Rows) -> None:
+    for sequence, at, slices in turn.own_rows:
+        stored = turn.state.stored[sequence]
+        for own in slices:
+            part = tuple(x[:, :, own] for x in rows)
+            stored.write(layer, at, part)
+            at += part[0].shape[2]
+
+
 def _check_layer(turn: Turn, layer: int) -> None:
     num_layers = turn.state.model.num_layers
     if not 0 <= layer < num_layers:
@@ -176,22 +199,16 @@ def _check_layer(turn: Turn, layer: int) -> None:
         raise CacheError(f"layer={layer}: it has been run in this turn already, and a position is stored once")
 
 
-def _check_tensors(turn: Turn, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    model = turn.state.model
-    rows = len(turn.positions)
-    heads = model.heads
-    wanted = {
-        "q": (q, (1, heads.num_heads, rows, model.head_dim)),
-        "k": (k, (1, heads.num_kv_heads, rows, model.head_dim)),
-        "v": (v, (1, heads.num_kv_heads, rows, model.v_head_dim)),
-    }
-    for name, (x, shape) in wanted.items():
+def _check_tensors(turn: Turn, tensors: dict[str, torch.Tensor]) -> None:
+    model, device = turn.state.model, turn.state.spec.device
+    rows = turn.num_rows
+    for name, x in tensors.items():
+        num_heads = model.heads.num_heads if name == "q" else model.heads.num_kv_heads
+        shape = (1, num_heads, rows, model.v_head_dim if name == "v" else model.head_dim)
         if tuple(x.shape) != shape:
             raise ShapeError(
-                f"{name}.shape={tuple(x.shape)} on rank {turn.state.rank}: this turn gives the rank {rows} new tokens "
-                f"of a model with {model}; expected {shape}"
+                f"{name}.shape={tuple(x.shape)} on rank {turn.state.rank}: the turn gives this rank {rows} new tokens, "
+                f"and the cache is for a model with {model}; expected {shape}, or for decode (sequences, heads, 1, dim)"
             )
-        if x.dtype != model.dtype or x.device != turn.state.spec.device:
-            raise ShapeError(
-                f"{name} is {x.dtype} on {x.device}: the cache is for {model.dtype} on {turn.state.spec.device}"
-            )
+        if x.dtype != model.dtype or x.device != device:
+            raise ShapeError(f"{name} is {x.dtype} on {x.device}: the cache is for {model.dtype} on {device}")

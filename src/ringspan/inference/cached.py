@@ -6,7 +6,7 @@ converted head by head as they are attended, so the whole is never there at once
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,8 +16,11 @@ from ringspan.inference.storage import Rows
 from ringspan.kernels.base import Kernel
 from ringspan.pieces import Piece
 from ringspan.runtime import Buffers, TorchArithmetic, TransportWire
-from ringspan.tiles import Message, Sizes
+from ringspan.schedule import Transfer
+from ringspan.tiles import BoundProgram, Exchange, Message, Sizes
 from ringspan.transports.base import Transport
+
+SHORT_BYTES = 2**18
 
 
 class CachedRows:
@@ -87,7 +90,10 @@ class TurnArithmetic(TorchArithmetic):
 
 
 class TurnWire(TransportWire):
-    """Messages of a turn: keys and values travel in the type they are stored in."""
+    """Messages of a turn: keys and values as they are stored, and short partial results in one message.
+
+    `agree` is called before the first of them.
+    """
 
     def __init__(
         self,
@@ -95,29 +101,61 @@ class TurnWire(TransportWire):
         buffers: Buffers,
         problem: Sizes,
         like: torch.Tensor,
-        timeout_s: float,
         kv_dtypes: tuple[torch.dtype, ...],
+        agree: Callable[[], None],
     ) -> None:
-        super().__init__(transport, buffers, problem, like, timeout_s)
+        super().__init__(transport, buffers, problem, like, transport.timeout_s)
         self.kv_dtypes = kv_dtypes
+        self.agree = agree
+        self._expected: set[int] = set()
+
+    def expect(self, program: BoundProgram) -> None:
+        """Start the receives of a program's only exchange before it computes: gloo is slow to find a late buffer."""
+        exchanges = [instruction for instruction in program if isinstance(instruction, Exchange)]
+        busy = [exchange for exchange in exchanges if exchange.sends or exchange.receives]
+        if len(busy) == 1:
+            self.post(busy[0].step, [], busy[0].receives)
+            self._expected.add(busy[0].step)
 
     def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
         """Start the messages of a step; what lies in the cache is put together first."""
-        packed = [
-            (message, value[0].packed() if isinstance(value[0], CachedRows) else value) for message, value in sends
-        ]
-        super().post(step, [(message, value) for message, value in packed], receives)
+        if step in self._expected:
+            receives = ()
+        if sends or receives:
+            self.agree()
+            super().post(step, [(message, _outgoing(message, value)) for message, value in sends], receives)
+
+    def receive(self, step: int, transfer: Transfer, /) -> Value:
+        """Wait for a block."""
+        value = super().receive(step, transfer)
+        if transfer.block.kind == "out" and len(value) == 1:
+            return value[0][..., :-1], value[0][..., -1:]
+        return value
+
+    def release(self, value: Value, /) -> None:
+        """Keep buffers of one type for the next block; parts of a message are no buffers."""
+        if all(x.is_contiguous() and x.dtype == value[0].dtype for x in value):
+            super().release(value)
 
     def _buffers(self, message: Message) -> Value:
+        if _is_short(message):
+            *rows, dim = message.shapes[0]
+            return super()._buffers(message._replace(shapes=((*rows, dim + 1),)))
         if message.transfer.block.kind != "kv":
             return super()._buffers(message)
         pairs = zip(message.shapes, self.kv_dtypes, strict=True)
         return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in pairs)
 
-    def release(self, value: Value, /) -> None:
-        """Keep buffers of plain tensors for the next block."""
-        if len({x.dtype for x in value}) == 1:
-            super().release(value)
+
+def _outgoing(message: Message, value: Value) -> Value:
+    if isinstance(value[0], CachedRows):
+        return value[0].packed()
+    return (torch.cat(value, -1),) if _is_short(message) else value
+
+
+def _is_short(message: Message) -> bool:
+    """A partial result that takes longer to announce than to copy: out and lse go side by side."""
+    return message.transfer.block.kind == "out" and message.nbytes <= SHORT_BYTES
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -145,6 +145,13 @@ class Turn:
         return sum(part.num_new for part in self.parts)
 
     @cached_property
+    def num_rows(self) -> int:
+        """New tokens this rank computes."""
+        if self.query == "replicated":
+            return self.num_tokens
+        return sum(len(span) for part in self.parts for span in part.new[self._state.rank])
+
+    @cached_property
     def layout(self) -> Layout:
         """Who computes which new token, counted through all sequences: what `rs.shard` and `rs.gather` take."""
         if self.query == "replicated":
