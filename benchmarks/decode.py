@@ -71,7 +71,7 @@ def main() -> None:
     text = (
         f"`python benchmarks/decode.py --cached {args.cached} --rounds {args.rounds}`\n\n{describe_machine()}.\n\n"
         f"{args.cached} cached tokens of each sequence on 2 gloo ranks of one thread, head_dim {HEAD_DIM}, float32, "
-        f'{LAYERS} layers. Medians of {args.rounds} rounds of all runs in turn; shares are of "alone" in the same round.\n\n'
+        f"{LAYERS} layers. Medians of {args.rounds} rounds of all runs in turn; shares are of the same round.\n\n"
         + format_table(header, rows)
         + f"\n\nDecode at {100 * AT_LEAST:.0f} % or more of reading alone: {'yes' if is_kept else 'NO'}."
     )

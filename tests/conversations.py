@@ -128,9 +128,7 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None, tole
                 got = attend(turn, qkv, layer)
                 bound = story_tolerance(story.dtype) if tolerance is None else tolerance(story, layer)
                 where = f"act {number} {act.kind} {act.lengths} layer {layer} rank {rank}: "
-                torch.testing.assert_close(
-                    got.double(), expected, **bound, msg=lambda text, where=where: where + text
-                )
+                torch.testing.assert_close(got.double(), expected, **bound, msg=lambda text, where=where: where + text)
             turn.commit() if act.kind == "turn" else turn.abort()
         assert cache.lengths == story.lengths[number]
     return cache

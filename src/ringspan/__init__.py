@@ -28,7 +28,8 @@ from ringspan.teaching import ring_attention_context_parallel, ring_attention_si
 from ringspan.work import Work
 
 if TYPE_CHECKING:
-    from ringspan.call import Attention, attention
+    from ringspan.attend import Attention
+    from ringspan.call import attention
     from ringspan.collectives import gather, shard
     from ringspan.inference import Attended, Turn, decode, prefill, store
     from ringspan.kv_cache import KVCache
@@ -38,7 +39,7 @@ __version__ = "0.1.0.dev0"
 
 _NEED_TORCH = {
     "Attended": "ringspan.inference",
-    "Attention": "ringspan.call",
+    "Attention": "ringspan.attend",
     "KVCache": "ringspan.kv_cache",
     "Turn": "ringspan.inference",
     "attention": "ringspan.call",
@@ -110,10 +111,12 @@ def __getattr__(name: str) -> object:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+        value = getattr(import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
             f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
         ) from None
+    globals()[name] = value  # looked up once, not at every call
+    return value

@@ -1,5 +1,6 @@
 """A cache on any number of ranks answers as one device would, whatever the conversation."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_the_ranks_are_level_and_become_so_again(world_size: int) -> None:
         return counts
 
     counts = rs.run_in_process(go_on, world_size)[0]
-    for before, after in zip(counts, counts[1:], strict=False):
+    for before, after in itertools.pairwise(counts):
         grown = [a - b for a, b in zip(after, before, strict=True)].index(1)
         assert before[grown] == min(before)
     assert max(counts[-1]) - min(counts[-1]) <= 1
@@ -111,7 +112,9 @@ def test_nothing_of_another_sequence_is_seen(query: str, algorithm: str) -> None
                     kept.append(attend(turn, qkv, layer)[:, :, ~own])
         return kept
 
-    for clean, poisoned in zip(*(rs.run_in_process(lambda g, p=p: answers(g, p), 3) for p in (False, True)), strict=True):
+    for clean, poisoned in zip(
+        *(rs.run_in_process(lambda g, p=p: answers(g, p), 3) for p in (False, True)), strict=True
+    ):
         for a, b in zip(clean, poisoned, strict=True):
             assert torch.equal(a, b)
 
@@ -126,6 +129,6 @@ def test_blocks_are_never_moved_and_rarely_made() -> None:
             for layer in range(2):
                 rs.decode(x, x, x, turn, layer=layer)
         places.append(tuple(block[0].data_ptr() for block in cache._state.stored[0]._blocks))
-    assert all(after[: len(before)] == before for before, after in zip(places, places[1:], strict=False))
+    assert all(after[: len(before)] == before for before, after in itertools.pairwise(places))
     assert len(places[-1]) < 30
     assert cache.nbytes <= 1.3 * 1000 * 2 * 2 * 4 * 4

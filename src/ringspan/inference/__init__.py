@@ -165,7 +165,7 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
             turn.is_agreed = True
 
     wire = TurnWire(transport, state.session.buffers, problem, q, state.spec.dtypes, agree)
-    rank_state = RankState(rank, problem, inputs, backward=False, arithmetic=arithmetic)
+    rank_state = RankState(rank, problem, inputs, arithmetic)
     wire.expect(plan.program)
     for _ in execute(plan.program, rank_state, wire):
         pass

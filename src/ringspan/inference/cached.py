@@ -59,17 +59,37 @@ class TurnArithmetic(TorchArithmetic):
         super().__init__(kernel, scale, like)
         self.q_dtype = like.dtype
 
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Attend a piece of all queries; what the kernel returns is the running output."""
+        rows, piece = self._rows_of(piece, kv)
+        if self._is_plain(rows):
+            return super().begin(piece, q, rows)
+        *lead, _ = q[0].shape
+        out = torch.empty(*lead, rows[-1 if len(rows) == 2 else 2].shape[-1], dtype=self.dtype, device=self.device)
+        value = (out, out.new_empty(*lead, 1))
+        self._attend_decoded(piece, q, rows, value, True)
+        return value
+
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
-        """Convert the piece's rows if need be, a KV head at a time, and attend them."""
+        """Convert the piece's rows if need be and attend them."""
+        rows, piece = self._rows_of(piece, kv)
+        attend = super().attend if self._is_plain(rows) else self._attend_decoded
+        attend(piece, q, rows, out, is_first)
+
+    def _rows_of(self, piece: Piece, kv: Value) -> tuple[Rows, Piece]:
+        """The keys and values of a piece, and the piece as one of these rows alone."""
         length = piece.kv.stop - piece.kv.start
         if isinstance(kv[0], CachedRows):
             rows = kv[0].rows(piece.kv)
         else:
             rows = tuple(x.narrow(-2, piece.kv.start, length) for x in kv)
-        piece = piece._replace(kv=slice(0, length))
-        if len(rows) == 2 and rows[0].dtype == self.q_dtype:
-            super().attend(piece, q, rows, out, is_first)
-            return
+        return rows, piece._replace(kv=slice(0, length))
+
+    def _is_plain(self, rows: Rows) -> bool:
+        return len(rows) == 2 and rows[0].dtype == self.q_dtype
+
+    def _attend_decoded(self, piece: Piece, q: Value, rows: Rows, out: Value, is_first: bool) -> None:
+        """A KV head at a time."""
         num_kv_heads = rows[0].shape[1]
         group = q[0].shape[1] // num_kv_heads
         for head in range(num_kv_heads):
@@ -133,8 +153,8 @@ class TurnWire(TransportWire):
         return value
 
     def release(self, value: Value, /) -> None:
-        """Keep buffers of one type for the next block; parts of a message are no buffers."""
-        if all(x.is_contiguous() and x.dtype == value[0].dtype for x in value):
+        """Keep buffers for the next block; parts of a message are no buffers."""
+        if all(x.is_contiguous() for x in value):
             super().release(value)
 
     def _buffers(self, message: Message) -> Value:
@@ -143,8 +163,7 @@ class TurnWire(TransportWire):
             return super()._buffers(message._replace(shapes=((*rows, dim + 1),)))
         if message.transfer.block.kind != "kv":
             return super()._buffers(message)
-        pairs = zip(message.shapes, self.kv_dtypes, strict=True)
-        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in pairs)
+        return self.buffers.take(message.shapes, self.kv_dtypes, self.device)
 
 
 def _outgoing(message: Message, value: Value) -> Value:
