@@ -19,7 +19,7 @@ from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room,
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.mask import Mask, causal
-from ringspan.quantize import FORMATS, SCALE_DTYPE
+from ringspan.quantize import FORMATS, encoded_dtypes
 from ringspan.schedule import Heads
 from ringspan.session import session_of
 
@@ -224,14 +224,8 @@ def _row_spec(model: Model, storage: str | None, device: torch.device) -> RowSpe
     dims = (model.head_dim, model.v_head_dim)
     if storage in FORMATS:
         k, v = dims
-        dtype = FORMATS[storage].dtype
-        return RowSpec(
-            model.num_layers,
-            model.heads.num_kv_heads,
-            (k, 1, v, 1),
-            (dtype, SCALE_DTYPE, dtype, SCALE_DTYPE),
-            device,
-        )
+        dtypes = encoded_dtypes(FORMATS[storage])
+        return RowSpec(model.num_layers, model.heads.num_kv_heads, (k, 1, v, 1), dtypes, device)
     if storage is not None and storage not in _DTYPES:
         choices = ", ".join([*_DTYPES, *FORMATS])
         raise UnsupportedError(f"storage={storage!r}: K and V are kept as one of {choices}, or None for their own type")

@@ -1,22 +1,19 @@
 """Keys and values in one byte per element: what is lost, and how much at most?
 
-An encoded tensor is values in int8 or float8_e4m3 and scales, one for each head and block of tokens: x ≈ value · scale.
-A scale is what makes the largest element of its block just fit, rounded up to bfloat16, so nothing is ever cut off and
-the bound of the error can be read from the scales alone. On their way K and V have a scale per BLOCK tokens. In a cache
-a block is one token: tokens come one at a time, and a token is encoded once, whatever comes behind it.
+An encoded tensor is values in int8 or float8_e4m3 and scales: x ≈ value · scale. There is a scale for each head and
+token. Larger blocks would save one or two percent, but tokens come to a cache one at a time, and with a scale of its
+own a token is encoded once, whatever comes behind it, and read from anywhere. A scale is what makes the largest element
+just fit, rounded up to bfloat16, so nothing is ever cut off and the bound of the error can be read from the scales.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from ringspan.errors import UnsupportedError
 
-BLOCK = 32  # tokens that share a scale on their way
-
 Encoded = tuple[torch.Tensor, torch.Tensor]
-"""Values (…, tokens, dim) and scales (…, blocks, 1)."""
+"""Values (…, tokens, dim) and scales (…, tokens, 1)."""
 
 SCALE_DTYPE = torch.bfloat16
 
@@ -41,39 +38,31 @@ def find_format(argument: str, name: str) -> Format:
     return FORMATS[name]
 
 
-def encode(x: torch.Tensor, form: Format, block: int = BLOCK) -> Encoded:
-    """Values and scales of x (…, tokens, dim). A block with a NaN or an infinity becomes NaN as a whole."""
-    tokens = x.shape[-2]
-    num_blocks = -(-tokens // block)
+def encode(x: torch.Tensor, form: Format) -> Encoded:
+    """Values and scales of x (…, tokens, dim). A token with a NaN or an infinity becomes NaN as a whole."""
     largest = x.abs().amax(-1, keepdim=True).float()
-    if block > 1:
-        padded = torch.nn.functional.pad(largest, (0, 0, 0, num_blocks * block - tokens))
-        largest = padded.reshape(*x.shape[:-2], num_blocks, block, 1).amax(-2)
     # 2^-7 more than needed: rounding to bfloat16 takes off 2^-8 at most.
-    scales = (largest * ((1 + 2**-7) / form.limit)).clamp_min(torch.finfo(SCALE_DTYPE).tiny).to(SCALE_DTYPE)
-    values = x.float() / _per_token(scales, tokens)
+    scales = (largest * ((1 + 2**-7) / form.limit)).clamp_min_(torch.finfo(SCALE_DTYPE).tiny).to(SCALE_DTYPE)
+    values = x.float() / scales
     if form.dtype is torch.int8:
         values = values.round_()
-    return values.clamp_(-form.limit, form.limit).nan_to_num_(nan=0.0).to(form.dtype), _nan_where_infinite(scales)
+    values = values.clamp_(-form.limit, form.limit).nan_to_num_(nan=0.0)
+    return values.to(form.dtype), scales.masked_fill_(scales.isinf(), torch.nan)
+
+
+def encode_kv(k: torch.Tensor, v: torch.Tensor, form: Format) -> tuple[torch.Tensor, ...]:
+    """(values of k, scales of k, values of v, scales of v), as they are stored and sent."""
+    return (*encode(k, form), *encode(v, form))
+
+
+def encoded_dtypes(form: Format) -> tuple[torch.dtype, ...]:
+    """The types of the four."""
+    return (form.dtype, SCALE_DTYPE) * 2
 
 
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is left of x, in a type of choice; the multiplication is done in float32."""
-    return values.to(torch.float32).mul_(_per_token(scales, values.shape[-2])).to(dtype)
-
-
-def narrow(values: torch.Tensor, scales: torch.Tensor, start: int, length: int) -> Encoded:
-    """The tokens from `start` on, with scales that fit them; one scale per token unless they begin on a block."""
-    if scales.shape[-2] != values.shape[-2]:
-        scales = _per_token(scales, values.shape[-2])
-    return values.narrow(-2, start, length), scales.narrow(-2, start, length)
-
-
-def element_bound(scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """(heads,): how far any element of each head can be from what it was."""
-    if not scales.numel():
-        return torch.zeros(scales.shape[-3])
-    return scales.float().amax((-1, -2)).reshape(-1, scales.shape[-3]).amax(0) * form.half_step
+    return values.to(torch.float32).mul_(scales).to(dtype)
 
 
 def output_bound(
@@ -93,20 +82,3 @@ def output_bound(
         return torch.zeros(q.shape[1], dtype=torch.float64)
     moved = abs(scale) * q.double().abs().sum(-1).amax((0, 2)) * k_error
     return v_error + 2 * torch.tanh(moved / 2) * largest_v
-
-
-def encoded_bytes(shape: tuple[int, ...], form: Format, block: int = BLOCK) -> int:
-    """Bytes of an encoded tensor of this shape."""
-    *lead, tokens, dim = shape
-    return math.prod(lead) * (tokens * dim * form.dtype.itemsize + -(-tokens // block) * SCALE_DTYPE.itemsize)
-
-
-def _per_token(scales: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Scales of blocks as scales of tokens."""
-    if scales.shape[-2] == tokens:
-        return scales
-    return scales.repeat_interleave(BLOCK, -2).narrow(-2, 0, tokens)
-
-
-def _nan_where_infinite(scales: torch.Tensor) -> torch.Tensor:
-    return scales.masked_fill_(scales.isinf(), torch.nan)

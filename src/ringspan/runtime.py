@@ -190,15 +190,16 @@ _Index = tuple[slice, ...]
 
 
 def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, as many at a time as keep a kernel's result, or copy of k, within a slab.
+    """The batch rows and heads of a piece, as many at a time as keep a kernel's result, or its copy of k, within a slab.
 
     First the KV heads are taken apart, then the heads that share one, then the batch.
     """
     batch, heads, rows, _ = q.shape
     group = heads // k.shape[1]
-    at_once = _SLAB_BYTES[q.device.type] // max(
-        1, 4 * max(rows * v.shape[3], k.shape[2] * k.shape[3])
-    )  # heads of one batch row
+    slab = _SLAB_BYTES[q.device.type]
+    at_once = slab // max(1, 4 * rows * v.shape[3])  # heads of one batch row
+    if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
+        at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
     if piece.rows is None and at_once >= batch * heads:
         yield (), ()
         return

@@ -179,7 +179,7 @@ def _encoded(state: CacheState, k: torch.Tensor, v: torch.Tensor) -> Rows:
     """New keys and values as the cache keeps them."""
     if state.form is None:
         return k.to(state.spec.dtypes[0]), v.to(state.spec.dtypes[1])
-    return (*quantize.encode(k, state.form, block=1), *quantize.encode(v, state.form, block=1))
+    return quantize.encode_kv(k, v, state.form)
 
 
 def _write(turn: Turn, layer: int, rows: Rows) -> None:

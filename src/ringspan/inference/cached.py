@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringspan import quantize
+from ringspan.encoded import EncodedArithmetic, EncodedWire
 from ringspan.execute import Value
 from ringspan.inference.storage import Rows
-from ringspan.kernels.base import Kernel
-from ringspan.pieces import Piece
-from ringspan.runtime import Buffers, TorchArithmetic, TransportWire
+from ringspan.runtime import Buffers
 from ringspan.schedule import Transfer
 from ringspan.tiles import BoundProgram, Exchange, Message, Sizes
 from ringspan.transports.base import Transport
@@ -52,64 +50,15 @@ class CachedRows:
         return self._packed
 
 
-class TurnArithmetic(TorchArithmetic):
-    """Attends rows of a cache as well as rows that came in a message, both possibly encoded."""
+class TurnArithmetic(EncodedArithmetic):
+    """Attends rows of a cache where they lie."""
 
-    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
-        super().__init__(kernel, scale, like)
-        self.q_dtype = like.dtype
-
-    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
-        """Attend a piece of all queries; what the kernel returns is the running output."""
-        rows, piece = self._rows_of(piece, kv)
-        if self._is_plain(rows):
-            return super().begin(piece, q, rows)
-        *lead, _ = q[0].shape
-        out = torch.empty(*lead, rows[-1 if len(rows) == 2 else 2].shape[-1], dtype=self.dtype, device=self.device)
-        value = (out, out.new_empty(*lead, 1))
-        self._attend_decoded(piece, q, rows, value, True)
-        return value
-
-    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
-        """Convert the piece's rows if need be and attend them."""
-        rows, piece = self._rows_of(piece, kv)
-        attend = super().attend if self._is_plain(rows) else self._attend_decoded
-        attend(piece, q, rows, out, is_first)
-
-    def _rows_of(self, piece: Piece, kv: Value) -> tuple[Rows, Piece]:
-        """The keys and values of a piece, and the piece as one of these rows alone."""
-        length = piece.kv.stop - piece.kv.start
-        if isinstance(kv[0], CachedRows):
-            rows = kv[0].rows(piece.kv)
-        else:
-            rows = tuple(x.narrow(-2, piece.kv.start, length) for x in kv)
-        return rows, piece._replace(kv=slice(0, length))
-
-    def _is_plain(self, rows: Rows) -> bool:
-        return len(rows) == 2 and rows[0].dtype == self.q_dtype
-
-    def _attend_decoded(self, piece: Piece, q: Value, rows: Rows, out: Value, is_first: bool) -> None:
-        """A KV head at a time."""
-        num_kv_heads = rows[0].shape[1]
-        group = q[0].shape[1] // num_kv_heads
-        for head in range(num_kv_heads):
-            heads = slice(head * group, (head + 1) * group)
-            super().attend(
-                piece,
-                tuple(x[:, heads] for x in q),
-                self._decoded(tuple(x[:, head : head + 1] for x in rows)),
-                tuple(x[:, heads] for x in out),
-                is_first,
-            )
-
-    def _decoded(self, rows: Rows) -> Rows:
-        if len(rows) == 2:
-            return tuple(x.to(self.q_dtype) for x in rows)
-        k, k_scales, v, v_scales = rows
-        return quantize.decode(k, k_scales, self.q_dtype), quantize.decode(v, v_scales, self.q_dtype)
+    def rows_of(self, kv: Value, rows: slice) -> Value:
+        """The keys and values of a piece."""
+        return kv[0].rows(rows) if isinstance(kv[0], CachedRows) else super().rows_of(kv, rows)
 
 
-class TurnWire(TransportWire):
+class TurnWire(EncodedWire):
     """Messages of a turn: keys and values as they are stored, and short partial results in one message.
 
     `agree` is called before the first of them.
@@ -124,8 +73,7 @@ class TurnWire(TransportWire):
         kv_dtypes: tuple[torch.dtype, ...],
         agree: Callable[[], None],
     ) -> None:
-        super().__init__(transport, buffers, problem, like, transport.timeout_s)
-        self.kv_dtypes = kv_dtypes
+        super().__init__(transport, buffers, problem, like, transport.timeout_s, kv_dtypes)
         self.agree = agree
         self._expected: set[int] = set()
 
@@ -161,9 +109,7 @@ class TurnWire(TransportWire):
         if _is_short(message):
             *rows, dim = message.shapes[0]
             return super()._buffers(message._replace(shapes=((*rows, dim + 1),)))
-        if message.transfer.block.kind != "kv":
-            return super()._buffers(message)
-        return self.buffers.take(message.shapes, self.kv_dtypes, self.device)
+        return super()._buffers(message)
 
 
 def _outgoing(message: Message, value: Value) -> Value:

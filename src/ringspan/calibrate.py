@@ -1,0 +1,111 @@
+"""How fast are this machine's ranks and links, as far as choosing an algorithm goes?
+
+Measured once per group, device, type and head size, all ranks at the same time as in a real call: a kernel on one
+tile, and messages round the ring that grow until they take long enough to tell. It takes a few hundred milliseconds.
+The ranks then take the slowest of all figures, so that every one of them decides alike.
+"""
+
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ringspan.choose import RingMachine
+from ringspan.contract import Signature
+from ringspan.errors import ShapeError
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Request
+from ringspan.pieces import Piece, PieceKind
+from ringspan.session import Session, session_of
+from ringspan.transports.base import Receive, Send
+
+TILE = 1024  # tokens
+LONG_ENOUGH_S = 0.05
+FIRST_BYTES, LAST_BYTES = 2**16, 2**24
+ROUNDS = 5
+
+
+def calibrate(
+    group: Any = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 64,
+    device: torch.device | str = "cpu",
+    machine: RingMachine | None = None,
+) -> RingMachine:
+    """The figures of a group: those measured before, or `machine` if it is given, or measured now.
+
+    All ranks must call it alike. What is given or measured serves `algorithm="auto"` from then on.
+    """
+    session = session_of(group)
+    key = (torch.device(device).type, dtype, head_dim)
+    if machine is not None:
+        if min(machine.compute_flops_per_s, machine.link_bytes_per_s) <= 0 or machine.latency_s < 0:
+            raise ShapeError(f"machine={machine}: rates are above 0 and a latency is not below")
+        session.measured[key] = machine
+    if key not in session.measured:
+        session.measured[key] = _measure(session, torch.device(device), dtype, head_dim)
+    figures: RingMachine = session.measured[key]
+    return figures
+
+
+def _measure(session: Session, device: torch.device, dtype: torch.dtype, head_dim: int) -> RingMachine:
+    transport = session.transport
+    fields = {"call": "calibrate", "device": device.type, "dtype": dtype, "head_dim": head_dim}
+    session.contract.agree(Signature.of(fields), transport.timeout_s)
+    latency_s = _slowest(session, _time_message(session, device, 8))
+    nbytes = FIRST_BYTES
+    while (seconds := _slowest(session, _time_message(session, device, nbytes))) < LONG_ENOUGH_S / ROUNDS:
+        if nbytes >= LAST_BYTES:
+            break
+        nbytes *= 4
+    link_bytes_per_s = nbytes / max(seconds - latency_s, 1e-9)
+    flops = 4 * TILE * TILE * head_dim
+    return RingMachine(flops / _slowest(session, _time_kernel(device, dtype, head_dim)), link_bytes_per_s, latency_s)
+
+
+def _time_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    kernel = choose_kernel("auto", Request(device, dtype, head_dim, head_dim))
+    x = torch.rand(1, 1, TILE, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    piece = Piece(slice(0, TILE), slice(0, TILE), PieceKind.FULL, None, None)
+
+    def run() -> None:
+        kernel.forward(x, x, x, piece, head_dim**-0.5)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return _median(run)
+
+
+def _time_message(session: Session, device: torch.device, nbytes: int) -> float:
+    """Seconds for a message to the next rank while one comes from the previous."""
+    transport = session.transport
+    if transport.world_size == 1:
+        return 1e-9
+    mine, theirs = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    dst, src = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+
+    def run() -> None:
+        posted = transport.exchange([Send(dst, mine)], [Receive(src, theirs)])
+        for handle in (*posted.receives, *posted.sends):
+            handle.wait(transport.timeout_s)
+
+    return _median(run)
+
+
+def _median(run: Callable[[], None]) -> float:
+    run()
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[ROUNDS // 2]
+
+
+def _slowest(session: Session, seconds: float) -> float:
+    """The largest of all ranks' figures."""
+    everyone = session.transport.all_gather_bytes(struct.pack("<d", seconds), session.transport.timeout_s)
+    return float(max(struct.unpack("<d", one)[0] for one in everyone))
