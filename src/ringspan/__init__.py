@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ringspan.algorithms import Mesh, build_decode, build_schedule
 from ringspan.balance import balanced
+from ringspan.choose import RingMachine
 from ringspan.errors import (
     CacheError,
     LayoutError,
@@ -29,9 +30,10 @@ from ringspan.work import Work
 
 if TYPE_CHECKING:
     from ringspan.attend import Attention
+    from ringspan.calibrate import measure_machine, use_machine
     from ringspan.call import attention
     from ringspan.collectives import gather, shard
-    from ringspan.inference import Attended, Turn, decode, prefill, store
+    from ringspan.inference import Attended, Turn, decode, error_bound, prefill, store
     from ringspan.kv_cache import KVCache
     from ringspan.transports.in_process import run_in_process
 
@@ -44,11 +46,14 @@ _NEED_TORCH = {
     "Turn": "ringspan.inference",
     "attention": "ringspan.call",
     "decode": "ringspan.inference",
+    "error_bound": "ringspan.inference",
     "gather": "ringspan.collectives",
+    "measure_machine": "ringspan.calibrate",
     "prefill": "ringspan.inference",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
     "store": "ringspan.inference",
+    "use_machine": "ringspan.calibrate",
 }
 
 __all__ = [
@@ -65,6 +70,7 @@ __all__ = [
     "MaskError",
     "Mesh",
     "RankStep",
+    "RingMachine",
     "RingspanError",
     "Schedule",
     "ScheduleError",
@@ -85,10 +91,12 @@ __all__ = [
     "contiguous",
     "decode",
     "documents",
+    "error_bound",
     "format_schedule",
     "frame_causal",
     "full",
     "gather",
+    "measure_machine",
     "parse_schedule",
     "per_row",
     "prefill",
@@ -101,6 +109,7 @@ __all__ = [
     "sliding_window",
     "store",
     "striped",
+    "use_machine",
     "validate",
     "visible_blocks",
     "zigzag",

@@ -27,28 +27,29 @@ FIRST_BYTES, LAST_BYTES = 2**16, 2**24
 ROUNDS = 5
 
 
-def calibrate(
+def measure_machine(
     group: Any = None,
     *,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 64,
     device: torch.device | str = "cpu",
-    machine: RingMachine | None = None,
 ) -> RingMachine:
-    """The figures of a group: those measured before, or `machine` if it is given, or measured now.
-
-    All ranks must call it alike. What is given or measured serves `algorithm="auto"` from then on.
-    """
-    session = session_of(group)
+    """The figures of a group for tensors of a kind; measured when first asked for. All ranks must ask alike."""
+    session = group if isinstance(group, Session) else session_of(group)
     key = (torch.device(device).type, dtype, head_dim)
-    if machine is not None:
-        if min(machine.compute_flops_per_s, machine.link_bytes_per_s) <= 0 or machine.latency_s < 0:
-            raise ShapeError(f"machine={machine}: rates are above 0 and a latency is not below")
-        session.measured[key] = machine
-    if key not in session.measured:
-        session.measured[key] = _measure(session, torch.device(device), dtype, head_dim)
-    figures: RingMachine = session.measured[key]
+    figures: RingMachine | None = session.measured.get(key) or session.measured.get(None)
+    if figures is None:
+        figures = session.measured[key] = _measure(session, torch.device(device), dtype, head_dim)
     return figures
+
+
+def use_machine(machine: RingMachine, group: Any = None) -> None:
+    """Use these figures from now on instead of measured ones. All ranks must give the same."""
+    if min(machine.compute_flops_per_s, machine.link_bytes_per_s) <= 0 or machine.latency_s < 0:
+        raise ShapeError(f"machine={machine}: rates are above 0 and a latency is not below 0, in SI units")
+    session = session_of(group)
+    session.measured.clear()
+    session.measured[None] = machine
 
 
 def _measure(session: Session, device: torch.device, dtype: torch.dtype, head_dim: int) -> RingMachine:

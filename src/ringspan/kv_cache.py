@@ -13,13 +13,16 @@ from typing import Any, SupportsIndex
 import torch
 
 from ringspan.algorithms import Query
+from ringspan.calibrate import measure_machine
+from ringspan.choose import RingWork, choose_by_time
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
+from ringspan.inference.plan import Part, plan_problem, ring_work
 from ringspan.inference.storage import RowSpec
-from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room, make_parts
+from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room, make_parts, row_sizes
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.mask import Mask, causal
-from ringspan.quantize import FORMATS, encoded_dtypes
+from ringspan.quantize import FORMATS, encoded_dtypes, find_format
 from ringspan.schedule import Heads
 from ringspan.session import session_of
 
@@ -115,6 +118,7 @@ class KVCache:
         starts: Mapping[int, int] | Sequence[int] | None = None,
         algorithm: str = "auto",
         query: Query = "sharded",
+        wire: str | None = None,
     ) -> Turn:
         """Plan new tokens for some sequences.
 
@@ -126,6 +130,8 @@ class KVCache:
             algorithm: "pass_kv", "pass_q", or "auto" for what is faster on this machine.
             query: "sharded": each rank computes some of the new tokens (`turn.layout`). "replicated": every rank
                 computes all of them, attends to what it holds, and one merge leaves the result on all.
+            wire: "int8" or "float8_e4m3": how K and V travel in pass_kv, with an error that `rs.error_bound` bounds.
+                None is as they are stored.
         """
         state = self._state
         try:
@@ -134,11 +140,11 @@ class KVCache:
             if not lengths:
                 raise CacheError(f"new_lengths={new_lengths!r}: a turn has at least one sequence")
             self._check_starts(lengths, starts)
-            chosen = self._choose(lengths, algorithm, query)
+            self._check_options(algorithm, query, wire)
+            self._check_masks(lengths)
             parts = make_parts(state, lengths)
             check_room(state, parts)
-            self._check_masks(lengths)
-            return Turn(state, parts, query, chosen)
+            return Turn(state, parts, query, self._choose(parts, algorithm, query, wire), wire)
         except Exception as error:
             if state.turn is None:
                 state.tidy()
@@ -198,26 +204,53 @@ class KVCache:
             if self.lengths.get(sequence, 0) + num_new > known:
                 raise MaskError(f"sequence {sequence} would grow past the {known} positions its mask knows")
 
-    def _choose(self, lengths: dict[int, int], algorithm: str, query: Query) -> Chosen:
+    def _check_options(self, algorithm: str, query: Query, wire: str | None) -> None:
         if query not in ("sharded", "replicated"):
             raise UnsupportedError(f'query={query!r}: new tokens are "sharded" over the ranks or "replicated" on all')
         if algorithm not in _ALGORITHMS:
             raise UnsupportedError(
                 f"algorithm={algorithm!r}: a turn has no such algorithm; use one of {', '.join(_ALGORITHMS)}"
             )
+        if query == "replicated" and algorithm != "auto":
+            raise UnsupportedError(
+                f'algorithm={algorithm!r}, query="replicated": nothing travels but partial results; leave it out'
+            )
+        if wire is None:
+            return
+        form = find_format("wire", wire)
+        if query == "replicated" or algorithm == "pass_q":
+            raise UnsupportedError(f"wire={wire!r}: K and V do not travel in this turn; leave it out")
+        if self._state.form not in (None, form):
+            raise UnsupportedError(f"wire={wire!r}: the cache is encoded in another way already; leave it out")
+
+    def _choose(self, parts: tuple[Part, ...], algorithm: str, query: Query, wire: str | None) -> Chosen:
+        state = self._state
         if query == "replicated":
-            if algorithm != "auto":
-                raise UnsupportedError(
-                    f'algorithm={algorithm!r}, query="replicated": nothing travels but partial results; leave it out'
-                )
             return Chosen("one_shot", "one_shot: every rank has the queries, so one merge of partial results is all.")
         if algorithm != "auto":
             return Chosen(algorithm, f"{algorithm}: asked for.")
-        if self._state.world_size == 1:
+        if state.world_size == 1:
             return Chosen("pass_kv", "pass_kv: a single rank sends nothing.")
-        if set(lengths.values()) == {1}:
+        if all(part.num_new == 1 for part in parts):
             return Chosen("pass_q", "pass_q: one query per sequence is the smallest message there is.")
-        return Chosen("pass_kv", "pass_kv: default.")
+        sizes = row_sizes(state, None if wire is None else FORMATS[wire])
+        starts = ((),) * len(parts)
+        works = {
+            mask: ring_work(plan_problem(mask, parts, sizes, state.rank, starts, is_replicated=False))
+            for mask in dict.fromkeys(state.model.masks)
+        }
+        # The layers may see differently; what they take together decides.
+        summed = [sum(figures) for figures in zip(*(works[mask] for mask in state.model.masks), strict=True)]
+        flops, *nbytes = (figure / state.model.num_layers for figure in summed)
+        work = RingWork(flops, *map(int, nbytes))
+        choice = choose_by_time(work, None, state.world_size)
+        if choice is None:
+            figures = measure_machine(
+                state.session, dtype=state.model.dtype, head_dim=state.model.head_dim, device=state.spec.device
+            )
+            choice = choose_by_time(work, figures, state.world_size)
+            assert choice is not None
+        return Chosen(*choice)
 
 
 def _row_spec(model: Model, storage: str | None, device: torch.device) -> RowSpec:

@@ -58,16 +58,17 @@ def prepare(
 def run_forward(
     prepared: Prepared,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
+    *kv: torch.Tensor,
     arithmetic: Arithmetic,
     wire: Wire,
     rank: int,
     record: Callable[[Event], None] | None = None,
 ) -> Partial:
-    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type."""
-    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, k, v)
+    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type.
+
+    `kv` is k and v, or the four tensors that stand for them if they are encoded.
+    """
+    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, *kv)
     state = RankState(rank, prepared.problem, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
         pass
@@ -102,13 +103,13 @@ def run_backward(
     return Gradients(dq, *dkv)
 
 
-def _kv_inputs(layout: Layout, rank: int, k: torch.Tensor, v: torch.Tensor) -> dict[Block, Value]:
+def _kv_inputs(layout: Layout, rank: int, *kv: torch.Tensor) -> dict[Block, Value]:
     if not layout.replicated:
-        return {Block("kv", rank): (k, v)}
+        return {Block("kv", rank): kv}
     own, replicated = local_rows(layout, rank)
     return {
-        Block("kv", rank): (k[..., own, :], v[..., own, :]),
-        Block("kv", ALL): (k[..., replicated, :], v[..., replicated, :]),
+        Block("kv", rank): tuple(x[..., own, :] for x in kv),
+        Block("kv", ALL): tuple(x[..., replicated, :] for x in kv),
     }
 
 
@@ -190,7 +191,7 @@ _Index = tuple[slice, ...]
 
 
 def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, as many at a time as keep a kernel's result, or its copy of k, within a slab.
+    """The batch rows and heads of a piece, as many at a time as keep a kernel's result or copy of k within a slab.
 
     First the KV heads are taken apart, then the heads that share one, then the batch.
     """

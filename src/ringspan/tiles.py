@@ -22,10 +22,15 @@ from ringspan.span import Positions
 
 Shape = tuple[int, ...]
 
+ENCODED_ITEMSIZES = (1, 2, 1, 2)  # values and scales of k, values and scales of v
+
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The sizes of q (*batch, num_heads, seq, head_dim), k and v, and of one element of them and of their sums."""
+    """The sizes of q (*batch, num_heads, seq, head_dim), k and v, and of one element of them and of their sums.
+
+    With `is_encoded`, k and v travel as bytes with a scale of two bytes for each head and token.
+    """
 
     batch: Shape
     heads: Heads
@@ -33,6 +38,7 @@ class Shapes:
     v_head_dim: int
     itemsize: int
     sum_itemsize: int
+    is_encoded: bool = False
 
 
 class Sizes(Protocol):
@@ -108,6 +114,8 @@ class Problem:
             "dq": (self.shapes.head_dim,),
             "dkv": (self.shapes.head_dim, self.shapes.v_head_dim),
         }[block.kind]
+        if block.kind == "kv" and self.shapes.is_encoded:
+            dims = (self.shapes.head_dim, 1, self.shapes.v_head_dim, 1)
         num_heads = self.shapes.heads.num_kv_heads if block.kind in ("kv", "dkv") else self.shapes.heads.num_heads
         if block.heads is not None:
             num_heads = len(block.heads)
@@ -117,6 +125,8 @@ class Problem:
     def block_bytes(self, block: Block) -> int:
         """The bytes a Transfer of the block moves: inputs in their own type, sums and lse in that of the sums."""
         sizes = [math.prod(shape) for shape in self.block_shapes(block)]
+        if block.kind == "kv" and self.shapes.is_encoded:
+            return sum(size * nbytes for size, nbytes in zip(sizes, ENCODED_ITEMSIZES, strict=True))
         if block.is_sum:
             return sum(sizes) * self.shapes.sum_itemsize
         lse = sizes.pop() if block.kind == "q_grad" else 0

@@ -4,13 +4,14 @@
 (algorithm 4). Both store the new keys and values and attend them together with the old ones.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ringspan import quantize
 from ringspan.errors import CacheError, ShapeError, TransportError
-from ringspan.execute import RankState, execute
+from ringspan.execute import RankState, Value, execute
 from ringspan.inference.cached import CachedRows, TurnArithmetic, TurnWire
 from ringspan.inference.storage import Rows
 from ringspan.inference.turn import CacheState, Plan, Turn
@@ -18,7 +19,7 @@ from ringspan.schedule import ALL, Block
 from ringspan.softmax import Partial
 from ringspan.tiles import softmax_scale
 
-__all__ = ["Attended", "Turn", "decode", "prefill", "store"]
+__all__ = ["Attended", "Turn", "decode", "error_bound", "prefill", "store"]
 
 
 class Attended(NamedTuple):
@@ -107,6 +108,43 @@ def store(k: torch.Tensor, v: torch.Tensor, turn: Turn, *, layer: int) -> None:
         turn.layers_done.add(layer)
 
 
+def error_bound(q: torch.Tensor, turn: Turn, *, layer: int, scale: float | None = None) -> torch.Tensor:
+    """(heads,): how far any element of a layer's output on this rank can be from what exact K and V would give.
+
+    Ask before the turn is committed; all ranks must. It is zero where nothing is encoded.
+
+    Args:
+        q: What `prefill` or `decode` was given.
+        turn: The turn, after the layer was run.
+        layer: The layer.
+        scale: As it was given.
+    """
+    state = turn.state
+    form = turn.form or state.form
+    if form is None:
+        return torch.zeros(state.model.heads.num_heads, dtype=torch.float64)
+    own = turn.largest_scales.get(layer)
+    if own is None:
+        rows = [
+            view
+            for part in turn.parts
+            for view in state.stored[part.sequence].rows(layer, 0, part.after.counts[state.rank])
+        ]
+        own = _largest_scales(rows, state.model.heads.num_kv_heads)
+    transport = state.session.transport
+    everyone = transport.all_gather_bytes(torch.stack(own).numpy().tobytes(), transport.timeout_s)
+    scales = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.float64) for one in everyone]).amax(0)
+    k_scales, v_scales = scales.reshape(2, -1)
+    return quantize.output_bound(q, k_scales, v_scales, form, softmax_scale(scale, state.model.head_dim))
+
+
+def _largest_scales(rows: Sequence[Value], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest scales of k and of v, (KV heads,) each."""
+    nothing = torch.zeros(1, num_kv_heads, 1, 1)
+    k, v = (torch.cat([nothing, *(row[i].cpu() for row in rows)], 2).double().amax((0, 2, 3)) for i in (1, 3))
+    return k, v
+
+
 class _guarded:  # noqa: N801
     """A failure of this rank ends the turn, here and, before the others wait for it, on all ranks."""
 
@@ -156,7 +194,13 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
         views += state.stored[part.sequence].rows(layer, first[rank], part.after.counts[rank])
     is_all_new = turn.query == "sharded" and not any(part.start for part in turn.parts)
     owner = ALL if turn.query == "replicated" else rank
-    inputs = {Block("q", owner): (q,), Block("kv", rank): (CachedRows(views, new if is_all_new else None),)}
+    rows = CachedRows(views, new if is_all_new else None)
+    kv: Value = (rows,)
+    if turn.form is not None and state.form is None:
+        k, v = rows.packed()
+        kv = quantize.encode_kv(k, v, turn.form)
+        turn.largest_scales[layer] = _largest_scales([kv], state.model.heads.num_kv_heads)
+    inputs: dict[Block, Value] = {Block("q", owner): (q,), Block("kv", rank): kv}
     arithmetic = TurnArithmetic(state.kernel, scale, q)
 
     def agree() -> None:
@@ -164,7 +208,7 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
             state.session.contract.agree(turn.signature(scale), transport.timeout_s, is_new=False)
             turn.is_agreed = True
 
-    wire = TurnWire(transport, state.session.buffers, problem, q, state.spec.dtypes, agree)
+    wire = TurnWire(transport, state.session.buffers, problem, q, problem.sizes.kv_dtypes, agree)
     rank_state = RankState(rank, problem, inputs, arithmetic)
     wire.expect(plan.program)
     for _ in execute(plan.program, rank_state, wire):

@@ -12,9 +12,12 @@ plans itself in microseconds, however long the cache is.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+
+import torch
 
 from ringspan.algorithms import Query, build_decode, build_schedule
+from ringspan.choose import RingWork
 from ringspan.inference.placement import Placement, Spans, positions_of
 from ringspan.mask import Coverage, Mask
 from ringspan.pieces import Piece, PieceKind, cut_pieces
@@ -44,7 +47,7 @@ class RowSizes:
     itemsize: int
     sum_itemsize: int
     kv_dims: tuple[int, ...]
-    kv_itemsizes: tuple[int, ...]
+    kv_dtypes: tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +92,7 @@ class TurnProblem:
     def block_bytes(self, block: Block) -> int:
         """The bytes a Transfer of the block moves."""
         if block.kind == "kv":
-            itemsizes = self.sizes.kv_itemsizes
+            itemsizes = tuple(dtype.itemsize for dtype in self.sizes.kv_dtypes)
         else:
             itemsizes = (self.sizes.itemsize,) if block.kind == "q" else (self.sizes.sum_itemsize,) * 2
         shapes = self.block_shapes(block)
@@ -140,6 +143,29 @@ def plan_problem(
         least = min(int(band.lo[0]) for band in mask.bands([part.start]))
         firsts.append(tuple(part.after.count_below(owner, least) if least else 0 for owner in range(world_size)))
     return TurnProblem(mask, parts, sizes, rank, world_size, is_replicated, block_starts, tuple(firsts))
+
+
+_BLOCKS = (partial(Block, "kv"), partial(Block, "q"), partial(Block, "out"))
+
+
+def ring_work(problem: TurnProblem) -> RingWork:
+    """What a layer of the turn computes and sends, for choosing an algorithm."""
+    pairs = 0.0
+    for part in problem.parts:
+        end = part.start + part.num_new
+        # What a query sees grows evenly, or not at all, from the first new one to the last.
+        seen = [
+            sum(
+                max(0, min(int(band.hi[i]), end) - int(band.lo[i]))
+                for band in problem.mask.bands([part.start, end - 1])
+            )
+            for i in range(2)
+        ]
+        pairs += part.num_new * sum(seen) / 2
+    sizes, ranks = problem.sizes, range(problem.world_size)
+    flops = 2 * pairs * sizes.heads.num_heads * (sizes.head_dim + sizes.v_head_dim) / problem.world_size
+    kv, q, out = (max(problem.block_bytes(block(rank)) for rank in ranks) for block in _BLOCKS)
+    return RingWork(flops, kv, q, out)
 
 
 @lru_cache(maxsize=1024)

@@ -24,9 +24,10 @@ from ringspan.inference.storage import RowSpec, Stored
 from ringspan.kernels.base import Kernel
 from ringspan.layout import Layout
 from ringspan.mask import Mask
-from ringspan.quantize import Format
+from ringspan.quantize import FORMATS, Format, encoded_dtypes
 from ringspan.schedule import Heads, compile_rank
 from ringspan.session import Session
+from ringspan.softmax import accumulator_dtype
 from ringspan.span import Span
 from ringspan.tiles import BoundProgram, bind_once
 
@@ -113,11 +114,16 @@ class Chosen(NamedTuple):
 class Turn:
     """New tokens of some sequences. Made by `KVCache.begin`; as a context manager it commits, or aborts on an error."""
 
-    def __init__(self, state: CacheState, parts: tuple[Part, ...], query: Query, chosen: Chosen) -> None:
+    def __init__(
+        self, state: CacheState, parts: tuple[Part, ...], query: Query, chosen: Chosen, wire: str | None = None
+    ) -> None:
         self._state = state
         self.parts = parts
         self.query = query
         self.algorithm, self.reason = chosen
+        # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
+        self.form = None if wire is None or self.algorithm != "pass_kv" else FORMATS[wire]
+        self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of k and v, (KV heads,)
         self.layers_done: set[int] = set()
         self.is_agreed = False
         for part in parts:
@@ -234,6 +240,7 @@ class Turn:
                 },
                 "new tokens": {part.sequence: part.num_new for part in self.parts},
                 "algorithm": self.algorithm,
+                "wire": self.form,
                 "query": self.query,
                 "scale": scale,
             }
@@ -248,20 +255,28 @@ class Turn:
 
     def _plan(self, mask: Mask) -> Plan:
         state = self._state
-        model, spec = state.model, state.spec
-        sizes = RowSizes(
-            model.heads,
-            model.head_dim,
-            model.v_head_dim,
-            model.dtype.itemsize,
-            max(4, model.dtype.itemsize),
-            spec.dims,
-            tuple(dtype.itemsize for dtype in spec.dtypes),
-        )
+        sizes = row_sizes(state, self.form)
         block_starts = tuple(tuple(state.stored[part.sequence].starts) for part in self.parts)
         problem = plan_problem(mask, self.parts, sizes, state.rank, block_starts, self.query == "replicated")
         schedule = proven_schedule(self.algorithm, problem.visible(), self.query)
         return Plan(problem, bind_once(compile_rank(schedule, state.rank), problem))
+
+
+def row_sizes(state: CacheState, wire: Format | None) -> RowSizes:
+    """The sizes of a turn's rows; K and V travel as they are stored, or encoded."""
+    model, spec = state.model, state.spec
+    dims, dtypes = spec.dims, spec.dtypes
+    if wire is not None and state.form is None:
+        dims, dtypes = (model.head_dim, 1, model.v_head_dim, 1), encoded_dtypes(wire)
+    return RowSizes(
+        model.heads,
+        model.head_dim,
+        model.v_head_dim,
+        model.dtype.itemsize,
+        accumulator_dtype(model.dtype).itemsize,
+        dims,
+        dtypes,
+    )
 
 
 def make_parts(state: CacheState, new_lengths: Mapping[int, int]) -> tuple[Part, ...]:
