@@ -8,6 +8,7 @@ them alike, and the next turn finds out if one did not.
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
@@ -17,6 +18,7 @@ from ringspan.calibrate import measure_machine
 from ringspan.choose import RingWork, choose_by_time
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.inference.plan import Part, plan_problem, ring_work
+from ringspan.inference.saving import fill, read_index, save
 from ringspan.inference.storage import RowSpec
 from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room, make_parts, row_sizes
 from ringspan.kernels import choose_kernel
@@ -170,6 +172,25 @@ class KVCache:
         self._placement(sequence)
         del self._state.placements[sequence], self._state.stored[sequence]
         self._state.note("drop", sequence)
+
+    def save(self, folder: str | Path) -> None:
+        """Write all committed tokens into a folder that all ranks can reach; all ranks must."""
+        self._state.refuse_during_turn("save")
+        save(self._state, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Fill an empty cache from a folder, whatever number of ranks it was saved from; all ranks must."""
+        state = self._state
+        state.refuse_during_turn("load")
+        if state.placements:
+            raise CacheError(f"load into a cache of sequences {[*state.placements]}: drop them first")
+        saved = read_index(state, Path(folder))
+        kept = {sequence: placement for sequence, placement in saved.items() if placement.length}
+        if not kept:
+            return
+        lengths = {sequence: placement.length for sequence, placement in kept.items()}
+        with self.begin(lengths, algorithm="pass_kv") as turn:
+            fill(turn, Path(folder), kept)
 
     def _placement(self, sequence: int) -> Any:
         try:

@@ -79,6 +79,12 @@ class Stored:
                 return
             yield tuple(x[layer : layer + 1, :, lo:hi] for x in block)
 
+    def all_layers(self, count: int) -> Iterator[tuple[int, Rows]]:
+        """The first `count` tokens, as (start, views (layers, KV heads, tokens, dim)) of each block."""
+        for at, block in zip(self.starts, self._blocks, strict=True):
+            if at < count:
+                yield at, tuple(x[:, :, : count - at] for x in block)
+
     def write(self, layer: int, start: int, rows: Rows) -> None:
         """Put tokens at start and behind it; there must be room."""
         done = 0
