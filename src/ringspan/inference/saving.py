@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from ringspan.contract import Signature
 from ringspan.errors import CacheError
@@ -41,6 +39,8 @@ def save(state: CacheState, folder: Path) -> None:
         for start, views in stored.all_layers(count):
             tensors |= {_key(sequence, start, i): x.contiguous() for i, x in enumerate(views)}
     if tensors:
+        from torch.distributed.checkpoint.state_dict_saver import save as save_tensors  # slow to import
+
         with _alone():
             save_tensors(tensors, checkpoint_id=mine, no_dist=True)
     (mine / "blocks.json").write_text(json.dumps(blocks))
@@ -122,6 +122,8 @@ def _read_block(state: CacheState, source: Path, sequence: int, start: int, stop
         _key(sequence, start, i): torch.empty(layers, heads, stop - start, dim, dtype=dtype)
         for i, (dim, dtype) in enumerate(zip(dims, dtypes, strict=True))
     }
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # slow to import
+
     with _alone():
         load_tensors(rows, checkpoint_id=source, no_dist=True)
     return list(rows.values())
