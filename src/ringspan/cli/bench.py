@@ -28,7 +28,16 @@ from ringspan.bench.launch import (
 )
 from ringspan.bench.result import Measured, PathCheck
 from ringspan.bench.settings import CARRIERS, DTYPES, Carrier, Job, Settings
-from ringspan.cli.values import MASK_FORMS, parse_layout, parse_mask, parse_mesh, parse_tokens, parsed_by
+from ringspan.cli.values import (
+    MASK_FORMS,
+    check_mask,
+    check_options,
+    parse_layout,
+    parse_mask,
+    parse_mesh,
+    parse_tokens,
+    parsed_by,
+)
 from ringspan.errors import RingspanError, TransportError, UnsupportedError
 from ringspan.lesson import LayoutChoice
 from ringspan.mask import Mask
@@ -150,6 +159,9 @@ def bench(
         return
     carrier = carrier or _default_carrier(launched)
     world_size = _count_ranks(ranks, carrier, launched)
+    name = algorithm.replace("-", "_")
+    check_options((name,), direction, mesh, world_size)
+    check_mask(mask, tokens)
     if trace is not None and not os.access(trace.parent, os.W_OK):
         raise click.BadParameter(f"{str(trace)!r} cannot be written", ctx, param_hint="--trace")
     settings = Settings(
@@ -162,7 +174,7 @@ def bench(
         mask=mask,
         layout=layout.build(mask, tokens, world_size),
         layout_name=str(layout),
-        algorithm=algorithm.replace("-", "_"),
+        algorithm=name,
         direction=direction,
         mesh=mesh,
         kernel=kernel,
