@@ -197,13 +197,16 @@ def test_selfcheck_runs_what_can_run_here_and_says_why_the_rest_cannot() -> None
     for path in ("kernel sdpa_cpu, bfloat16, cpu", "kernel reference, float64, cpu", "threads, 4 ranks, hybrid"):
         assert paths[path]["status"] == "ok", paths[path]
         assert paths[path]["max_error"] < 1e-5
-    assert paths["gloo, 2 ranks, pass-kv"]["status"] == "ok"
-    if HAS_MPI:
-        assert paths["mpi, 2 ranks, ulysses"]["status"] == "ok"
+    assert paths["kernel sdpa_cpu backward, bfloat16, cpu"]["status"] == "ok"
+    assert 1e-4 < paths["kernel sdpa_cpu backward, bfloat16, cpu"]["max_error"] < 2e-2
+    for direction in ("", " backward"):
+        for path in ("threads, 4 ranks, double-ring", "gloo, 2 ranks, pass-kv", *(["mpi, 2 ranks, ulysses"] * HAS_MPI)):
+            assert paths[path + direction]["status"] == "ok", path + direction
     import torch
 
     if not torch.cuda.is_available():
-        for path in ("kernel sdpa_flash, bfloat16, cuda", "kernel sdpa_cudnn, float16, cuda", "nccl, 2 ranks"):
+        kernels = ("kernel sdpa_flash, bfloat16, cuda", "kernel sdpa_cudnn backward, float16, cuda")
+        for path in (*kernels, "nccl, 2 ranks"):
             assert (paths[path]["status"], paths[path]["note"]) == ("not available", "no GPU")
 
 
