@@ -117,6 +117,7 @@ class Parameters:
     direction: str | None
     mesh: tuple[int, int] | None
     kernel: str
+    has_backward: bool
     transport: str
     repeats: int
     seed: int

@@ -50,6 +50,7 @@ Examples:
   ringspan bench
   ringspan bench --tokens 8K --heads 8 --kv-heads 2 --head-dim 128 --dtype bfloat16
   ringspan bench --mask "causal & window:1024" --layout balanced --trace trace.json
+  ringspan bench --backward --tokens 8K --heads 8
   ringspan bench --ranks 4 --algorithm double-ring --mesh 2x2
   torchrun --nproc-per-node 2 --no-python ringspan bench --json
   mpirun -np 2 ringspan bench
@@ -105,6 +106,7 @@ Examples:
     type=click.Choice(CARRIERS),
     help="What carries messages.  [default: gloo, nccl on GPUs, mpi under mpirun]",
 )
+@click.option("--backward", "has_backward", is_flag=True, help="The gradients as well.")
 @click.option("--repeats", type=click.IntRange(1), default=5, help="Runs of each kind, interleaved.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the random q, k and v.")
 @click.option(
@@ -137,6 +139,7 @@ def bench(
     direction: Direction | None,
     mesh: Mesh | None,
     kernel: str,
+    has_backward: bool,
     carrier: Carrier | None,
     repeats: int,
     seed: int,
@@ -178,6 +181,7 @@ def bench(
         direction=direction,
         mesh=mesh,
         kernel=kernel,
+        has_backward=has_backward,
         carrier=carrier,
         repeats=repeats,
         seed=seed,
