@@ -1,0 +1,6 @@
+"""When does everything happen, and what waits for what? See `run.py`; `rings.py` and `schedules.py` supply the steps."""
+
+from ringspan.timeline.rings import Ring, Sequence, attention_timeline
+from ringspan.timeline.run import END, Load, Moment, Round, Timeline, run_timeline
+
+__all__ = ["END", "Load", "Moment", "Ring", "Round", "Sequence", "Timeline", "attention_timeline", "run_timeline"]
