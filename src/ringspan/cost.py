@@ -4,7 +4,7 @@ Every function is one formula with its source. Rates come from a `Device` of the
 no rate in this file. Sizes are those of one device, after tensor parallelism.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringspan.catalog import Attention, Device, Link, Model
@@ -21,19 +21,20 @@ class Practice(NamedTuple):
 
     `merge_bytes` are read and written per element of out when a part is merged; `sum_itemsize` is the size of an
     element of a partial result on the wire; `returns` says whether the partial results of pass-Q go home meanwhile or
-    in one exchange after the ring.
+    in one exchange after the ring; `joins_tiles`, whether blocks that came by an exchange of heads are attended as one.
     """
 
     merge_bytes: float
     sum_itemsize: int
     returns_after: bool
+    joins_tiles: bool
 
 
-RINGSPAN = Practice(merge_bytes=26, sum_itemsize=4, returns_after=False)
+RINGSPAN = Practice(merge_bytes=26, sum_itemsize=4, returns_after=False, joins_tiles=False)
 """softmax.merge_: the kernel's out widened (2 + 4), mul_ (4 + 4), addcmul_ (4 + 4 + 4); sums travel in float32."""
-EAGER = Practice(merge_bytes=38, sum_itemsize=4, returns_after=False)
+EAGER = Practice(merge_bytes=38, sum_itemsize=4, returns_after=False, joins_tiles=True)
 """ring-flash-attention: widen (2 + 4), subtract (4 + 4 + 4), multiply (4 + 4), subtract (4 + 4 + 4)."""
-PAPER = Practice(merge_bytes=26, sum_itemsize=2, returns_after=True)
+PAPER = Practice(merge_bytes=26, sum_itemsize=2, returns_after=True, joins_tiles=True)
 """arXiv 2411.01783: pass-Q sends partial outputs home by one All2All after the ring, in the type of the inputs."""
 
 
@@ -50,6 +51,11 @@ class Shard:
     itemsize: float
     wire: str
     practice: Practice
+
+    def with_heads(self, num_heads: int, num_kv_heads: int) -> "Shard":
+        """The same with other heads."""
+        elements = self.kv_elements * num_kv_heads // self.num_kv_heads
+        return replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads, kv_elements=elements)
 
     @property
     def q_bytes(self) -> float:

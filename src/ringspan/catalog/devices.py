@@ -154,8 +154,12 @@ def _attention(name: str, peak: float, kernel: str) -> tuple[Attention, str]:
     note = ""
     efficiency = known.get(name)
     if efficiency is None:
-        efficiency = sum(known.values()) / len(known)
-        note = f"no measurement of {kernel} on {name}: {efficiency:.0%} of its peak, the mean of {', '.join(known)}"
+        kin = read_data("defaults.toml")["kin"]
+        other = kin.get(name, kin["default"])
+        if other not in known:
+            other = kin["default"]
+        efficiency = known[other]
+        note = f"no measurement of {kernel} on {name}: taken to reach the share of its peak that {other} does"
     second = curves["fa2"]
     return Attention(
         kernel=kernel,

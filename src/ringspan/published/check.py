@@ -6,7 +6,7 @@ source above a second limit, and the share of winners called right among pairs t
 
 import itertools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ SOURCE_LIMIT = 0.25
 WINNERS_LIMIT = 0.85
 LEAST_DIFFERENCE = 0.03
 MOST_PARAMETERS = 25
+RATES = ("iters_per_s", "tflops_per_gpu")  # more is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Judged:
         """Relative, with its sign."""
         assert self.predicted is not None
         return self.predicted / self.published - 1
+
+    @property
+    def time_ratio(self) -> float:
+        """Published over predicted time, for times and for rates."""
+        return 1 + self.error if self.quantity in RATES else 1 / (1 + self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class CheckResult:
     median_error: float
     worst_source_error: float
     winners_right: float
-    low: float  # published / predicted of judged rows at the 10th and 90th percentile
+    low: float  # published over predicted time of judged rows, 10th and 90th percentile; every source counts the same
     high: float
 
     @property
@@ -103,7 +109,7 @@ def run_check() -> CheckResult:
     sources = tuple(_by_source(judged))
     winners = tuple(_winners(rows, predicted))
     medians = [source.median_error for source in sources if source.use == "judged"]
-    ratios = sorted(1 / (1 + row.error) for row in judged if row.use == "judged")
+    low, high = _range([row for row in judged if row.use == "judged"])
     return CheckResult(
         rows=judged,
         sources=sources,
@@ -112,9 +118,19 @@ def run_check() -> CheckResult:
         median_error=statistics.median(medians),
         worst_source_error=max(medians),
         winners_right=sum(winner.is_right for winner in winners) / len(winners),
-        low=ratios[len(ratios) // 10],
-        high=ratios[-1 - len(ratios) // 10],
+        low=low,
+        high=high,
     )
+
+
+def _range(rows: list[Judged]) -> tuple[float, float]:
+    """Where the middle 80 % of the published times lie, as multiples of the predicted ones; every source weighs 1."""
+    sizes = Counter(row.source for row in rows)
+    ratios = sorted((row.time_ratio, 1 / sizes[row.source] / len(sizes)) for row in rows)
+    below = list(itertools.accumulate(weight for _, weight in ratios))
+    low = next(ratio for (ratio, _), share in zip(ratios, below, strict=True) if share >= 0.1)
+    high = next(ratio for (ratio, _), share in zip(ratios, below, strict=True) if share >= 0.9)
+    return low, high
 
 
 def fitted_parameters() -> dict[str, float]:
@@ -154,15 +170,10 @@ def _winners(rows: list[Row], predicted: dict[str, float | None]) -> Iterator[Wi
         for first, second in itertools.combinations(alike, 2):
             ratio = first.value / second.value
             guess = predicted[first.id] / predicted[second.id]  # type: ignore[operator]
-            if row_is_rate(first):
+            if first.quantity in RATES:
                 ratio, guess = 1 / ratio, 1 / guess
             if max(ratio, 1 / ratio) > 1 + LEAST_DIFFERENCE:
                 yield Winner(key[0], first.id, second.id, ratio, guess)
-
-
-def row_is_rate(row: Row) -> bool:
-    """Whether more is faster."""
-    return row.quantity == "iters_per_s"
 
 
 def _set_up(row: Row) -> tuple[str, ...] | None:

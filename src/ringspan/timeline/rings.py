@@ -13,10 +13,11 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ringspan.catalog import Device
 from ringspan.cost import Shard, merge_s, tile_s
-from ringspan.timeline.run import END, Load, Ranks, Round, Seconds, Timeline, run_timeline
+from ringspan.timeline.run import END, EXCHANGE_ROUNDS, Load, Ranks, Round, Seconds, Timeline, run_timeline
 
 
 class Sequence(NamedTuple):
@@ -79,6 +80,10 @@ class _Loads:
         period = inner if size <= per_node else lcm(inner, per_node)
         return period if size % period == 0 else size
 
+    @property
+    def _is_zigzag(self) -> bool:
+        return self.sequence.is_causal and self.sequence.layout == "zigzag"
+
     def moves(self, onward: Callable[[Ranks], Ranks], nbytes: float | Seconds, **options: object) -> Round:
         """A message from every rank to the rank that `onward` says."""
         dst = onward(self.ranks) % self.ring.world_size
@@ -88,248 +93,247 @@ class _Loads:
     def everywhere(self, seconds: float) -> Seconds:
         return np.full(self.period, seconds)
 
-    # Tiles. `times` ranks were joined by an exchange of heads, so that a tile has as many times the tokens.
+    # Tiles. `times` ranks were joined by an exchange of heads, so that there are as many times the tokens: in one tile,
+    # or in one tile for every pair of blocks, as the practice is.
 
     def own_s(self, shard: Shard, times: int = 1) -> float:
         """A rank's queries against its own keys."""
+        if times > 1 and not shard.practice.joins_tiles:
+            pairs = times * (times - 1) // (2 if self.is_uneven else 1)
+            # Under zigzag one half of the blocks is seen by half of the queries only, and so merged into half of them.
+            halves = 0.25 * self.merging_s(shard, self.q_len) if self._is_zigzag else 0.0
+            return times * self.own_s(shard) + pairs * (self.other_s(shard) - halves)
         q_len = self.q_len * times
         if self.sequence.window:
             return self._tile(shard, q_len, min(q_len, self.sequence.window))
         if not self.sequence.is_causal:
             return self._tile(shard, q_len, self.kv_len * times)
-        own = self._tile(shard, q_len, q_len, True)
-        return own + self._tile(shard, q_len, self.cached_len * times)
+        return self._tile(shard, q_len, q_len, True) + self._tile(shard, q_len, self.cached_len * times)
 
     def other_s(self, shard: Shard, times: int = 1) -> float:
         """Against another rank's keys, where it sees them as far as the layout lets it; merging included."""
-        q_len = self.q_len * times
-        merging = 0.0 if self.is_backward else merge_s(self.device, shard, q_len)
         if self.sequence.window:
             return 0.0
-        if not self.sequence.is_causal or self.sequence.layout == "contiguous":
-            return self._tile(shard, q_len, self.kv_len * times) + merging
-        cached = self._tile(shard, q_len, self.cached_len * times)
-        if self.sequence.layout == "zigzag":
-            return self._tile(shard, q_len, q_len / 2) + cached + merging
-        return self._tile(shard, q_len, q_len, True) + cached + merging
+        if times > 1 and not shard.practice.joins_tiles:
+            return times**2 * self.other_s(shard)
+        q_len = self.q_len * times
+        merging_s = self.merging_s(shard, q_len)
+        if not self.sequence.is_causal or self.is_uneven:
+            return self._tile(shard, q_len, self.kv_len * times) + merging_s
+        cached_s = self._tile(shard, q_len, self.cached_len * times) + merging_s
+        if self._is_zigzag:
+            return self._tile(shard, q_len, q_len / 2) + cached_s
+        return self._tile(shard, q_len, q_len, True) + cached_s
 
-    def unseen_s(self, shard: Shard) -> float:
+    def unseen_s(self, shard: Shard, times: int = 1) -> float:
         """Against a rank whose new tokens all come later: only its cached ones are seen."""
         if not self.cached_len:
             return 0.0
-        merging = 0.0 if self.is_backward else merge_s(self.device, shard, self.q_len)
-        return self._tile(shard, self.q_len, self.cached_len) + merging
+        tiles = 1 if shard.practice.joins_tiles else times
+        q_len, cached_len = self.q_len * times / tiles, self.cached_len * times / tiles
+        return tiles**2 * (self._tile(shard, q_len, cached_len) + self.merging_s(shard, q_len))
+
+    def merging_s(self, shard: Shard, q_len: float) -> float:
+        """Of a part into the output; gradients are added up as they are made."""
+        return 0.0 if self.is_backward else merge_s(self.device, shard, q_len)
 
     def _tile(self, shard: Shard, q_len: float, kv_len: float, is_causal: bool = False) -> float:
         return tile_s(self.device, shard, q_len, kv_len, is_causal=is_causal, is_backward=self.is_backward)
 
-    def attend_s(self, owners: Ranks, own_s: float, other_s: float, unseen_s: float) -> Seconds:
-        """By rank, for the block of those owners."""
-        if not self.is_uneven:
-            return self.everywhere(own_s if owners[0] == self.ranks[0] else other_s)
-        return np.where(owners == self.ranks, own_s, np.where(owners < self.ranks, other_s, unseen_s))
-
 
 def _pass_kv(loads: _Loads) -> Iterator[Load]:
     """KV travels to the next rank; backward its gradient follows, and goes home from the last."""
-    size, shard = loads.ring.world_size, loads.shard
+    size, shard, ranks = loads.ring.world_size, loads.shard, loads.ranks
     own_s, other_s, unseen_s = loads.own_s(shard), loads.other_s(shard), loads.unseen_s(shard)
-    nbytes = loads.kv_len * shard.kv_bytes
     hops = size - 1
     if loads.sequence.window and loads.sequence.layout == "contiguous":
         hops = min(hops, -(-loads.sequence.window // loads.q_len))
-    uniform = {0: loads.everywhere(own_s), 1: loads.everywhere(other_s)}
-    onward = loads.moves(lambda ranks: ranks + 1, nbytes)
-    gradient = loads.moves(lambda ranks: ranks + 1, loads.kv_len * shard.dkv_bytes)
+    first, later = loads.everywhere(own_s), loads.everywhere(other_s)
+    onward = loads.moves(lambda ranks: ranks + 1, loads.kv_len * shard.kv_bytes)
     for t in range(hops + 1):
-        if loads.is_uneven:
-            owners = (loads.ranks - t) % size
-            attend_s = loads.attend_s(owners, own_s, other_s, unseen_s)
-            travels = owners + t < size - 1 if not loads.cached_len else np.full(size, t < hops)
-            moves = [_some(onward, travels)] if t < hops and travels.any() else []
-        else:
-            attend_s = uniform[min(t, 1)]
-            moves = [onward] if t < hops else []
-        if loads.is_backward and t > 0:
-            moves.append(gradient)
+        attend_s, moves = first if t == 0 else later, [onward] if t < hops else []
+        if loads.is_uneven and not loads.sequence.window:
+            owners = (ranks - t) % size
+            attend_s = np.where(owners == ranks, own_s, np.where(owners < ranks, other_s, unseen_s))
+            if not loads.cached_len:
+                moves = [_some(one, ranks >= t) for one in moves]  # no further than the last that sees it
+                moves = [one._replace(src=one.src[:-1], dst=one.dst[:-1], is_far=one.is_far[:-1]) for one in moves]
+        if loads.is_backward and t > 1:
+            moves.append(_follow_kv(loads, t, 0))
         yield Load(attend_s, moves)
     if loads.is_backward and hops:
-        yield Load(loads.none, [gradient._replace(reads_at=END)])
+        yield Load(loads.none, [_follow_kv(loads, hops + 1, END)])
 
 
-def _some(one: Round, are_sent: np.ndarray) -> Round:  # type: ignore[type-arg]
+def _follow_kv(loads: _Loads, t: int, reads_at: int) -> Round:
+    """The gradients of what was attended in the step before, to the next rank that adds to them, or home."""
+    size, nbytes = loads.ring.world_size, loads.kv_len * loads.shard.dkv_bytes
+    if not loads.is_uneven:
+        return loads.moves(lambda ranks: ranks + 1, nbytes, reads_at=reads_at)
+    one = loads.moves(lambda ranks: np.where(ranks < size - 1, ranks + 1, size - t), nbytes, reads_at=reads_at)
+    return _some(one, loads.ranks >= t - 1)
+
+
+def _some(one: Round, are_sent: npt.NDArray[np.bool_]) -> Round:
     return one._replace(src=one.src[are_sent], dst=one.dst[are_sent], is_far=one.is_far[are_sent])
 
 
 def _pass_q(loads: _Loads) -> Iterator[Load]:
-    """Queries travel; partial results go home, meanwhile or after the ring."""
-    size, shard = loads.ring.world_size, loads.shard
-    if loads.is_backward:
-        yield from _pass_q_backward(loads)
-        return
-    own_s, other_s, unseen_s = loads.own_s(shard), loads.other_s(shard), loads.unseen_s(shard)
-    merging_s = merge_s(loads.device, shard, loads.q_len)
-    onward = loads.moves(lambda ranks: ranks + 1, loads.q_len * shard.q_bytes)
-    nbytes = loads.q_len * shard.out_bytes
-    for t in range(size):
-        owners = (loads.ranks - t) % size
-        # The queries came from `owners`: those are who sees whom, and the part is not merged here.
-        if not loads.is_uneven:
-            attend_s = loads.everywhere(own_s if t == 0 else other_s - merging_s)
-        else:
-            visible_s = np.where(owners > loads.ranks, other_s - merging_s, max(0.0, unseen_s - merging_s))
-            attend_s = np.where(owners == loads.ranks, own_s, visible_s)
+    """Queries travel; partial results go home, meanwhile or after the ring; backward dq follows the queries."""
+    size, shard, ranks = loads.ring.world_size, loads.shard, loads.ranks
+    merging_s = loads.merging_s(shard, loads.q_len)
+    own_s, other_s = loads.own_s(shard), loads.other_s(shard) - merging_s
+    unseen_s = max(0.0, loads.unseen_s(shard) - merging_s)
+    sent, back = (shard.q_grad_bytes, shard.dq_bytes) if loads.is_backward else (shard.q_bytes, shard.out_bytes)
+    onward = loads.moves(lambda ranks: ranks + 1, loads.q_len * sent)
+    first, later = loads.everywhere(own_s), loads.everywhere(other_s)
+    is_pruned = loads.is_uneven and not loads.cached_len
+    is_after = shard.practice.returns_after and not loads.is_backward
+    for t in range(size + 1):
+        attend_s = loads.none if t == size else later if t else first
+        if loads.is_uneven and t < size:
+            owners = (ranks - t) % size
+            attend_s = np.where(owners == ranks, own_s, np.where(owners > ranks, other_s, unseen_s))
         moves = [onward] if t < size - 1 else []
-        if t > 1 and not shard.practice.returns_after:
-            moves.append(_home(loads, t - 1, nbytes, t + 2 if t + 2 < size else END))
-            attend_s = attend_s + (merging_s if t > 2 else 0.0)
+        if is_pruned:
+            moves = [_some(one, (ranks - t) % size > 0) for one in moves]  # nobody else is seen by the first rank
+        if t > 1 and not is_after:
+            hops = -1 if loads.is_backward else t - 1
+            home = loads.moves(lambda ranks, hops=hops: ranks - hops, loads.q_len * back, reads_at=_later(t, size))
+            moves.append(_some(home, ranks < t - 1) if is_pruned else home)
+        if not loads.is_backward and not is_after:
+            attend_s = attend_s + _merges(loads, t, merging_s, is_pruned=is_pruned)
         yield Load(attend_s, moves)
-    if size > 1 and not shard.practice.returns_after:
-        yield Load(loads.everywhere(merging_s * min(2, size - 1)), [_home(loads, size - 1, nbytes, END)])
-    elif size > 1:
-        back = [_home(loads, t, nbytes, size + 1)._replace(is_exchange=True) for t in range(1, size)]
-        yield Load(loads.none, back)
+    if size > 1 and is_after:
+        nbytes = loads.q_len * back
+        home_moves = [loads.moves(lambda ranks, t=t: ranks - t, nbytes, is_exchange=True) for t in range(1, size)]
+        yield Load(loads.none, home_moves)
         yield Load(loads.everywhere(merging_s * (size - 1)))
+    elif not loads.is_backward:
+        last = sum(_merges(loads, t, merging_s, is_pruned=is_pruned) for t in range(size + 1, size + 3))
+        yield Load(loads.none + last)
 
 
-def _pass_q_backward(loads: _Loads) -> Iterator[Load]:
-    """q, dout, out and lse travel; dq follows."""
-    size, shard = loads.ring.world_size, loads.shard
-    onward = loads.moves(lambda ranks: ranks + 1, loads.q_len * shard.q_grad_bytes)
-    gradient = loads.moves(lambda ranks: ranks + 1, loads.q_len * shard.dq_bytes)
-    own_s, other_s, unseen_s = loads.own_s(shard), loads.other_s(shard), loads.unseen_s(shard)
-    for t in range(size):
-        owners = (loads.ranks - t) % size
-        attend_s = loads.everywhere(own_s if t == 0 else other_s)
-        if loads.is_uneven:
-            attend_s = np.where(owners == loads.ranks, own_s, np.where(owners > loads.ranks, other_s, unseen_s))
-        moves = ([onward] if t < size - 1 else []) + ([gradient] if t else [])
-        yield Load(attend_s, moves)
-    if size > 1:
-        yield Load(loads.none, [gradient._replace(reads_at=END)])
+def _later(t: int, size: int) -> int:
+    """A sum is waited for two steps later, or at the end."""
+    return t + 2 if t + 2 <= size else END
 
 
-def _home(loads: _Loads, distance: int, nbytes: float, reads_at: int) -> Round:
-    return loads.moves(lambda ranks: ranks - distance, nbytes, reads_at=reads_at)
+def _merges(loads: _Loads, t: int, merging_s: float, *, is_pruned: bool) -> Seconds:
+    """Of the parts that were sent home two steps before, that is made three steps before."""
+    made, size = t - 3, loads.ring.world_size
+    if not 0 < made < size:
+        return loads.none
+    if not is_pruned:
+        return loads.everywhere(merging_s)
+    return np.where((loads.ranks + made) % size < loads.ranks, merging_s, 0.0)
 
 
 def _all_gather(loads: _Loads) -> Iterator[Load]:
     """All of K and V first, then one attend; backward the gradients go straight home."""
-    size, shard = loads.ring.world_size, loads.shard
-    nbytes = loads.kv_len * shard.kv_bytes
-    gathers = [
-        _gathered(loads, distance, nbytes) for distance in range(1, size) if not (loads.sequence.window and distance > 2)
-    ]
+    size, shard, ranks = loads.ring.world_size, loads.shard, loads.ranks
     own_s, other_s = loads.own_s(shard), loads.other_s(shard)
-    yield Load(loads.everywhere(own_s), gathers)
+    is_pruned = loads.is_uneven and not loads.cached_len
+    is_exchange = size > EXCHANGE_ROUNDS
+    reach = min(size - 1, -(-loads.sequence.window // loads.q_len)) if loads.sequence.window else size - 1
+
+    def messages(way: int, nbytes: float, reads_at: int) -> list[Round]:
+        rounds = []
+        for k in range(1, reach + 1):
+            one = loads.moves(
+                lambda ranks, k=k: ranks + way * k, nbytes, reads_at=reads_at, is_exchange=is_exchange
+            )
+            rounds.append(_some(one, ranks + k < size if way > 0 else ranks >= k) if is_pruned else one)
+        return rounds
+
+    yield Load(loads.everywhere(own_s), messages(1, loads.kv_len * shard.kv_bytes, 0))
     if size == 1:
         return
-    if loads.is_uneven and not loads.cached_len:
-        rest_s = loads.ranks * other_s
-    else:
-        rest_s = loads.everywhere((size - 1) * other_s)
-    yield Load(rest_s)
+    yield Load(ranks * other_s if is_pruned else loads.everywhere((size - 1) * other_s))
     if loads.is_backward:
-        back = [_home(loads, t, loads.kv_len * shard.dkv_bytes, END)._replace(is_exchange=True) for t in range(1, size)]
-        yield Load(loads.none, back)
-
-
-def _gathered(loads: _Loads, distance: int, nbytes: float) -> Round:
-    one = loads.moves(lambda ranks: ranks + distance, nbytes, is_exchange=True)
-    if loads.is_uneven and not loads.cached_len:
-        return _some(one, loads.ranks + distance < loads.ring.world_size)
-    return one
-
-
-def _exchanged(loads: _Loads) -> Shard:
-    """The shard after every `inner` neighbours have exchanged tokens for heads."""
-    degree, shard = loads.ring.inner, loads.shard
-    kv_heads = max(1, shard.num_kv_heads // degree)
-    return Shard(
-        batch=shard.batch,
-        num_heads=shard.num_heads // degree,
-        num_kv_heads=kv_heads,
-        head_dim=shard.head_dim,
-        v_head_dim=shard.v_head_dim,
-        kv_elements=shard.kv_elements * kv_heads // shard.num_kv_heads,
-        itemsize=shard.itemsize,
-        wire=shard.wire,
-        practice=shard.practice,
-    )
+        yield Load(loads.none, messages(-1, loads.kv_len * shard.dkv_bytes, END))
 
 
 def _hybrid(loads: _Loads) -> Iterator[Load]:
-    """Heads are exchanged inside, KV goes round outside, results are exchanged back. Ulysses is the ring of one."""
-    size, degree = loads.ring.world_size, loads.ring.inner
-    groups, joined, shard = size // degree, _exchanged(loads), loads.shard
+    """Heads are exchanged inside, KV goes round outside, results go straight home. Ulysses is the ring of one."""
+    degree, shard = loads.ring.inner, loads.shard
+    groups = loads.ring.world_size // degree
+    joined = shard.with_heads(shard.num_heads // degree, max(1, shard.num_kv_heads // degree))
     sent = loads.q_len * (shard.q_grad_bytes if loads.is_backward else shard.q_bytes) / degree
     sent += loads.kv_len * joined.kv_bytes
-    yield Load(loads.none, [_neighbour(loads, k, sent, 0) for k in range(1, degree)])
-    own_s, other_s = loads.own_s(joined, degree), loads.other_s(joined, degree)
-    kv_len = loads.kv_len * degree
-    onward = loads.moves(lambda ranks: ranks + degree, kv_len * joined.kv_bytes)
-    gradient = loads.moves(lambda ranks: ranks + degree, kv_len * joined.dkv_bytes)
+    yield Load(loads.none, [_neighbour(loads, k, 0, sent) for k in range(1, degree)])
+    own_s, other_s, unseen_s = (
+        loads.own_s(joined, degree), loads.other_s(joined, degree), loads.unseen_s(joined, degree)
+    )  # fmt: skip
+    onward = loads.moves(lambda ranks: ranks + degree, loads.kv_len * degree * joined.kv_bytes)
+    group = loads.ranks // degree
+    dkv = loads.kv_len * joined.dkv_bytes
     for t in range(groups):
+        attend_s, moves = loads.everywhere(other_s if t else own_s), [onward] if t < groups - 1 else []
         if loads.is_uneven:
-            mine = loads.ranks // degree
-            owners = (mine - t) % groups
-            attend_s = np.where(owners == mine, own_s, np.where(owners < mine, other_s, loads.unseen_s(joined) * degree))
-        else:
-            attend_s = loads.everywhere(own_s if t == 0 else other_s)
-        moves = [onward] if t < groups - 1 else []
-        if loads.is_backward and 0 < t:
-            moves.append(gradient)
+            owners = (group - t) % groups
+            attend_s = np.where(owners == group, own_s, np.where(owners < group, other_s, unseen_s))
+            if not loads.cached_len:
+                moves = [_some(one, (group >= t) & (group < groups - 1)) for one in moves]
+        if loads.is_backward and t > 0:
+            moves += [_neighbour(loads, k, t - 1, dkv) for k in range(degree) if k or t > 1]
         yield Load(attend_s, moves)
-    back = loads.q_len * (shard.dq_bytes if loads.is_backward else shard.out_bytes) / degree
-    back += loads.kv_len * joined.dkv_bytes if loads.is_backward else 0.0
-    last = [gradient] if loads.is_backward and groups > 1 else []
-    yield Load(loads.none, [*last, *(_neighbour(loads, k, back, END) for k in range(1, degree))])
+    back = [loads.q_len * (shard.dq_bytes if loads.is_backward else shard.out_bytes) / degree] * degree
+    rounds = [_neighbour(loads, k, 0, back[k], END) for k in range(1, degree)]
+    if loads.is_backward:
+        rounds += [_neighbour(loads, k, groups - 1, dkv, END) for k in range(degree) if k or groups > 1]
+    yield Load(loads.none, rounds)
+    if not loads.is_backward and degree > 1:
+        yield Load(loads.everywhere((degree - 1) * loads.merging_s(joined, loads.q_len)))
 
 
-def _neighbour(loads: _Loads, distance: int, nbytes: float, reads_at: int) -> Round:
-    """To the neighbour so many places further in the group of `inner` ranks."""
+def _neighbour(loads: _Loads, distance: int, groups_back: int, nbytes: float, reads_at: int = 0) -> Round:
+    """To the rank so many places further in its group of `inner`, or in a group before."""
     degree = loads.ring.inner
 
     def onward(ranks: Ranks) -> Ranks:
-        return ranks - ranks % degree + (ranks % degree + distance) % degree
+        return ranks - ranks % degree + (ranks % degree + distance) % degree - groups_back * degree
 
-    return loads.moves(onward, nbytes, reads_at=reads_at, is_exchange=True)
+    return loads.moves(onward, nbytes, reads_at=reads_at, is_exchange=degree > EXCHANGE_ROUNDS)
 
 
 def _double_ring(loads: _Loads) -> Iterator[Load]:
-    """An inner ring in each node; the block of the next phase crosses to the next node in the first step of this one."""
-    size, inner = loads.ring.world_size, loads.ring.inner
-    outer, shard = size // inner, loads.shard
-    nbytes = loads.kv_len * shard.kv_bytes
-    first, other = (loads.everywhere(seconds) for seconds in (loads.own_s(shard), loads.other_s(shard)))
+    """An inner ring in each node; the block of the next phase crosses to the next node in the first step of this one.
+
+    Gradients follow: round the node, and at the end of a phase to the next node, which the last one leaves for home.
+    """
+    size, inner, shard = loads.ring.world_size, loads.ring.inner, loads.shard
+    nbytes, outer = loads.kv_len * shard.kv_bytes, loads.ring.world_size // loads.ring.inner
+    first, later = (loads.everywhere(seconds) for seconds in (loads.own_s(shard), loads.other_s(shard)))
 
     def turn(ranks: Ranks) -> Ranks:
         return ranks - ranks % inner + (ranks % inner + 1) % inner
 
     inside, across = loads.moves(turn, nbytes), loads.moves(lambda ranks: ranks + inner, nbytes)
-    gradient = loads.moves(turn, loads.kv_len * shard.dkv_bytes)
+    dkv = loads.kv_len * shard.dkv_bytes
+    follow = (loads.moves(turn, dkv), loads.moves(lambda ranks: turn(ranks) + inner, dkv))
     for t in range(size):
         phase, hop = divmod(t, inner)
         moves = [inside] if hop < inner - 1 else []
         if hop == 0 and phase < outer - 1:
             moves.append(across._replace(reads_at=t + inner))
-        if loads.is_backward and t:
-            moves.append(gradient)
-        yield Load(other if t else first, moves)
+        if loads.is_backward and t > 1:
+            moves.append(follow[t % inner == 0])
+        yield Load(later if t else first, moves)
     if loads.is_backward and size > 1:
-        yield Load(loads.none, [gradient._replace(reads_at=END)])
+        yield Load(loads.none, [follow[1]._replace(reads_at=END)])
 
 
 def _all_merge(loads: _Loads) -> Iterator[Load]:
     """Decode with a query on every rank: each attends its part of the cache, and one merge leaves the result on all."""
-    size, shard = loads.ring.world_size, loads.shard
-    new_tokens = loads.sequence.new_tokens
-    seconds = tile_s(loads.device, shard, new_tokens, loads.kv_len)
-    yield Load(loads.everywhere(seconds))
-    nbytes = new_tokens * shard.out_bytes
-    parts = [loads.moves(lambda ranks, k=k: ranks + k, nbytes, is_exchange=True) for k in range(1, size)]  # type: ignore[misc]
-    yield Load(loads.none, parts)
-    yield Load(loads.everywhere(merge_s(loads.device, shard, new_tokens) * (size - 1)))
+    size, shard, new_tokens = loads.ring.world_size, loads.shard, loads.sequence.new_tokens
+    yield Load(loads.everywhere(tile_s(loads.device, shard, new_tokens, loads.kv_len)))
+    nbytes, is_exchange = new_tokens * shard.out_bytes, size > EXCHANGE_ROUNDS
+    yield Load(
+        loads.none,
+        [loads.moves(lambda ranks, k=k: ranks + k, nbytes, is_exchange=is_exchange) for k in range(1, size)],
+    )
+    yield Load(loads.everywhere(loads.merging_s(shard, new_tokens) * (size - 1)))
 
 
 LOADS: dict[str, Callable[[_Loads], Iterator[Load]]] = {

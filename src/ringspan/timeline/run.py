@@ -22,6 +22,7 @@ Seconds = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.intp]
 
 END = -1  # read when all is over
+EXCHANGE_ROUNDS = 4  # so many rounds in a step and more are an exchange
 
 
 class Round(NamedTuple):
