@@ -91,8 +91,8 @@ def _set(name: str, value: float) -> None:
 
 def _format(curves: dict[str, object]) -> str:
     lines = [
-        "# How much of their peaks devices and links reach. Written by benchmarks/fit_curves.py from the published rows",
-        "# marked for fitting; `fixed` lists what is not fitted. Lengths in tokens, times in seconds.",
+        "# How much of their peaks devices and links reach. Written by benchmarks/fit_curves.py from published rows",
+        "# that are for fitting; `fixed` lists what is not fitted. Lengths in tokens, times in seconds.",
         "",
         "fixed = [" + ", ".join(f'"{name}"' for name in curves["fixed"]) + "]",  # type: ignore[attr-defined]
     ]

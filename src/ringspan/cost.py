@@ -96,8 +96,10 @@ def attention_flops(pairs: float, shard: Shard) -> float:
     return 2 * pairs * shard.batch * shard.num_heads * (shard.head_dim + shard.v_head_dim)
 
 
-def attention_flops_per_s(curve: Attention, head_dim: int, kv_len: float, *, is_causal: bool, is_backward: bool) -> float:
-    """limit · d/(d + softmax_dims) · n/(n + ramp).
+def attention_flops_per_s(
+    curve: Attention, head_dim: int, kv_len: float, *, is_causal: bool, is_backward: bool
+) -> float:
+    """Limit · d/(d + softmax_dims) · n/(n + ramp).
 
     The first quotient: the softmax of a score costs as much as so many more elements of a head (arXiv 2307.08691,
     section 3.1: exponentials are slow). The second: a loop over n keys has a beginning and, under a causal mask, blocks
@@ -130,9 +132,7 @@ def tile_s(
         return 0.0
     if pairs is None:
         pairs = q_len * (q_len + 1) / 2 if is_causal else q_len * kv_len
-    rate = attention_flops_per_s(
-        device.attention, shard.head_dim, kv_len, is_causal=is_causal, is_backward=is_backward
-    )
+    rate = attention_flops_per_s(device.attention, shard.head_dim, kv_len, is_causal=is_causal, is_backward=is_backward)
     flops = attention_flops(pairs, shard) * (2.5 if is_backward else 1.0)
     read_bytes = kv_len * shard.batch * shard.kv_elements * shard.itemsize
     return max(flops / rate, read_bytes / device.memory_bytes_per_s) + device.attention.call_s
@@ -145,7 +145,7 @@ def merge_s(device: Device, shard: Shard, q_len: float) -> float:
 
 
 def message_s(link: Link, nbytes: float) -> float:
-    """latency + n / rate."""
+    """Latency + n / rate."""
     return link.latency_s + nbytes / link.bytes_per_s
 
 

@@ -135,7 +135,7 @@ class _Config:
         if self.config.get("use_sliding_window") is None and self.config.get("model_type") in ("mistral", None):
             return Window(self.need("sliding_window"), 0)
         raise UnsupportedError(
-            f"{self.path}: sliding_window={tokens} without layer_types or sliding_window_pattern; say which layers slide"
+            f"{self.path}: sliding_window={tokens} without layer_types or sliding_window_pattern; add either"
         )
 
     def video_model(self) -> Model:
@@ -153,9 +153,16 @@ class _Config:
         usual = tuple(kin[f"usual_{key}"] for key in ("frames", "height_px", "width_px"))
         text = self.config.get("max_text_seq_length") or kin["text_tokens"]
         video = Video(
-            self._patch(), kin["vae_temporal_stride"], kin["vae_spatial_stride"], text, kin["text_mode"] == "joint", usual
+            self._patch(),
+            kin["vae_temporal_stride"],
+            kin["vae_spatial_stride"],
+            text,
+            kin["text_mode"] == "joint",
+            usual,
         )
-        notes = (f"VAE strides, text tokens and usual size are those of {VIDEO_CLASSES[name]} in the catalogue",)
+        notes: tuple[str, ...] = (
+            f"VAE strides, text tokens and usual size are those of {kin['id']}, of the catalogue",
+        )
         if "ffn_dim" not in self.config and "mlp_ratio" not in self.config:
             notes += ("mlp_ratio is not in the config; 4, as the class of diffusers has it",)
         return Model(

@@ -77,7 +77,9 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
     """NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
     found = re.fullmatch(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?(.+)", text.strip())
     if found is None or found[1] is None or found[3].startswith("-"):
-        raise ShapeError(f"{text!r} names no devices; use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100")
+        raise ShapeError(
+            f"{text!r} names no devices; use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100"
+        )
     device = load_device(found[3], network, kernel)
     if found[2] is not None:
         nodes, per_node = int(found[1]), int(found[2])
@@ -111,7 +113,10 @@ def load_device(name: str, network: str | None = None, kernel: str | None = None
     memory_rate = figures.get("memory_bytes_per_s", memory.get("bytes_per_s"))
     for key, value in (("peak", peak), ("memory_bytes", memory_bytes), ("memory_bytes_per_s", memory_rate)):
         if value is None:
-            raise UnsupportedError(f"{name}: the catalogue has no {key} for it; use another device, or a calibrated file")
+            raise UnsupportedError(
+                f"{name}: the catalogue has no {key} for it; use another device, or a calibrated file"
+            )
+    assert peak is not None
     attention, note = _attention(name, peak, kernel or defaults["kernel"].get(name, defaults["kernel"]["default"]))
     notes += [note] if note else []
     reached = curves["memory"]["efficiency"] * memory_rate

@@ -4,6 +4,7 @@ Where a needed figure is missing the model is refused by the name of the figure;
 usually has it.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from ringspan.catalog.shapes import Experts, Model, Video, Window
 from ringspan.errors import ShapeError, UnsupportedError
 
 DENSE_KEYS = ("layers", "heads", "kv_heads", "head_dim", "hidden", "mlp", "mlp_matrices", "vocab")
-DENSE_FORM = "dense:layers=16,heads=32,head_dim=128,mlp=16384[,kv_heads=8][,hidden=4096][,mlp_matrices=2][,vocab=128256]"
+DENSE_FORM = (
+    "dense:layers=16,heads=32,head_dim=128,mlp=16384[,kv_heads=8][,hidden=4096][,mlp_matrices=2][,vocab=128256]"
+)
 
 
 def load_model(name: str) -> Model:
@@ -40,8 +43,6 @@ def model_names() -> list[str]:
 
 def model_with_notes(model: Model, doubtful: Iterable[str]) -> Model:
     """The model, saying which of its figures nobody has confirmed."""
-    import dataclasses
-
     keys = [key for key in doubtful if key not in ("max_position_tokens", "kv_bytes_per_token_bf16")]
     if not keys:
         return model
@@ -137,7 +138,9 @@ def _parse_dense(text: str) -> Model:
     for part in text.removeprefix("dense:").split(","):
         key, _, value = part.partition("=")
         if key not in DENSE_KEYS or not value.removeprefix("-").isdigit():
-            raise ShapeError(f"{part!r} in {text!r}: use KEY=NUMBER with the keys {', '.join(DENSE_KEYS)}: {DENSE_FORM}")
+            raise ShapeError(
+                f"{part!r} in {text!r}: use KEY=NUMBER with the keys {', '.join(DENSE_KEYS)}: {DENSE_FORM}"
+            )
         given[key] = int(value)
     missing = [key for key in ("layers", "heads", "head_dim", "mlp") if key not in given]
     if missing:

@@ -49,7 +49,7 @@ class Video(NamedTuple):
     usual: tuple[int, int, int] | None  # frames, height, width
 
     def count_tokens(self, frames: int, height: int, width: int) -> int:
-        """((frames - 1) / stride + 1) / patch_t · height / (stride · patch_h) · width / (stride · patch_w), and text."""
+        """((frames - 1)/stride + 1)/patch_t · height/(stride · patch_h) · width/(stride · patch_w), and joint text."""
         patch_t, patch_h, patch_w = self.patch
         if frames < 1 or (frames - 1) % self.temporal_stride:
             near = max(1, round((frames - 1) / self.temporal_stride) * self.temporal_stride + 1)
@@ -60,7 +60,7 @@ class Video(NamedTuple):
             step = self.spatial_stride * patch
             if pixels < step or pixels % step:
                 raise ShapeError(
-                    f"{name}={pixels}: a token is {step} pixels wide and high; use {max(1, round(pixels / step)) * step}"
+                    f"{name}={pixels}: a token is {step} pixels; use a multiple, say {max(1, round(pixels / step)) * step}"
                 )
         latents = (frames - 1) // self.temporal_stride + 1
         if latents % patch_t:
@@ -134,9 +134,7 @@ class Model:
             q_rank, kv_rank, nope_dim, rope_dim = self.latent
             width = heads * (nope_dim + rope_dim)
             queries = hidden * width if q_rank is None else hidden * q_rank + q_rank * width
-            return (
-                queries + hidden * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + self.v_head_dim) + out
-            )
+            return queries + hidden * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + self.v_head_dim) + out
         own = hidden * heads * self.head_dim + hidden * self.kv_elements + out
         is_crossed = self.video is not None and not self.video.is_text_joint
         return 2 * own if is_crossed else own

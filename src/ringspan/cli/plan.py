@@ -5,13 +5,17 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ringspan import __version__
 from ringspan.cli.values import parse_tokens, parsed_by
 from ringspan.errors import ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringspan.catalog import Model
+    from ringspan.plan import Plan, Request
 
 FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
 
@@ -28,7 +32,9 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.option("--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=...")
+@click.option(
+    "--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=..."
+)
 @click.option("--devices", metavar="[NODESx]COUNTxDEVICE", help="Such as 8xh100, 16x8xh100 or 2xFILE.toml.")
 @click.option("--tokens", callback=parsed_by(parse_tokens), metavar="N", help="New tokens of a sequence; 1M is 2^20.")
 @click.option("--cached", callback=parsed_by(parse_tokens), metavar="P", help="Tokens that are cached already.")
@@ -44,12 +50,16 @@ Examples:
 @click.option("--recompute/--no-recompute", default=True, help="Activations anew in the backward pass.")
 @click.option("--fsdp", is_flag=True, help="Spread weights and optimizer over all ranks.")
 @click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline, for ui.perfetto.dev.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write time against length and devices, SVG.")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline, for ui.perfetto.dev."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write time against length and devices, SVG."
+)
 @click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
-def plan(ctx: click.Context, check: bool, as_json: bool, **options: Any) -> None:
+def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> None:
     """Say what a model will need and how long it will take, before any device is rented.
 
     Memory of a device, time of every algorithm, layout and degree, the bottleneck by name, and where another way would
@@ -85,13 +95,13 @@ def plan(ctx: click.Context, check: bool, as_json: bool, **options: Any) -> None
     print_plan(answer, _console(), explains=options["explain"])
 
 
-def _request(options: dict[str, Any]) -> Any:
+def _request(options: dict[str, Any]) -> "Request":
     from ringspan.catalog import load_model, parse_devices
-    from ringspan.plan import Request
+    from ringspan.plan import Phase, Request
 
     model = load_model(options["model"])
     cluster = parse_devices(options["devices"], options["network"], options["kernel"])
-    phase = options["phase"] or ("prefill" if model.video is None else "denoise")
+    phase: Phase = options["phase"] or ("prefill" if model.video is None else "denoise")
     return Request(
         model=model,
         cluster=cluster,
@@ -107,7 +117,7 @@ def _request(options: dict[str, Any]) -> Any:
     )
 
 
-def _tokens(model: Any, options: dict[str, Any]) -> int:
+def _tokens(model: "Model", options: dict[str, Any]) -> int:
     """As given, or those of a video."""
     if model.video is None:
         for name in ("frames", "size"):
@@ -123,9 +133,9 @@ def _tokens(model: Any, options: dict[str, Any]) -> int:
     usual = model.video.usual
     if usual is None and (options["frames"] is None or options["size"] is None):
         raise ShapeError(f"--frames and --size are missing, and no usual size of {model.id} is known")
-    frames = options["frames"] or usual[0]
-    height, width = _parse_size(options["size"]) if options["size"] else usual[1:]
-    return int(model.video.count_tokens(frames, height, width))
+    usual_frames, *usual_size = usual or (0, 0, 0)
+    height, width = _parse_size(options["size"]) if options["size"] else usual_size
+    return model.video.count_tokens(options["frames"] or usual_frames, height, width)
 
 
 def _parse_size(text: str) -> tuple[int, int]:
@@ -135,7 +145,7 @@ def _parse_size(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _write_trace(answer: Any, path: Path) -> None:
+def _write_trace(answer: "Plan", path: Path) -> None:
     from ringspan.report.plan_trace import trace_plan
 
     path.write_text(json.dumps(trace_plan(answer, {"ringspan": __version__})))

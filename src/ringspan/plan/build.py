@@ -15,8 +15,6 @@ from ringspan.plan.predict import Prediction, predict, timeline_of
 from ringspan.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.plan.settings import Recipe, list_recipes
 
-LONGEST_SEARCH = 40  # halvings
-
 
 class Option(NamedTuple):
     """One way, with its time and its memory."""
@@ -135,7 +133,8 @@ def _break_even(request: Request, setup: Setup) -> int | None:
         asked = replace(request, tokens=tokens, cached_tokens=0)
         return predict(asked, setup).total_s >= predict(asked, alone).total_s
 
-    last = next((2**k for k in range(24, -1, -1) if is_slower(2**k)), None)
+    lengths = [1 << k for k in range(24, -1, -1)]
+    last = next((length for length in lengths if is_slower(length)), None)
     if last is None:
         return 1
     low, high = last, 2 * last

@@ -27,8 +27,8 @@ def list_setups(request: Request, tps: list[int]) -> tuple[list[Setup], list[Ill
         for copies in _divisors(request.batch):
             if ranks % copies:
                 continue
-            for setup in _of_ranks(request, tp, ranks // copies, illegal):
-                setups.append(setup._replace(copies=copies))
+            found = _of_ranks(request, tp, ranks // copies, illegal)
+            setups += [setup._replace(copies=copies) for setup in found]
     return setups, [Illegal(what, reason) for what, reason in illegal.items()]
 
 

@@ -27,7 +27,9 @@ def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterato
     rate = attention_flops_per_s(device.attention, model.head_dim, kv_len, is_causal=False, is_backward=False)
     flops = attention_flops(q_len * kv_len, shard)
     yield Line(
-        "weights", "parameters · bytes / tensor parallelism", f"{parameters:,} / {setup.tp} → {memory.weights:.4g} bytes"
+        "weights",
+        "parameters · bytes / tensor parallelism",
+        f"{parameters:,} / {setup.tp} → {memory.weights:.4g} bytes",
     )
     if memory.kv_cache:
         yield Line(

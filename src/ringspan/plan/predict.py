@@ -99,7 +99,7 @@ def timeline_of(request: Request, setup: Setup, *, window: int = 0, is_backward:
 
 def predict(request: Request, setup: Setup) -> Prediction:
     """The time of one forward, or of one training step."""
-    model, device = request.model, request.cluster.device
+    model = request.model
     full = timeline_of(request, setup)
     sliding_s = timeline_of(request, setup, window=model.window.tokens).makespan_s if model.window else 0.0
     dense = _dense(request, setup)

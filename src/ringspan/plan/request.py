@@ -17,7 +17,7 @@ MOST_TOKENS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question. In decode `tokens` are those already there; `batch` counts sequences, or videos and their guidance."""
+    """One question. In decode `tokens` are those already there; `batch` counts sequences, or forwards of a video."""
 
     model: Model
     cluster: Cluster

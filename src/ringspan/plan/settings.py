@@ -33,7 +33,9 @@ def _ringspan(request: Request, setup: Setup) -> Recipe:
     mask = "rs.causal()" if request.model.is_causal else "rs.full()"
     mesh = f", mesh=({setup.cp // setup.inner}, {setup.inner})" if setup.algorithm in ("hybrid", "double_ring") else ""
     layout = f"rs.{setup.layout}(seq_len, {setup.cp})"
-    return Recipe("ringspan", f'rs.attention(q, k, v, mask={mask}, layout={layout}, algorithm="{setup.algorithm}"{mesh})')
+    return Recipe(
+        "ringspan", f'rs.attention(q, k, v, mask={mask}, layout={layout}, algorithm="{setup.algorithm}"{mesh})'
+    )
 
 
 def _degrees(setup: Setup) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ringspan.catalog import Cluster, Device, load_device, load_model
 from ringspan.catalog.devices import with_dense_ratio
 from ringspan.catalog.files import read_data
-from ringspan.cost import EAGER, PAPER, Practice, Shard, attention_flops, attention_flops_per_s, message_s, tile_s
+from ringspan.cost import EAGER, PAPER, Practice, Shard, attention_flops_per_s, message_s, tile_s
 from ringspan.plan.predict import predict
 from ringspan.plan.request import Request, Setup
 from ringspan.published.rows import Fields, Row
@@ -37,13 +37,14 @@ def _kernel(fields: Fields) -> float:
         is_causal = fields["mask"] == "causal"
         return attention_flops_per_s(curve, head_dim, seq_len, is_causal=is_causal, is_backward=is_backward) / 1e12
 
-    if fields["pass"] == "fwd_bwd":
+    passes = fields["pass"]
+    if passes == "fwd_bwd":
         return 3.5 / (1 / rate(False) + 2.5 / rate(True))
-    return rate(fields["pass"] == "bwd")
+    return rate(passes == "bwd")
 
 
 def _ring_step(fields: Fields) -> float:
-    """µs of one message, tile or exchange of one ring step; 16 heads over 1 KV head on each of 4 ranks."""
+    """Microseconds of one message, tile or exchange of one ring step; 16 heads over 1 KV head on each of 4 ranks."""
     device, shard = load_device(fields["device_id"]), _shard(16, 1, 128, 1, PAPER)
     new, keys = int(fields["new_tokens"]) / 4, (int(fields["new_tokens"]) + int(fields["cached_tokens"])) / 4
     if fields["component"] == "attention":
@@ -56,7 +57,7 @@ def _ring_step(fields: Fields) -> float:
 
 
 def _decode_attention(fields: Fields) -> float:
-    """µs of one layer's attention in decode: queries by sequence, results home in one exchange."""
+    """Microseconds of one layer's attention in decode: queries by sequence, results home in one exchange."""
     device, batch = load_device(fields["device_id"]), int(fields["batch"])
     ranks = int(fields["cp_degree"])
     if ranks == 1:
@@ -108,9 +109,7 @@ def _iterations(fields: Fields) -> float:
     return 1 / seconds
 
 
-def _attention_s(
-    device: Device, shard: Shard, sequence: Sequence, ulysses: int, ring: int, passes: str
-) -> float:
+def _attention_s(device: Device, shard: Shard, sequence: Sequence, ulysses: int, ring: int, passes: str) -> float:
     algorithm = "pass_kv" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
     ranks = Ring(ulysses * ring, 8, ulysses)
     seconds = 0.0
@@ -122,7 +121,7 @@ def _attention_s(
 
 
 def _burst(fields: Fields) -> float:
-    """ms of FlashAttention-2 on 8 or 1 GPUs, full mask."""
+    """Milliseconds of FlashAttention-2 on 8 or 1 GPUs, full mask."""
     device = load_device(fields["device_id"], kernel="fa2")
     shard = _shard(int(fields["heads_q"]), int(fields["heads_q"]), int(fields["head_dim"]), int(fields["batch"]), EAGER)
     sequence = Sequence(int(fields["seq_len_tokens"]), 0, False, "contiguous")

@@ -40,7 +40,11 @@ def _print_title(page: Page, request: Request) -> None:
     model, cluster = request.model, request.cluster
     page.console.print(Text(f"{model.id}: {request.phase} on {format_count(cluster.num_devices, 'device')}", "bold"))
     nodes = f"{format_count(cluster.nodes, 'node')} of {cluster.per_node} {cluster.device.id}"
-    heads = f"{model.num_heads} heads over {model.num_kv_heads}" if model.latent is None else f"{model.num_heads} heads, MLA"
+    heads = (
+        f"{model.num_heads} heads over {model.num_kv_heads}"
+        if model.latent is None
+        else f"{model.num_heads} heads, MLA"
+    )
     cached = f", {request.cached_tokens:,} more cached" if request.cached_tokens else ""
     page.facts(
         [
@@ -61,12 +65,22 @@ def _print_answer(page: Page, plan: Plan) -> None:
     rows = [(TIMES[plan.request.phase], _range(plan, prediction.total_s))]
     if plan.request.phase in ("prefill", "train"):
         tokens = plan.request.tokens * plan.request.batch
-        rows.append(("tokens per second", f"{tokens / prediction.total_s / plan.high:,.0f} to {tokens / prediction.total_s / plan.low:,.0f}"))
+        rows.append(
+            (
+                "tokens per second",
+                f"{tokens / prediction.total_s / plan.high:,.0f} to {tokens / prediction.total_s / plan.low:,.0f}",
+            )
+        )
     if plan.request.phase == "decode":
         rate = plan.request.batch / prediction.total_s
         rows.append(("tokens per second", f"{rate / plan.high:,.1f} to {rate / plan.low:,.1f}"))
-    rows.append(("a layer", f"{format_seconds(prediction.layer_s)}: attention {format_seconds(prediction.attention_s)}, "
-                            f"the rest {format_seconds(prediction.dense.total_s)}"))
+    rows.append(
+        (
+            "a layer",
+            f"{format_seconds(prediction.layer_s)}: attention {format_seconds(prediction.attention_s)}, "
+            f"the rest {format_seconds(prediction.dense.total_s)}",
+        )
+    )
     rows.append(("bottleneck", prediction.bottleneck))
     page.facts(rows)
     if not best.fits:

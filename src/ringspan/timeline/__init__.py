@@ -1,4 +1,4 @@
-"""When does everything happen, and what waits for what? See `run.py`; `rings.py` and `schedules.py` supply the steps."""
+"""When does everything happen, and what waits for what? `run.py` follows the steps that the other two supply."""
 
 from ringspan.timeline.rings import Ring, Sequence, attention_timeline
 from ringspan.timeline.run import END, Load, Moment, Round, Timeline, run_timeline

@@ -56,9 +56,7 @@ def attention_timeline(
 class _Loads:
     """The parts that the algorithms are put together from."""
 
-    def __init__(
-        self, ring: Ring, sequence: Sequence, shard: Shard, device: Device, *, is_backward: bool
-    ) -> None:
+    def __init__(self, ring: Ring, sequence: Sequence, shard: Shard, device: Device, *, is_backward: bool) -> None:
         self.ring = ring
         self.sequence = sequence
         self.shard = shard
@@ -89,6 +87,10 @@ class _Loads:
         dst = onward(self.ranks) % self.ring.world_size
         is_far = dst // self.ring.per_node != self.ranks // self.ring.per_node
         return Round(self.ranks, dst % self.period, nbytes, is_far, **options)  # type: ignore[arg-type]
+
+    def ahead(self, distance: int, nbytes: float, **options: object) -> Round:
+        """A message from every rank to the one so many places further."""
+        return self.moves(lambda ranks: ranks + distance, nbytes, **options)
 
     def everywhere(self, seconds: float) -> Seconds:
         return np.full(self.period, seconds)
@@ -149,7 +151,7 @@ def _pass_kv(loads: _Loads) -> Iterator[Load]:
     if loads.sequence.window and loads.sequence.layout == "contiguous":
         hops = min(hops, -(-loads.sequence.window // loads.q_len))
     first, later = loads.everywhere(own_s), loads.everywhere(other_s)
-    onward = loads.moves(lambda ranks: ranks + 1, loads.kv_len * shard.kv_bytes)
+    onward = loads.ahead(1, loads.kv_len * shard.kv_bytes)
     for t in range(hops + 1):
         attend_s, moves = first if t == 0 else later, [onward] if t < hops else []
         if loads.is_uneven and not loads.sequence.window:
@@ -169,7 +171,7 @@ def _follow_kv(loads: _Loads, t: int, reads_at: int) -> Round:
     """The gradients of what was attended in the step before, to the next rank that adds to them, or home."""
     size, nbytes = loads.ring.world_size, loads.kv_len * loads.shard.dkv_bytes
     if not loads.is_uneven:
-        return loads.moves(lambda ranks: ranks + 1, nbytes, reads_at=reads_at)
+        return loads.ahead(1, nbytes, reads_at=reads_at)
     one = loads.moves(lambda ranks: np.where(ranks < size - 1, ranks + 1, size - t), nbytes, reads_at=reads_at)
     return _some(one, loads.ranks >= t - 1)
 
@@ -185,7 +187,7 @@ def _pass_q(loads: _Loads) -> Iterator[Load]:
     own_s, other_s = loads.own_s(shard), loads.other_s(shard) - merging_s
     unseen_s = max(0.0, loads.unseen_s(shard) - merging_s)
     sent, back = (shard.q_grad_bytes, shard.dq_bytes) if loads.is_backward else (shard.q_bytes, shard.out_bytes)
-    onward = loads.moves(lambda ranks: ranks + 1, loads.q_len * sent)
+    onward = loads.ahead(1, loads.q_len * sent)
     first, later = loads.everywhere(own_s), loads.everywhere(other_s)
     is_pruned = loads.is_uneven and not loads.cached_len
     is_after = shard.practice.returns_after and not loads.is_backward
@@ -198,20 +200,20 @@ def _pass_q(loads: _Loads) -> Iterator[Load]:
         if is_pruned:
             moves = [_some(one, (ranks - t) % size > 0) for one in moves]  # nobody else is seen by the first rank
         if t > 1 and not is_after:
-            hops = -1 if loads.is_backward else t - 1
-            home = loads.moves(lambda ranks, hops=hops: ranks - hops, loads.q_len * back, reads_at=_later(t, size))
+            hops = 1 if loads.is_backward else 1 - t
+            home = loads.ahead(hops, loads.q_len * back, reads_at=_later(t, size))
             moves.append(_some(home, ranks < t - 1) if is_pruned else home)
         if not loads.is_backward and not is_after:
             attend_s = attend_s + _merges(loads, t, merging_s, is_pruned=is_pruned)
         yield Load(attend_s, moves)
     if size > 1 and is_after:
         nbytes = loads.q_len * back
-        home_moves = [loads.moves(lambda ranks, t=t: ranks - t, nbytes, is_exchange=True) for t in range(1, size)]
+        home_moves = [loads.ahead(-t, nbytes, is_exchange=True) for t in range(1, size)]
         yield Load(loads.none, home_moves)
         yield Load(loads.everywhere(merging_s * (size - 1)))
     elif not loads.is_backward:
-        last = sum(_merges(loads, t, merging_s, is_pruned=is_pruned) for t in range(size + 1, size + 3))
-        yield Load(loads.none + last)
+        late = [_merges(loads, t, merging_s, is_pruned=is_pruned) for t in (size + 1, size + 2)]
+        yield Load(late[0] + late[1])
 
 
 def _later(t: int, size: int) -> int:
@@ -240,16 +242,14 @@ def _all_gather(loads: _Loads) -> Iterator[Load]:
     def messages(way: int, nbytes: float, reads_at: int) -> list[Round]:
         rounds = []
         for k in range(1, reach + 1):
-            one = loads.moves(
-                lambda ranks, k=k: ranks + way * k, nbytes, reads_at=reads_at, is_exchange=is_exchange
-            )
+            one = loads.ahead(way * k, nbytes, reads_at=reads_at, is_exchange=is_exchange)
             rounds.append(_some(one, ranks + k < size if way > 0 else ranks >= k) if is_pruned else one)
         return rounds
 
     yield Load(loads.everywhere(own_s), messages(1, loads.kv_len * shard.kv_bytes, 0))
     if size == 1:
         return
-    yield Load(ranks * other_s if is_pruned else loads.everywhere((size - 1) * other_s))
+    yield Load(ranks * np.float64(other_s) if is_pruned else loads.everywhere((size - 1) * other_s))
     if loads.is_backward:
         yield Load(loads.none, messages(-1, loads.kv_len * shard.dkv_bytes, END))
 
@@ -262,10 +262,9 @@ def _hybrid(loads: _Loads) -> Iterator[Load]:
     sent = loads.q_len * (shard.q_grad_bytes if loads.is_backward else shard.q_bytes) / degree
     sent += loads.kv_len * joined.kv_bytes
     yield Load(loads.none, [_neighbour(loads, k, 0, sent) for k in range(1, degree)])
-    own_s, other_s, unseen_s = (
-        loads.own_s(joined, degree), loads.other_s(joined, degree), loads.unseen_s(joined, degree)
-    )  # fmt: skip
-    onward = loads.moves(lambda ranks: ranks + degree, loads.kv_len * degree * joined.kv_bytes)
+    own_s, other_s = loads.own_s(joined, degree), loads.other_s(joined, degree)
+    unseen_s = loads.unseen_s(joined, degree)
+    onward = loads.ahead(degree, loads.kv_len * degree * joined.kv_bytes)
     group = loads.ranks // degree
     dkv = loads.kv_len * joined.dkv_bytes
     for t in range(groups):
@@ -309,7 +308,7 @@ def _double_ring(loads: _Loads) -> Iterator[Load]:
     def turn(ranks: Ranks) -> Ranks:
         return ranks - ranks % inner + (ranks % inner + 1) % inner
 
-    inside, across = loads.moves(turn, nbytes), loads.moves(lambda ranks: ranks + inner, nbytes)
+    inside, across = loads.moves(turn, nbytes), loads.ahead(inner, nbytes)
     dkv = loads.kv_len * shard.dkv_bytes
     follow = (loads.moves(turn, dkv), loads.moves(lambda ranks: turn(ranks) + inner, dkv))
     for t in range(size):
@@ -331,7 +330,7 @@ def _all_merge(loads: _Loads) -> Iterator[Load]:
     nbytes, is_exchange = new_tokens * shard.out_bytes, size > EXCHANGE_ROUNDS
     yield Load(
         loads.none,
-        [loads.moves(lambda ranks, k=k: ranks + k, nbytes, is_exchange=is_exchange) for k in range(1, size)],
+        [loads.ahead(k, nbytes, is_exchange=is_exchange) for k in range(1, size)],
     )
     yield Load(loads.everywhere(loads.merging_s(shard, new_tokens) * (size - 1)))
 

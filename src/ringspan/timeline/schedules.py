@@ -13,7 +13,7 @@ from ringspan.cost import Shard, merge_s, tile_s
 from ringspan.pieces import PieceKind
 from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, compile_rank
 from ringspan.tiles import Compute, Problem, Tile, bind
-from ringspan.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Timeline, run_timeline
+from ringspan.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Seconds, Timeline, run_timeline
 
 
 def schedule_timeline(
@@ -24,9 +24,7 @@ def schedule_timeline(
     return run_timeline(loads, schedule.world_size, device.near, device.far, record=record)
 
 
-def schedule_loads(
-    schedule: Schedule, problem: Problem, shard: Shard, device: Device, per_node: int
-) -> Iterator[Load]:
+def schedule_loads(schedule: Schedule, problem: Problem, shard: Shard, device: Device, per_node: int) -> Iterator[Load]:
     """Step by step: compute by rank, and rounds of messages."""
     ranks = range(schedule.world_size)
     tiles: dict[tuple[int, int], list[Tile]] = {}
@@ -61,7 +59,7 @@ def _tile_s(tile: Tile, shard: Shard, device: Device) -> float:
     return seconds
 
 
-def _arrived_sums(schedule: Schedule, t: int, problem: Problem, shard: Shard, device: Device) -> np.ndarray:  # type: ignore[type-arg]
+def _arrived_sums(schedule: Schedule, t: int, problem: Problem, shard: Shard, device: Device) -> Seconds:
     """Seconds to merge the sums that were sent two steps before, or at the end all that are left."""
     seconds = np.zeros(schedule.world_size)
     is_end = t == schedule.num_steps
