@@ -59,9 +59,8 @@ class Video(NamedTuple):
         for name, pixels, patch in (("height", height, patch_h), ("width", width, patch_w)):
             step = self.spatial_stride * patch
             if pixels < step or pixels % step:
-                raise ShapeError(
-                    f"{name}={pixels}: a token is {step} pixels; use a multiple, say {max(1, round(pixels / step)) * step}"
-                )
+                near = max(1, round(pixels / step)) * step
+                raise ShapeError(f"{name}={pixels}: a token is {step} pixels; use a multiple, such as {near}")
         latents = (frames - 1) // self.temporal_stride + 1
         if latents % patch_t:
             raise ShapeError(f"frames={frames}: {latents} latent frames are not a multiple of the patch of {patch_t}")
