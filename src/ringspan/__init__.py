@@ -27,14 +27,15 @@ from ringspan.teaching import ring_attention_context_parallel, ring_attention_si
 from ringspan.work import Work
 
 if TYPE_CHECKING:
-    from ringspan.call import Attention, attention
+    from ringspan.attend import Attention
+    from ringspan.call import attention
     from ringspan.collectives import gather, shard
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
 
 _NEED_TORCH = {
-    "Attention": "ringspan.call",
+    "Attention": "ringspan.attend",
     "attention": "ringspan.call",
     "gather": "ringspan.collectives",
     "run_in_process": "ringspan.transports.in_process",

@@ -124,7 +124,8 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
 class Tile(NamedTuple):
     """A q block against a kv block: the pieces to compute, how much of it is visible, and the sums it adds to.
 
-    `is_first` says that nothing has been added to the rows of any piece before it, so that they may be overwritten.
+    `firsts` says of each piece that nothing has been added to its rows before, so that they may be overwritten;
+    `begins` that its one piece is the beginning of the whole sum, which need not exist before.
     """
 
     q: Block
@@ -133,7 +134,8 @@ class Tile(NamedTuple):
     coverage: Coverage
     pairs: int
     sums: tuple[Block, ...]
-    is_first: bool
+    firsts: tuple[bool, ...]
+    begins: bool
 
 
 class Message(NamedTuple):
@@ -203,23 +205,21 @@ def _tile(problem: Problem, q: Block, kv: Block, begun: list[Block]) -> Tile:
         if q.kind == "q"
         else (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads))
     )
-    return Tile(
-        q,
-        kv,
-        pieces,
-        coverage,
-        pairs,
-        sums,
-        is_first=_are_apart(pieces) and not any(sums[0].overlaps(other) for other in begun),
-    )
+    firsts = _firsts(pieces, any(sums[0].overlaps(other) for other in begun))
+    begins = firsts == (True,) and sums[0].heads is None and pieces[0].q == slice(0, len(problem.positions(q)))
+    return Tile(q, kv, pieces, coverage, pairs, sums, firsts, begins)
 
 
-def _are_apart(pieces: tuple[Piece, ...]) -> bool:
-    """Whether no query is in two pieces."""
-    ends = sorted((piece.q.start, piece.q.stop) for piece in pieces)
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(ends)) and all(
-        piece.rows is None for piece in pieces
-    )
+def _firsts(pieces: tuple[Piece, ...], has_begun: bool) -> tuple[bool, ...]:
+    """For each piece, whether nothing has been added to its rows, by another tile or by a piece before it."""
+
+    def is_first(index: int) -> bool:
+        rows = pieces[index].q
+        return pieces[index].rows is None and all(
+            rows.stop <= before.q.start or before.q.stop <= rows.start for before in pieces[:index]
+        )
+
+    return tuple(not has_begun and is_first(index) for index in range(len(pieces)))
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ringspan.algorithms import ALGORITHMS
+from ringspan.attend import Attention
 from ringspan.bench.group import gather_values
 from ringspan.bench.inputs import Inputs
 from ringspan.bench.launch import Progress
@@ -19,7 +20,7 @@ from ringspan.bench.one_device import TOLERANCE, largest_error
 from ringspan.bench.rank import describe
 from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job
-from ringspan.call import Attention, attention
+from ringspan.call import attention
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS
 from ringspan.kernels.base import Kernel, Request

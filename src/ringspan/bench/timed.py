@@ -12,7 +12,7 @@ import torch
 
 from ringspan.bench.result import Activity
 from ringspan.execute import Event, Value
-from ringspan.kernels.base import Kernel, Request
+from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece
 from ringspan.runtime import TorchArithmetic, TransportWire
 from ringspan.schedule import Block, Transfer
@@ -79,6 +79,15 @@ class TimedKernel:
         self.watch.computed("attend", self.watch.tile, start_s)
         return part
 
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
+    ) -> Gradients:
+        """The gradients of one piece."""
+        start_s = self.watch.now()
+        part = self.kernel.backward(q, k, v, merged, piece, scale)
+        self.watch.computed("attend", self.watch.tile, start_s)
+        return part
+
 
 class TimedArithmetic(TorchArithmetic):
     """The runtime's arithmetic under the watch; its kernel must be a TimedKernel of the same watch."""
@@ -96,6 +105,11 @@ class TimedArithmetic(TorchArithmetic):
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: what comes after the kernel is the merge."""
         super().attend(piece, q, kv, out, is_first)
+        self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
+
+    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
+        """Backward: what comes after the kernel is the sum."""
+        super().attend_grad(piece, q_grad, kv, dq, dkv)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
 
 

@@ -1,0 +1,227 @@
+"""One call on this rank, forward or backward: checked, agreed upon by all ranks, then run.
+
+Everything is checked before the first message: the arguments on this rank, then, by the contract, that all ranks mean
+the same call. A rank that fails in the middle of a call tells the others, which would wait for it in vain.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
+from ringspan.arguments import check_rows, check_tensors, check_timeout
+from ringspan.contract import Signature
+from ringspan.errors import LayoutError, TransportError, UnsupportedError
+from ringspan.execute import Event
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.layout import Layout
+from ringspan.mask import Mask
+from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, run_backward, run_forward
+from ringspan.session import Session, session_of
+from ringspan.softmax import Partial
+from ringspan.tiles import Problem, Shapes, check_kinds, softmax_scale
+
+_Result = TypeVar("_Result")
+Pass = Literal["forward", "forward, to be differentiated", "backward"]
+
+
+class Attention(NamedTuple):
+    """What `attention` returns with `return_lse`: out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Options(NamedTuple):
+    """What all ranks must ask for alike."""
+
+    mask: Mask
+    layout: Layout
+    kv_layout: Layout
+    algorithm: str
+    mesh: tuple[int, int] | None
+    direction: Direction | None
+    kernel: str
+    scale: float | None
+    wire: str | None
+    reproducible: bool
+
+
+class Call(NamedTuple):
+    """What is asked for, apart from the tensors."""
+
+    options: Options
+    group: Any
+    timeout_s: float | None
+    contract: bool
+    record: Callable[[Event], None] | None
+
+
+class _Plan(NamedTuple):
+    """All that depends on the kind of call only, not on its numbers."""
+
+    prepared: Prepared
+    kernel: Kernel
+    scale: float
+    signature: Signature
+
+
+class _Ready(NamedTuple):
+    """A call that all ranks are about to make."""
+
+    plan: _Plan
+    session: Session
+    timeout_s: float
+    record: Callable[[Event], None] | None
+
+
+def run_attention(
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    wants_grad: bool,
+) -> Attention:
+    """This rank's out, in q's type, and lse, with the sinks taken in."""
+    ready = _prepare(call, q, k, v, sinks, "forward, to be differentiated" if wants_grad else "forward")
+    out, lse = _run(run_forward, ready, q, k, v)
+    if sinks is not None:
+        out, lse = _with_sinks(Partial(out, lse), sinks)
+    return Attention(out.to(q.dtype), lse)
+
+
+def run_gradients(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, merged: Merged
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """This rank's dq, dk, dv, each in the type of its tensor, and its share of dsinks."""
+    ready = _prepare(call, q, k, v, sinks, "backward")
+    dq, dk, dv = _run(run_backward, ready, q, k, v, merged)
+    dsinks = None if sinks is None else _sink_gradients(merged, sinks)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _prepare(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, which: Pass
+) -> _Ready:
+    session = session_of(call.group)
+    transport = session.transport
+    timeout_s = transport.timeout_s
+    options = call.options
+    try:
+        timeout_s = check_timeout(call.timeout_s, timeout_s)
+        shapes = check_tensors(q, k, v, sinks)
+        check_kinds(options.mask, options.layout, options.kv_layout)
+        _refuse_unbuilt(options)
+        kind = _Kind(options, shapes, q.device, q.dtype, sinks is not None, which)
+        plan = _plan(kind, transport.rank, session.mesh)
+        check_rows(plan.prepared.problem, transport.rank, transport.world_size, q, k)
+    except Exception as error:
+        if call.contract and transport.world_size > 1:
+            session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
+        raise
+    if call.contract:
+        session.contract.agree(plan.signature, timeout_s)
+    return _Ready(plan, session, timeout_s, call.record)
+
+
+def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: object) -> _Result:
+    (prepared, kernel, scale, _), session, timeout_s, record = ready
+    transport = session.transport
+    device = q.device.type
+    # Sums are kept in a type of our choice.
+    as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    try:
+        with as_it_is:
+            result = run(
+                prepared,
+                q,
+                *tensors,
+                arithmetic=TorchArithmetic(kernel, scale, q),
+                wire=TransportWire(transport, session.buffers, prepared.problem, q, timeout_s),
+                rank=transport.rank,
+                record=record,
+            )
+    except TransportError:
+        raise  # the others know
+    except Exception as error:
+        # The other ranks are in the middle of this call; without a word they would wait for this one.
+        transport.abort(f"rank {transport.rank} failed: {error}")
+        raise
+    session.buffers.trim()
+    return result
+
+
+def _with_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
+    """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
+    lse = torch.logaddexp(part.lse, sinks.to(part.lse.dtype)[:, None])
+    # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
+    share = (part.lse - lse).exp_().nan_to_num_(nan=0.0)
+    return Partial(part.out * share.unsqueeze(-1), lse)
+
+
+def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
+    """A sink of weight p takes p · delta from its row: its value is 0, where the row's own is delta."""
+    dout, out, lse = merged
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp_().nan_to_num_(nan=0.0)
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _refuse_unbuilt(options: Options) -> None:
+    """Options that are designed but not built yet are refused, never ignored."""
+    if options.wire is not None:
+        raise UnsupportedError(
+            f"wire={options.wire!r}: K and V travel as they are; encodings are not built yet, leave it out"
+        )
+    if options.reproducible:
+        raise UnsupportedError("reproducible=True: not built yet; leave it out")
+
+
+class _Kind(NamedTuple):
+    options: Options
+    shapes: Shapes
+    device: torch.device
+    dtype: torch.dtype
+    has_sinks: bool
+    which: Pass
+
+
+@lru_cache(maxsize=256)
+def _plan(kind: _Kind, rank: int, group_mesh: Mesh | None) -> _Plan:
+    options, shapes, device, dtype, has_sinks, which = kind
+    problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
+    algorithm = "pass_kv" if options.algorithm == "auto" else options.algorithm
+    if algorithm not in ALGORITHMS:
+        choices = ", ".join(["auto", *ALGORITHMS])
+        raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; use one of {choices}")
+    asked_mesh = as_mesh(options.mesh)
+    if asked_mesh is not None and group_mesh is not None and asked_mesh != group_mesh:
+        raise LayoutError(f"mesh={tuple(asked_mesh)}: the group's own mesh is {tuple(group_mesh)}; leave mesh out")
+    # A group of two dimensions serves the algorithms of one as well.
+    takes = ALGORITHMS[algorithm].options
+    mesh = asked_mesh or (group_mesh if "mesh" in takes else None)
+    direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
+    kernel = choose_kernel(options.kernel, Request(device, dtype, shapes.head_dim, shapes.v_head_dim))
+    scale = softmax_scale(options.scale, shapes.head_dim)
+    fields = {
+        "pass": which,
+        "batch": shapes.batch[0],
+        "heads": f"{shapes.heads.num_heads} over {shapes.heads.num_kv_heads}",
+        "head_dim": f"{shapes.head_dim}, {shapes.v_head_dim} for v",
+        "dtype": dtype,
+        "mask": problem.mask,
+        "layout": problem.layout.fingerprint(),
+        "kv_layout": problem.kv_layout.fingerprint(),
+        "algorithm": " ".join(map(str, filter(None, (algorithm, mesh and tuple(mesh), direction)))),
+        "scale": scale,
+        "kernel": kernel.name,
+        "sinks": "given" if has_sinks else "none",
+    }
+    side = problem.lighter_side() if which == "backward" else None
+    prepared = prepare(problem, rank, algorithm, mesh, direction, side)
+    return _Plan(prepared, kernel, scale, Signature.of(fields))
