@@ -44,17 +44,17 @@ def schedule_loads(schedule: Schedule, problem: Problem, shard: Shard, device: D
 
 
 def _tile_s(tile: Tile, shard: Shard, device: Device) -> float:
-    """Pieces one by one; a tile whose rows were attended before is merged into them."""
+    """Pieces one by one; a piece whose rows were attended before is merged into them."""
     heads = len(tile.q.heads) if tile.q.heads is not None else shard.num_heads
     kv_heads = len(tile.kv.heads) if tile.kv.heads is not None else shard.num_kv_heads
     mine = shard.with_heads(heads, kv_heads)
     seconds = 0.0
-    for piece in tile.pieces:
+    for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
         q_len, kv_len = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
         is_backward = tile.q.kind == "q_grad"
         is_causal = piece.kind is PieceKind.CAUSAL
         seconds += tile_s(device, mine, q_len, kv_len, is_causal=is_causal, is_backward=is_backward)
-        if not tile.is_first and not is_backward:
+        if not is_first and not is_backward:
             seconds += merge_s(device, mine, q_len)
     return seconds
 
