@@ -25,11 +25,14 @@ from ringspan.pieces import Piece, PieceKind
 from ringspan.runtime import TorchArithmetic
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
-from ringspan.transports.base import Receive, Send
+from ringspan.transports.base import Handle, Receive, Send
 
 TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)
 MESSAGE_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
-REPEATS = 5
+STOLEN_FROM = 2048  # tokens of the tile that is computed while a message travels
+REPEATS = 5  # at least
+MOST_REPEATS = 25
+BUDGET_S = 1.0  # for more than that
 
 
 class _Here(NamedTuple):
@@ -48,37 +51,39 @@ def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Prog
     like = torch.empty(1, dtype=dtype, device=device)
     here = _Here(settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
     lengths = [n for n in TILE_LENGTHS if n <= max(settings.seq_len, TILE_LENGTHS[0])]
-    total = 2 * len(lengths) + len(MESSAGE_BYTES) + 1
-    seconds: dict[tuple[str, int], float] = {}
+    total = 2 * len(lengths) + len(MESSAGE_BYTES) + 2
+    seconds: dict[tuple[str, int], list[float]] = {}
     for i, (kind, n) in enumerate((kind, n) for kind in ("full", "causal") for n in lengths):
         report(Progress(i, total, f"a {kind} tile of {n:,} tokens"))
         seconds[kind, n] = _tile_s(here, n, PieceKind(kind))
     report(Progress(2 * len(lengths), total, "merging"))
     merging_s = _merge_s(here, lengths[-1])
-    messages: list[tuple[int, float]] = []
+    messages: list[tuple[int, list[float]]] = []
     for i, nbytes in enumerate(MESSAGE_BYTES if session.transport.world_size > 1 else ()):
         report(Progress(2 * len(lengths) + 1 + i, total, f"messages of {nbytes:,} bytes"))
         messages.append((nbytes, _message_s(here, nbytes)))
-    everyone = gather_values(session.transport, (seconds, merging_s, messages), settings.timeout_s)
+    report(Progress(total - 1, total, "a tile while a message travels"))
+    stolen_s = _stolen_s(here) if session.transport.world_size > 1 else [0.0]
+    everyone = gather_values(session.transport, (seconds, merging_s, messages, stolen_s), settings.timeout_s)
     if session.transport.rank:
         return None
     return _conclude(here, kernel.name, lengths, everyone)
 
 
 def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequence[Any]) -> Calibration:
-    """The slowest rank counts: the others wait for it."""
     settings = here.settings
-    slowest = {key: max(rank[0][key] for rank in everyone) for key in everyone[0][0]}
+    slowest = {key: _slowest([rank[0][key] for rank in everyone]) for key in everyone[0][0]}
     heads = settings.batch * settings.num_heads
     flops = 4.0 * heads * settings.head_dim
     full = [(n, flops * n * n, slowest["full", n]) for n in lengths]
     causal = [(n, flops * n * (n + 1) / 2, slowest["causal", n]) for n in lengths]
     elements = lengths[-1] * heads * settings.head_dim
-    messages = [(n, max(rank[2][i][1] for rank in everyone)) for i, (n, _) in enumerate(everyone[0][2])]
+    messages = [(n, _slowest([rank[2][i][1] for rank in everyone])) for i, (n, _) in enumerate(everyone[0][2])]
     return Calibration(
         attention=fit_attention(kernel, full, causal),
         link=fit_link(messages),
-        merge_bytes_per_s=elements * RINGSPAN.merge_bytes / max(rank[1] for rank in everyone),
+        steals=max(0.0, _slowest([rank[3] for rank in everyone])) / messages[-1][1] if messages else 0.0,
+        merge_bytes_per_s=elements * RINGSPAN.merge_bytes / _slowest([rank[1] for rank in everyone]),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(everyone),
         memory_bytes_per_s=_read_bytes_per_s(here.device),
         dense_flops_per_s=_matmul_flops_per_s(here.device),
@@ -89,17 +94,30 @@ def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequen
     )
 
 
-def _time(here: _Here, call: Callable[[], object]) -> float:
-    """The median over repeats, all ranks beginning together; the first is not counted."""
-    seconds = []
-    for _ in range(REPEATS + 1):
+def _slowest(of_ranks: Sequence[Sequence[float]]) -> float:
+    """Of every repeat the slowest rank counts, for which the others wait; of the repeats the middle one."""
+    return float(statistics.median(max(seconds) for seconds in zip(*of_ranks, strict=True)))
+
+
+def _time(here: _Here, call: Callable[[], object]) -> list[float]:
+    """Seconds of every repeat, all ranks beginning together; the first two are not counted."""
+    seconds: list[float] = []
+    num_repeats = 2 + REPEATS
+    while len(seconds) < num_repeats:
         meet(here.session.transport, here.settings.timeout_s)
         start_s = time.perf_counter()
         call()
-        if here.device.type == "cuda":
-            torch.cuda.synchronize(here.device)
+        _finish(here.device)
         seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds[1:])
+        if len(seconds) == 2:
+            told = gather_values(here.session.transport, seconds[1], here.settings.timeout_s)
+            num_repeats = 2 + max(REPEATS, min(MOST_REPEATS, int(BUDGET_S / max(told))))
+    return seconds[2:]
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _operands(here: _Here, n: int) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -115,29 +133,57 @@ def _operands(here: _Here, n: int) -> tuple[tuple[torch.Tensor], tuple[torch.Ten
     return (q,), (k, v), sums
 
 
-def _tile_s(here: _Here, n: int, kind: PieceKind) -> float:
+def _tile_s(here: _Here, n: int, kind: PieceKind) -> list[float]:
     q, kv, out = _operands(here, n)
     piece = Piece(slice(0, n), slice(0, n), kind, None, None)
     return _time(here, lambda: here.arithmetic.attend(piece, q, kv, out, True))
 
 
-def _merge_s(here: _Here, n: int) -> float:
+def _merge_s(here: _Here, n: int) -> list[float]:
     block, into, part = Block("out", 0), _operands(here, n)[2], _operands(here, n)[2]
     return _time(here, lambda: here.arithmetic.merge(block, into, part))
 
 
-def _message_s(here: _Here, nbytes: int) -> float:
-    """To the next rank and from the one before, at once."""
+def _stolen_s(here: _Here) -> list[float]:
+    """How much longer a tile takes while the largest message travels both ways, by pairs of repeats."""
+    q, kv, out = _operands(here, STOLEN_FROM)
+    piece = Piece(slice(0, STOLEN_FROM), slice(0, STOLEN_FROM), PieceKind.FULL, None, None)
+    exchange = _exchange(here, MESSAGE_BYTES[-1])
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(2 * MOST_REPEATS):
+        is_sending = bool(i % 2)
+        meet(here.session.transport, here.settings.timeout_s)
+        handles = exchange() if is_sending else ()
+        start_s = time.perf_counter()
+        here.arithmetic.attend(piece, q, kv, out, True)
+        _finish(here.device)
+        seconds[is_sending].append(time.perf_counter() - start_s)
+        for handle in handles:
+            handle.wait(here.settings.timeout_s)
+    return [busy - free for free, busy in zip(seconds[False], seconds[True], strict=True)]
+
+
+def _message_s(here: _Here, nbytes: int) -> list[float]:
+    exchange = _exchange(here, nbytes)
+
+    def wait() -> None:
+        for handle in exchange():
+            handle.wait(here.settings.timeout_s)
+
+    return _time(here, wait)
+
+
+def _exchange(here: _Here, nbytes: int) -> Callable[[], Sequence[Handle]]:
+    """Starts a message to the next rank and one from the rank before."""
     transport = here.session.transport
     rank, size = transport.rank, transport.world_size
     sent, buffer = (torch.zeros(nbytes, dtype=torch.uint8, device=here.device) for _ in range(2))
 
-    def exchange() -> None:
+    def exchange() -> Sequence[Handle]:
         posted = transport.exchange([Send((rank + 1) % size, sent)], [Receive((rank - 1) % size, buffer)])
-        for handle in (*posted.receives, *posted.sends):
-            handle.wait(here.settings.timeout_s)
+        return *posted.receives, *posted.sends
 
-    return _time(here, exchange)
+    return exchange
 
 
 def _read_bytes_per_s(device: torch.device) -> float:

@@ -20,6 +20,7 @@ class Calibration:
 
     attention: Attention
     link: tuple[float, float]  # bytes per second, latency
+    steals: float  # seconds of compute lost per second of a message
     merge_bytes_per_s: float
     memory_bytes: float
     memory_bytes_per_s: float
@@ -98,6 +99,7 @@ def format_calibration(calibration: Calibration) -> str:
         "[link]",
         f"bytes_per_s = {float(f'{rate:.6g}')!r}",
         f"latency_s = {float(f'{latency_s:.6g}')!r}",
+        f"steals = {float(f'{calibration.steals:.6g}')!r}",
         "",
         "# What was measured: tiles of n × n tokens, and messages both ways at once.",
         *(f'[[tile]]\nkind = "{kind}"\ntokens = {n}\nseconds = {s:.6g}' for kind, n, s in calibration.tiles),

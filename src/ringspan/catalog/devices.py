@@ -18,6 +18,7 @@ class Link(NamedTuple):
     """One way, for one device: a message of n bytes takes latency_s + n / bytes_per_s.
 
     An exchange is a step in which every rank sends to several others; it keeps a link fuller than single messages do.
+    `steals` is compute lost per second of a message: a CPU that carries messages does not compute meanwhile.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Link(NamedTuple):
     exchange_bytes_per_s: float
     exchange_latency_s: float
     line_bytes_per_s: float
+    steals: float = 0.0
 
 
 class Attention(NamedTuple):
@@ -211,7 +213,7 @@ def _read_calibrated(path: Path) -> Device:
     try:
         attention, link = data["attention"], data["link"]
         rate, latency_s = float(link["bytes_per_s"]), float(link["latency_s"])
-        near = Link(f"{path.stem} link", rate, latency_s, rate, latency_s, rate)
+        near = Link(f"{path.stem} link", rate, latency_s, rate, latency_s, rate, float(link["steals"]))
         return Device(
             id=path.stem,
             attention=Attention(**{key: attention[key] for key in Attention._fields}),

@@ -11,7 +11,7 @@ from ringspan.cost import TRAINING_BYTES, WEIGHT_BYTES, Shard
 from ringspan.plan.predict import shard_of
 from ringspan.plan.request import Request, Setup
 
-SLAB_BYTES = 2 * 2**20  # what a kernel returns at once, before it is merged
+SLAB_BYTES = 2**28  # what a kernel may return at once on a GPU, before it is merged
 
 
 class Memory(NamedTuple):
@@ -70,14 +70,16 @@ def _activations(request: Request, setup: Setup, tokens: int) -> float:
     return model.layers * tokens * hidden * 2 + layer if request.recomputes else model.layers * layer
 
 
-def attention_buffers(algorithm: str, cp: int, inner: int, q_len: int, kv_len: int, shard: Shard) -> float:
+def attention_buffers(
+    algorithm: str, cp: int, inner: int, q_len: int, kv_len: int, shard: Shard, *, slab_bytes: float = SLAB_BYTES
+) -> float:
     """What a call takes above its inputs.
 
     The output in float32 with its lse; as many K and V as are under way at once; a slab for what a kernel returns.
     """
     q, kv = q_len * shard.q_bytes, kv_len * shard.kv_bytes
     out = q_len * shard.batch * shard.num_heads * (shard.v_head_dim * 4 + 4)
-    part = min(out, SLAB_BYTES)
+    part = min(out, slab_bytes)
     match algorithm:
         case "pass_kv":
             return out + part + min(2, cp - 1) * kv

@@ -89,6 +89,7 @@ class _Clock:
         self.free_s = np.zeros(world_size)
         self.compute_s = np.zeros(world_size)
         self.exposed_s = np.zeros(world_size)
+        self.stolen_s = np.zeros(world_size)  # of the step's compute, by carrying messages
         self.out_s = np.zeros((2, world_size))  # when the outgoing side of near and far is free again
         self.in_s = np.zeros((2, world_size))
         self.out_busy_s = np.zeros((2, world_size))
@@ -122,6 +123,8 @@ class _Clock:
         self.out_s[side, src] = self.in_s[side, dst] = end_s
         self.out_busy_s[side, src] += travel_s
         self.in_busy_s[side, dst] += travel_s
+        for ranks in (src, dst) if near.steals or far.steals else ():
+            self.stolen_s[ranks] += travel_s * np.array((near.steals, far.steals))[side] / 2
         arrival_s = end_s + np.array(latencies)[side]
         reads_at = t + 1 if one.reads_at == 0 else one.reads_at
         due = self.due.get(reads_at)
@@ -133,8 +136,10 @@ class _Clock:
         return start_s, arrival_s
 
     def compute(self, begin_s: Seconds, attend_s: Seconds) -> None:
-        self.compute_s += attend_s
-        self.free_s = begin_s + attend_s
+        busy_s = attend_s + np.minimum(self.stolen_s, attend_s)
+        self.stolen_s[:] = 0.0
+        self.compute_s += busy_s
+        self.free_s = begin_s + busy_s
 
     def finish(self, moments: tuple[Moment, ...]) -> Timeline:
         for t in sorted(self.due, key=lambda t: (t == END, t)):
