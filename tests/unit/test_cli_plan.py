@@ -29,7 +29,7 @@ def test_a_plan_answers_all_questions():
         "longest sequence that fits",
         "All ways, ranked",
         "Not possible: double-ring",
-        "one device is faster",
+        "of 2 devices is faster",
         "pass-Q",
         "rs.attention(",
     ):

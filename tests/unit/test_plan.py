@@ -122,7 +122,7 @@ def test_tensor_parallelism_across_nodes_is_tried_only_if_nothing_else_fits():
 
 
 def test_a_plan_explains_itself_and_gives_settings():
-    plan = build_plan(request_for("wan2.1-14b", "8xh100", "denoise", 75600))
+    plan = build_plan(request_for("wan2.1-14b", "8xh100", "denoise", 75600, tp=1))
     assert {"weights", "attention rate", "in all"} <= {line.what for line in plan.explanation}
     recipes = {recipe.library: recipe for recipe in plan.recipes}
     assert "ContextParallelConfig(" in recipes["diffusers"].settings

@@ -84,15 +84,17 @@ def attention_buffers(
         case "pass_kv":
             return out + part + min(2, cp - 1) * kv
         case "double_ring":
-            return out + part + min(4, cp - 1) * kv
+            return out + part + min(3, cp // 2) * kv
         case "all_gather":
             return out + part + (cp - 1) * kv
         case "pass_q":
-            return out + part + min(3, cp - 1) * q + min(5, 2 * (cp - 1)) * out
+            return out + part + min(3, cp - 1) * q + min(3, cp) * out
         case "all_merge":
             return cp * out + part
     degree = inner if algorithm == "hybrid" else cp
     abroad = (degree - 1) / degree
     spread = max(1.0, degree / shard.num_kv_heads)
     rings = cp // degree
-    return out + part + abroad * (2 * q + 2 * kv * spread + out) + min(2, rings - 1) * kv * spread
+    # What is exchanged arrives; results of others are made here and leave. Two or more groups pass K and V round, whose
+    # first blocks are the ones that arrived.
+    return out + part + abroad * (q + kv * spread + 2 * out) + min(1.5, 1.25 * (rings - 1)) * kv * spread

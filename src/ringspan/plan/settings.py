@@ -53,7 +53,8 @@ def _degrees(setup: Setup) -> tuple[int, int] | None:
 def _diffusers(setup: Setup) -> Recipe:
     degrees = _degrees(setup)
     if degrees is None or setup.tp > 1:
-        return Recipe("diffusers", "", f"has no setting for {setup}")
+        beside = f" beside tensor parallelism {setup.tp}" if setup.tp > 1 else ""
+        return Recipe("diffusers", "", f"has no setting for {setup}{beside}")
     ring, ulysses = degrees
     caveat = "its ring gathers all K and V first" if ring > 1 else ""
     config = f"ContextParallelConfig(ring_degree={ring}, ulysses_degree={ulysses})"
