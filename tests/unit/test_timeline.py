@@ -1,4 +1,4 @@
-"""When things happen: a timeline worked out by hand, bounds that always hold, and real schedules beside regular ones."""
+"""When things happen: timelines worked out by hand, bounds that always hold, real schedules beside regular ones."""
 
 import numpy as np
 import pytest

@@ -78,7 +78,10 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     from ringspan.plan import build_plan
 
     request = _request(options)
-    answer = build_plan(request)
+    from rich.console import Console
+
+    with Console(stderr=True).status("Planning"):  # a sign of life, if a terminal is watching
+        answer = build_plan(request)
     if options["trace"] is not None:
         _write_trace(answer, options["trace"])
     if options["plot"] is not None:

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ringspan.catalog.files import read_data
-from ringspan.plan.candidates import Illegal, list_setups, usual_tps
+from ringspan.plan.candidates import MANY_RANKS, Illegal, list_setups, usual_tps
 from ringspan.plan.explain import Line, explain
 from ringspan.plan.memory import Memory, count_memory
 from ringspan.plan.predict import Prediction, predict, timeline_of
 from ringspan.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.plan.settings import Recipe, list_recipes
+
+
+LEAST_GAIN = 0.01  # where both are hidden their times are equal, and neither wins
 
 
 class Option(NamedTuple):
@@ -32,7 +35,7 @@ class Option(NamedTuple):
 class Crossing(NamedTuple):
     """Where pass-KV and pass-Q take the same time, the number of keys held: below `new_tokens`, pass-Q is faster.
 
-    None where one of them, named by `always`, is faster throughout.
+    None where one of them, named by `always`, is as fast or faster throughout.
     """
 
     num_keys: int
@@ -125,7 +128,7 @@ def _last(holds: Callable[[int], bool], most: int) -> int | None:
 
 def _break_even(request: Request, setup: Setup) -> int | None:
     """The first power of two, refined, at which the best way beats the same group without context parallelism."""
-    if setup.cp == 1 or request.phase == "decode":
+    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode":
         return None
     alone = Setup("pass_kv", "contiguous", setup.tp, 1, setup.copies)
 
@@ -146,14 +149,14 @@ def _break_even(request: Request, setup: Setup) -> int | None:
 
 def _crossing(request: Request, setup: Setup) -> Crossing | None:
     """For the same number of keys, how many may be new for pass-Q to win."""
-    if request.phase != "prefill" or setup.cp == 1:
+    if request.phase != "prefill" or not 1 < setup.cp <= MANY_RANKS:
         return None
     num_keys = request.tokens + request.cached_tokens
     kv, q = (setup._replace(algorithm=name, layout="zigzag", inner=1) for name in ("pass_kv", "pass_q"))
 
     def q_wins(new: int) -> bool:
         asked = replace(request, tokens=new, cached_tokens=num_keys - new)
-        return timeline_of(asked, q).makespan_s < timeline_of(asked, kv).makespan_s
+        return timeline_of(asked, q).makespan_s < (1 - LEAST_GAIN) * timeline_of(asked, kv).makespan_s
 
     least = min(setup.cp, num_keys)
     if q_wins(num_keys):

@@ -9,6 +9,7 @@ from ringspan.plan.request import Request, Setup, legal_tps
 from ringspan.schedule import Heads
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
+MANY_RANKS = 2048  # beyond, only what all ranks do alike is run, and in steps of neighbours
 
 
 class Illegal(NamedTuple):
@@ -48,8 +49,12 @@ def _of_ranks(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> It
         yield from (Setup(name, "striped", tp, cp) for name in ("all_merge", "pass_q"))
         return
     layouts = LAYOUTS if request.model.is_causal else ("contiguous",)
+    names = ("pass_kv", "pass_q", "all_gather")
+    if cp > MANY_RANKS:
+        layouts, names = layouts[:2], names[:2]
+        illegal["all-gather"] = f"not planned beyond {MANY_RANKS:,} ranks: as many blocks of K and V on every device"
     for layout in layouts:
-        for name in ("pass_kv", "pass_q", "all_gather"):
+        for name in names:
             yield Setup(name, layout, tp, cp)
         if not (layout == "contiguous" and request.model.is_causal):
             inner = max(1, request.cluster.per_node // tp)

@@ -6,7 +6,7 @@ anew, and a backward pass whose dense part costs twice the forward's; gradients 
 same weights while the backward pass runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringspan.cost import WEIGHT_BYTES, Dense, Shard, all_reduce_s, dense_layer, tile_s
@@ -94,6 +94,8 @@ def _timeline(
 def timeline_of(request: Request, setup: Setup, *, window: int = 0, is_backward: bool = False) -> Timeline:
     """One layer's attention."""
     shard, sequence = shard_of(request, setup), sequence_of(request, setup, window)
+    if request.phase == "decode" and setup.algorithm == "pass_q":
+        shard = replace(shard, batch=-(-shard.batch // setup.cp))  # every rank starts with its own sequences
     return _timeline(setup.algorithm, ring_of(request, setup), sequence, shard, request.cluster.device, is_backward)
 
 

@@ -63,7 +63,8 @@ def _decode_attention(fields: Fields) -> float:
     if ranks == 1:
         return tile_s(device, _shard(16, 1, 128, batch, PAPER), 1, int(fields["context_tokens"])) * 1e6
     sequence = Sequence(1, int(fields["context_tokens"]), False, "striped")
-    timeline = attention_timeline("pass_q", Ring(ranks, 1), sequence, _shard(16, 1, 128, batch, PAPER), device)
+    shard = _shard(16, 1, 128, -(-batch // ranks), PAPER)  # every rank starts with its own sequences
+    timeline = attention_timeline("pass_q", Ring(ranks, 1), sequence, shard, device)
     return timeline.makespan_s * 1e6
 
 

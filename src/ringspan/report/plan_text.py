@@ -176,8 +176,8 @@ def _print_lengths(page: Page, plan: Plan) -> None:
     if plan.crossing is not None:
         keys, new, always = plan.crossing
         if new is None:
-            other = "pass-Q" if always == "pass_kv" else "pass-KV"
-            page.prose(f"{always.replace('_', '-')} beats {other} for {keys:,} keys however many of them are cached.")
+            winner, other = ("pass-KV", "pass-Q") if always == "pass_kv" else ("pass-Q", "pass-KV")
+            page.prose(f"For {keys:,} keys {winner} is no slower than {other}, however many of them are cached.")
         else:
             page.prose(
                 f"Of {keys:,} keys, pass-Q beats pass-KV as long as no more than about {new:,} "
