@@ -16,9 +16,9 @@ class Segments:
         cuts = {0, schedule.heads.num_heads if schedule.heads else 1}
         if schedule.heads is not None:
             for step in schedule.steps:
-                for heads, is_kv in {(block.heads, block.kind in ("kv", "dkv")) for block in step.blocks()}:
+                for kind, heads in {(block.kind, block.heads) for block in step.blocks()}:
                     if heads is not None:
-                        width = schedule.heads.group if is_kv else 1
+                        width = schedule.heads.group if kind in ("kv", "dkv") else 1
                         cuts |= {heads.start * width, heads.stop * width}
         self._number = {head: i for i, head in enumerate(sorted(cuts))}
         self.all = range(len(cuts) - 1)
