@@ -208,6 +208,10 @@ def _check_calibration(calibrate: Path | None, predict: Path | None, launched: L
         raise click.UsageError(
             f"--calibrate starts its own ranks; leave out {launched.by}, or use --predict with a file"
         )
+    if predict is not None:
+        from ringspan.catalog import load_device
+
+        load_device(str(predict))  # refused now, not after the measurement
     if calibrate is not None and calibrate.suffix != ".toml":
         raise click.UsageError(f"--calibrate {calibrate}: ringspan plan knows devices by .toml; use {calibrate}.toml")
 

@@ -15,7 +15,6 @@ from ringspan.plan.predict import Prediction, predict, timeline_of
 from ringspan.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.plan.settings import Recipe, list_recipes
 
-
 LEAST_GAIN = 0.01  # where both are hidden their times are equal, and neither wins
 
 

@@ -48,8 +48,8 @@ def _of_ranks(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> It
     if request.phase == "decode":
         yield from (Setup(name, "striped", tp, cp) for name in ("all_merge", "pass_q"))
         return
-    layouts = LAYOUTS if request.model.is_causal else ("contiguous",)
-    names = ("pass_kv", "pass_q", "all_gather")
+    layouts: tuple[str, ...] = LAYOUTS if request.model.is_causal else ("contiguous",)
+    names: tuple[str, ...] = ("pass_kv", "pass_q", "all_gather")
     if cp > MANY_RANKS:
         layouts, names = layouts[:2], names[:2]
         illegal["all-gather"] = f"not planned beyond {MANY_RANKS:,} ranks: as many blocks of K and V on every device"
