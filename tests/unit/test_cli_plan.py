@@ -62,7 +62,10 @@ def test_json_has_every_option():
     assert len(data["options"]) > 20
     best = data["options"][0]
     assert best["memory_bytes"]["total"] == pytest.approx(sum(list(best["memory_bytes"].values())[:-1]))
-    assert data["time_range"]["low"] < 1 < data["time_range"]["high"]
+    assert data["low"] < 1 < data["high"]
+    assert data["request"]["model"]["num_kv_heads"] == 8
+    assert data["request"]["cluster"]["device"]["near"]["id"] == "nvlink4"
+    assert best["setup"]["tp"] * best["setup"]["cp"] == 8
 
 
 def test_the_trace_has_the_schema_of_measured_runs(tmp_path):

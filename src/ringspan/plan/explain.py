@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ringspan.cost import attention_flops, attention_flops_per_s
+from ringspan.cost import attention_flops, attention_flops_per_s, ring_hides_at
 from ringspan.plan.memory import Memory
 from ringspan.plan.predict import Prediction, ring_of, sequence_of, shard_of
 from ringspan.plan.request import Request
@@ -58,6 +58,14 @@ def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterato
         f"{link.latency_s:.3g} + {kv_len:,} · {shard.kv_bytes:.4g} / {link.bytes_per_s:.4g} = "
         f"{link.latency_s + nbytes / link.bytes_per_s:.4g} s over {link.id}",
     )
+    if ring.world_size > 1:
+        hidden = ring_hides_at(link, device, shard, ring.world_size)
+        yield Line(
+            "KV is hidden from",
+            "ranks · rate · bytes of K and V / (FLOPs of a pair · link rate) new tokens",
+            f"{ring.world_size} · {rate:.4g} · {shard.kv_bytes:.4g} / ({attention_flops(1, shard):.4g} · "
+            f"{link.bytes_per_s:.4g}) = {hidden:,.0f} new tokens",
+        )
     yield Line(
         "attention of a layer",
         "timeline: compute + messages not hidden + waiting",

@@ -63,24 +63,12 @@ def _print_answer(page: Page, plan: Plan) -> None:
     style = "bold green" if best.fits else "bold red"
     page.console.print(Text(f"{describe(best)}: {_range(plan, prediction.total_s)}", style))
     rows = [(TIMES[plan.request.phase], _range(plan, prediction.total_s))]
-    if plan.request.phase in ("prefill", "train"):
-        tokens = plan.request.tokens * plan.request.batch
-        rows.append(
-            (
-                "tokens per second",
-                f"{tokens / prediction.total_s / plan.high:,.0f} to {tokens / prediction.total_s / plan.low:,.0f}",
-            )
-        )
-    if plan.request.phase == "decode":
-        rate = plan.request.batch / prediction.total_s
-        rows.append(("tokens per second", f"{rate / plan.high:,.1f} to {rate / plan.low:,.1f}"))
-    rows.append(
-        (
-            "a layer",
-            f"{format_seconds(prediction.layer_s)}: attention {format_seconds(prediction.attention_s)}, "
-            f"the rest {format_seconds(prediction.dense.total_s)}",
-        )
-    )
+    if plan.request.phase != "denoise":
+        per_call = 1 if plan.request.phase == "decode" else plan.request.tokens
+        rate = per_call * plan.request.batch / prediction.total_s
+        rows.append(("tokens per second", f"{_rate(rate / plan.high)} to {_rate(rate / plan.low)}"))
+    layer, attention, rest = map(format_seconds, (prediction.layer_s, prediction.attention_s, prediction.dense.total_s))
+    rows.append(("a layer", f"{layer}: attention {attention}, the rest {rest}"))
     rows.append(("bottleneck", prediction.bottleneck))
     page.facts(rows)
     if not best.fits:
@@ -112,6 +100,10 @@ def describe(option: Option) -> str:
     if setup.copies > 1:
         parts.append(f"{setup.copies} parts of the batch")
     return ", ".join(parts)
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _range(plan: Plan, seconds: float) -> str:
@@ -159,7 +151,7 @@ def _print_options(page: Page, plan: Plan) -> None:
         page.show(Text(f"(and {len(plan.options) - TABLE_OPTIONS} more; --json has them all)", "dim"))
     page.prose("time is of the whole; attention, what of it messages and waiting take, and the rest are of one layer.")
     for what, reason in plan.illegal[:TABLE_OPTIONS]:
-        page.prose(f"Not possible: {what}. {reason}.")
+        page.prose(f"Not possible: {what}. {reason.replace('_', '-')}.")
 
 
 def _print_lengths(page: Page, plan: Plan) -> None:

@@ -158,8 +158,8 @@ def _pass_kv(loads: _Loads) -> Iterator[Load]:
             owners = (ranks - t) % size
             attend_s = np.where(owners == ranks, own_s, np.where(owners < ranks, other_s, unseen_s))
             if not loads.cached_len:
-                moves = [_some(one, ranks >= t) for one in moves]  # no further than the last that sees it
-                moves = [one._replace(src=one.src[:-1], dst=one.dst[:-1], is_far=one.is_far[:-1]) for one in moves]
+                # No further than the last rank, which sees all; and what has come round to the first is not seen there.
+                moves = [_some(one, (ranks >= t) & (ranks < size - 1)) for one in moves]
         if loads.is_backward and t > 1:
             moves.append(_follow_kv(loads, t, 0))
         yield Load(attend_s, moves)
@@ -277,8 +277,8 @@ def _hybrid(loads: _Loads) -> Iterator[Load]:
         if loads.is_backward and t > 0:
             moves += [_neighbour(loads, k, t - 1, dkv) for k in range(degree) if k or t > 1]
         yield Load(attend_s, moves)
-    back = [loads.q_len * (shard.dq_bytes if loads.is_backward else shard.out_bytes) / degree] * degree
-    rounds = [_neighbour(loads, k, 0, back[k], END) for k in range(1, degree)]
+    back = loads.q_len * (shard.dq_bytes if loads.is_backward else shard.out_bytes) / degree
+    rounds = [_neighbour(loads, k, 0, back, END) for k in range(1, degree)]
     if loads.is_backward:
         rounds += [_neighbour(loads, k, groups - 1, dkv, END) for k in range(degree) if k or groups > 1]
     yield Load(loads.none, rounds)
