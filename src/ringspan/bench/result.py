@@ -150,6 +150,7 @@ class Result:
     bottleneck: str
     verdict: str
     check: Check
+    predicted_s: float | None = None  # by the planner, on a calibrated device
 
     @property
     def has_exact_bytes(self) -> bool:

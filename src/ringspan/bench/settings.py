@@ -85,9 +85,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ranks are started for: to measure, or to check on one process or on a group what runs on this machine."""
+    """What ranks are started for: to measure, to calibrate, or to check on one process or a group what runs here."""
 
-    name: Literal["measure", "check_alone", "check_group"]
+    name: Literal["measure", "calibrate", "check_alone", "check_group"]
     carrier: Carrier
     world_size: int
     timeout_s: float

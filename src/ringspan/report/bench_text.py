@@ -51,6 +51,9 @@ def _print_times(page: Page, result: Result) -> None:
         ("ideal: every rank its own tiles, no messages, no merging", result.ideal),
     ):
         table.add_row(name, *map(format_seconds, (timing.median_s, timing.fastest_s, timing.slowest_s)))
+    if result.predicted_s is not None:
+        off = result.predicted_s / result.ranks.median_s - 1
+        table.add_row(f"{ranks}, predicted ({100 * off:+.0f} %)", format_seconds(result.predicted_s))
     page.show(table)
     page.facts(
         [
