@@ -13,12 +13,13 @@ import argparse
 import sys
 import time
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 
 from comparison.environment import make_environment, peer_versions
-from comparison.points import Point, all_points
+from comparison.points import all_points
 from comparison.rounds import Store, measure
-from comparison.tables import TITLES, format_section
+from comparison.tables import ABOUT, TITLES, format_section
 from comparison.team import TeamFailed
 from results import describe_machine, write_section
 
@@ -27,7 +28,7 @@ STATE = Path(__file__).parents[1] / ".benchmarks" / "compare.json"
 
 def main() -> None:
     args = parse_arguments()
-    points = [point for point in all_points() if not args.only or any(map(point_matches(point), args.only))]
+    points = [point for point in all_points() if any(fnmatch(point.name, f"*{it}*") for it in args.only or ["*"])]
     if not points:
         sys.exit(f"--only {' '.join(args.only)}: no such point; there are\n" + "\n".join(p.name for p in all_points()))
     python = make_environment(args.peers) if args.peers else None
@@ -62,10 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def point_matches(point: Point):
-    return lambda pattern: fnmatch(point.name, f"*{pattern}*")
-
-
 def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -76,19 +73,15 @@ def report(section: str, store: Store, is_written: bool, python: str | None) -> 
     if not known:
         return True
     body, is_kept = format_section(section, known)
-    peers = f" Peers: {peer_versions(python)}." if python and known[0][0].has_peers else ""
+    peers = f" Peers: {peer_versions(python)}." if python and known[0][0].peers else ""
     command = f"`python benchmarks/compare.py --only {section}{' --peers DIR' if peers else ''} --write`"
-    text = f"{command}\n\n{describe_machine()}, torch {torch_version()}.{peers}\n\n{body}"
+    text = f"{command}\n\n{describe_machine()}, torch {version('torch')}.{peers}\n\n{body}"
     print(f"\n## {TITLES[section]}\n\n{text}")
+    if is_written and known[0][0].peers:
+        write_section("compare", "Two ranks: how they are compared", ABOUT)
     if is_written:
         write_section(f"compare_{section}", TITLES[section], text)
     return is_kept
-
-
-def torch_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("torch")
 
 
 if __name__ == "__main__":

@@ -55,15 +55,17 @@ class Point:
         return (OURS, ONE_PROCESS) if self.section == "alone" else (OURS, *IDEALS, *BASELINES)
 
     @property
-    def has_peers(self) -> bool:
-        """Whether others' libraries take part."""
-        return self.section not in ("alone", "growth")
+    def peers(self) -> tuple[str, ...]:
+        """Others' libraries that take part; a zigzag is for causal attention."""
+        if self.section in ("alone", "growth"):
+            return ()
+        return PEERS if self.is_causal else PEERS[:-1]
 
     def every(self, contender: str) -> int:
         """In how many rounds a contender runs once; what is slow and far off need not run in all."""
         if contender in PEERS:
             return 15
-        return 6 if self.has_peers and contender in BASELINES else 1
+        return 6 if self.peers and contender in BASELINES else 1
 
     def small(self) -> "Point":
         """The same in a size that is checked at once."""

@@ -26,10 +26,11 @@ _BESIDE = {"bench", "cli", "report", "lesson", "teaching.py", "simulate.py"}  # 
 
 @dataclass(slots=True)
 class Record:
-    """What is known about a point: rounds of samples by contender, and why others did not run."""
+    """What is known about a point: rounds of samples, why some contenders did not run, and whose results are wrong."""
 
     rounds: list[dict[str, Sample]] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
     code: str = ""
 
     def count(self, contender: str) -> int:
@@ -87,14 +88,14 @@ def measure(
 ) -> None:
     """Add rounds to the point's record until there are enough or the time is up."""
     record = store.record(point)
-    peers = [it for it in PEERS if point.has_peers and peers_python is not None and it not in record.failures]
+    peers = [it for it in point.peers if peers_python is not None and it not in record.failures]
     if len(record.rounds) >= num_rounds and all(record.count(it) for it in peers):
         return
     with _teams(point, record, peers, peers_python) as teams:
         for contender in point.contenders:
             if point.every(contender) == 1:
                 teams[contender].run(contender)  # the first run of a process is no measure
-        while len(record.rounds) < num_rounds or any(it in teams and not record.count(it) for it in PEERS):
+        while len(record.rounds) < num_rounds or any(it in teams and not record.count(it) for it in peers):
             if time.monotonic() > deadline:
                 return
             record.rounds.append(_round(point, record, teams))
@@ -108,12 +109,16 @@ def _teams(point: Point, record: Record, peers: list[str], peers_python: str | N
     home = Team(sys.executable, point, point.contenders)
     teams = dict.fromkeys(point.contenders, home)
     try:
+        if home.wrong:
+            raise TeamFailed("; ".join(f"{name}: {text}" for name, text in home.wrong.items()))
         for peer in peers:
             assert peers_python is not None
             try:
                 teams[peer] = Team(peers_python, point, (peer,), PEER_LIMIT_BYTES, PEER_LIMIT_S)
             except TeamFailed as error:
                 record.failures[peer] = str(error)
+            else:
+                record.wrong |= teams[peer].wrong
         yield teams
     finally:
         for team in set(teams.values()):
@@ -123,7 +128,7 @@ def _teams(point: Point, record: Record, peers: list[str], peers_python: str | N
 def _round(point: Point, record: Record, teams: dict[str, Team]) -> dict[str, Sample]:
     index = len(record.rounds)
     due = [it for it in teams if record.count(it) <= index // point.every(it)]
-    if OURS in due and index >= TRIED and point.has_peers:
+    if OURS in due and index >= TRIED and point.peers:
         due.remove(min(IDEALS, key=lambda name: name == record.ideal()))
     random.Random(index).shuffle(due)
     samples = {}

@@ -74,10 +74,11 @@ class Team:
                     )
                 )
         try:
-            self._answers()
+            answers = self._answers()
         except BaseException:
             self.close()
             raise
+        self.wrong: dict[str, str] = {name: text for it in answers for name, text in it["wrong"].items()}
 
     def run(self, contender: str) -> Sample:
         """Let all ranks run a contender once."""

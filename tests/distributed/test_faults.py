@@ -245,20 +245,37 @@ def run_frozen_and_boom(rank: int, world_size: int, frozen: int) -> list[Outcome
     return [outcome(good | ({"record": record} if rank in (0, frozen) else {}))]
 
 
-def test_a_gather_that_one_rank_never_joins() -> None:
-    """Its deadline is that of the group."""
-    *ends, _ = run_ranks(run_gather_without_last, 3, group_timeout_s=3.0)
+@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(None, 3.0), (DEADLINE_S, DEADLINE_S)])
+def test_a_gather_that_one_rank_never_joins(timeout_s: float | None, deadline_s: float) -> None:
+    """Its deadline is the one given, or that of the group."""
+    *ends, _ = run_ranks(run_gather_without_last, 3, timeout_s, group_timeout_s=3.0)
     for rank, end in enumerate(ends):
         assert isinstance(end.error, rs.TransportError), end
         assert str(end.error).startswith(f"rank {rank}, call 1, before its first step: ")
         assert "from rank 2" in str(end.error)
-        assert 2.9 < end.seconds < 3.0 + MARGIN_S
+        assert deadline_s - 0.1 < end.seconds < (3.0 if timeout_s else MARGIN_S)
 
 
-def run_gather_without_last(rank: int) -> None:
+def run_gather_without_last(rank: int, timeout_s: float | None) -> None:
     layout = rs.zigzag(SEQ_LEN, 3)
     if rank < 2:
-        rs.gather(torch.zeros(layout.shard_len(rank)), layout, dim=0)
+        rs.gather(torch.zeros(layout.shard_len(rank)), layout, dim=0, timeout_s=timeout_s)
+
+
+def test_a_gather_whose_gradient_one_rank_never_asks_for() -> None:
+    *ends, _ = run_ranks(run_gradient_without_last, 3)
+    for rank, end in enumerate(ends):
+        assert isinstance(end.error, rs.TransportError), end
+        assert str(end.error).startswith(f"rank {rank}, call 2, before its first step: ")
+        assert DEADLINE_S - 0.1 < end.seconds < MARGIN_S
+
+
+def run_gradient_without_last(rank: int) -> None:
+    layout = rs.zigzag(SEQ_LEN, 3)
+    part = torch.zeros(layout.shard_len(rank), requires_grad=True)
+    whole = rs.gather(part, layout, dim=0, timeout_s=DEADLINE_S)
+    if rank < 2:
+        whole.sum().backward()
 
 
 def test_another_group_is_not_harmed() -> None:

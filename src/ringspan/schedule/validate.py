@@ -10,14 +10,15 @@ from collections import defaultdict
 from typing import NoReturn
 
 from ringspan.errors import ScheduleError
-from ringspan.schedule.actions import ALL, Attend, Block, Kind, Schedule, Step, Transfer
+from ringspan.schedule.actions import ALL, SUMS, Attend, Block, Kind, Schedule, Step, Transfer
 from ringspan.schedule.segments import Segments
 from ringspan.schedule.text import format_schedule
 from ringspan.schedule.visible import Visible
 
 _CONTEXT = 2  # steps shown around the one that fails
 
-# What is in a part of a sum: for each segment of query heads a set of owners of the other side, as bits.
+# What is in a part of a sum: for each segment of query heads a set of owners of the other side, as bits. Many blocks
+# share one part, so only those at home, which are of no other block, are written to.
 _Part = dict[int, int]
 _Name = tuple[str, int]  # kind and owner
 
@@ -56,8 +57,10 @@ class _Proof:
         """One step: sums leave and inputs are copied as they are at its start, attends run, then all arrives."""
         self.t = t
         self._check_names(step)
-        self.arriving = [transfer for transfer in step.transfers if not transfer.block.is_sum]
-        moving = [transfer for transfer in step.transfers if transfer.block.is_sum]
+        moving: list[Transfer] = []
+        self.arriving = []
+        for transfer in step.transfers:
+            (moving if transfer.block.kind in SUMS else self.arriving).append(transfer)
         parts = [self._take(transfer) for transfer in moving]
         for transfer in self.arriving:
             self._read(transfer.src, transfer.block, "sends")
@@ -125,7 +128,7 @@ class _Proof:
                 self._fail_rank(transfer)
             if src == dst:
                 self._fail(f"rank {src} sends {block} to itself; it holds it already")
-            if block.heads is not None:
+            if not self.segments.is_known_legal:
                 self._check_heads(src, block)
 
     def _fail_rank(self, transfer: Transfer) -> NoReturn:
@@ -167,8 +170,11 @@ class _Proof:
         for block in (*attend.qs, *attend.kvs):
             self._read(rank, block, "attends")
         segments = self.segments.of(attend.qs[0])
+        parts: dict[int, _Part] = {}
         for block, bits in self.visible.contributions(attend):
-            self._add(rank, block, dict.fromkeys(segments, bits), attend)
+            if bits not in parts:
+                parts[bits] = dict.fromkeys(segments, bits)
+            self._add(rank, block, parts[bits], attend)
         if (pruned := self.visible.prune(attend)) != attend:
             kept = () if pruned is None else (*pruned.qs, *pruned.kvs)
             idle = next(block for block in (*attend.qs, *attend.kvs) if block not in kept)
@@ -228,10 +234,13 @@ class _Proof:
             sums[block] = dict(self.sums[0][block])
 
     def _add(self, rank: int, block: Block, part: _Part, source: Attend | Transfer) -> None:
-        name = block.whole if block.owner in (rank, ALL) else block
-        held = self.sums[rank].get(name)
-        if held is None:
-            self.sums[rank][name] = part
+        sums = self.sums[rank]
+        if block.owner in (rank, ALL):
+            held = sums.setdefault(block.whole, {})
+        elif block in sums:
+            held = sums[block] = dict(sums[block])
+        else:
+            sums[block] = part
             return
         for segment, bits in part.items():
             before = held.get(segment, 0)
