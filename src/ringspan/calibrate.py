@@ -5,6 +5,7 @@ tile, and messages round the ring that grow until they take long enough to tell.
 The ranks then take the slowest of all figures, so that every one of them decides alike.
 """
 
+import math
 import struct
 import time
 from collections.abc import Callable
@@ -63,11 +64,18 @@ def _measure(session: Session, device: torch.device, dtype: torch.dtype, head_di
             break
         nbytes *= 4
     link_bytes_per_s = nbytes / max(seconds - latency_s, 1e-9)
-    flops = 4 * TILE * TILE * head_dim
-    return RingMachine(flops / _slowest(session, _time_kernel(device, dtype, head_dim)), link_bytes_per_s, latency_s)
+    tile_s = _slowest(session, _median(attend := _tile(device, dtype, head_dim)))
+    compute = 4 * TILE * TILE * head_dim / tile_s
+    if transport.world_size == 1 or device.type != "cpu":
+        return RingMachine(compute, link_bytes_per_s, latency_s)
+    # As many tiles as take longer than a message: what they take more with one under way, its bytes have cost.
+    tiles = math.ceil(2 * seconds / tile_s)
+    busy_s = _slowest(session, _median(lambda: _with_message(session, device, nbytes, attend, tiles))) - tiles * tile_s
+    return RingMachine(compute, link_bytes_per_s, latency_s, max(0.0, busy_s) / nbytes)
 
 
-def _time_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+def _tile(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[[], None]:
+    """Attend one tile."""
     kernel = choose_kernel("auto", Request(device, dtype, head_dim, head_dim))
     x = torch.rand(1, 1, TILE, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
     piece = Piece(slice(0, TILE), slice(0, TILE), PieceKind.FULL, None, None)
@@ -77,23 +85,36 @@ def _time_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> flo
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return _median(run)
+    return run
+
+
+def _with_message(session: Session, device: torch.device, nbytes: int, attend: Callable[[], None], times: int) -> None:
+    """Attend while a message is under way."""
+    wait = _start_message(session, device, nbytes)
+    for _ in range(times):
+        attend()
+    wait()
 
 
 def _time_message(session: Session, device: torch.device, nbytes: int) -> float:
     """Seconds for a message to the next rank while one comes from the previous."""
-    transport = session.transport
-    if transport.world_size == 1:
+    if session.transport.world_size == 1:
         return 1e-9
+    return _median(lambda: _start_message(session, device, nbytes)())
+
+
+def _start_message(session: Session, device: torch.device, nbytes: int) -> Callable[[], None]:
+    """Start a message to the next rank and one from the previous; returns what waits for them."""
+    transport = session.transport
     mine, theirs = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     dst, src = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+    posted = transport.exchange([Send(dst, mine)], [Receive(src, theirs)])
 
-    def run() -> None:
-        posted = transport.exchange([Send(dst, mine)], [Receive(src, theirs)])
+    def wait() -> None:
         for handle in (*posted.receives, *posted.sends):
             handle.wait(transport.timeout_s)
 
-    return _median(run)
+    return wait
 
 
 def _median(run: Callable[[], None]) -> float:

@@ -188,21 +188,25 @@ class RingWork(NamedTuple):
 
 
 class RingMachine(NamedTuple):
-    """Figures of the machine at hand: what each rank computes and what its link takes, all ranks at work."""
+    """Figures of the machine at hand: what each rank computes and what its link takes, all ranks at work.
+
+    `busy_s_per_byte` is what a byte on its way takes from computing, where the CPU that computes also moves it.
+    """
 
     compute_flops_per_s: float
     link_bytes_per_s: float
     latency_s: float
+    busy_s_per_byte: float = 0.0
 
 
 def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int) -> Choice | None:
     """The algorithm that should take less time; None if that depends on a machine that is not known.
 
     The rules above with every term counted. One ring step computes c = flops/(N·C); messages take latency + bytes/BW
-    and are hidden behind it as far as they are shorter. With all N steps
+    and are hidden behind it as far as they are shorter, though their bytes may keep the CPU busy. With all N steps
 
-        pass-KV   (N - 1)·max(c, kv) + c
-        pass-Q    max(c, q) + (N - 2)·max(c, q + out) + c + out     partial outputs go home one step later each
+        pass-KV   (N - 1)·max(c + busy·bytes, kv) + c
+        pass-Q    max(c + …, q) + (N - 2)·max(c + …, q + out) + c + out     partial outputs go home one step later each
 
     (all messages of a step share the link). Where KV is no larger than Q and outputs together, pass-KV takes no longer
     on any machine.
@@ -216,8 +220,9 @@ def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int)
     kv, q, out = (
         machine.latency_s + size / machine.link_bytes_per_s for size in (work.kv_bytes, work.q_bytes, work.out_bytes)
     )
-    pass_kv = (world_size - 1) * max(compute, kv) + compute
-    pass_q = max(compute, q) + (world_size - 2) * max(compute, q + out) + compute + out
+    busy_kv, busy_q, busy_out = (machine.busy_s_per_byte * size for size in work[1:])
+    pass_kv = (world_size - 1) * max(compute + busy_kv, kv) + compute
+    pass_q = max(compute + busy_q, q) + (world_size - 2) * max(compute + busy_q + busy_out, q + out) + compute + out
     algorithm: Literal["pass_kv", "pass_q"] = "pass_kv" if pass_kv <= pass_q else "pass_q"
     return Choice(
         algorithm,
