@@ -1,11 +1,14 @@
 """`ringspan bench --prefill` and `--decode`."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from ringspan.bench.inference_result import MISS_RATES, PARTS, WAYS
 from ringspan.cli import main
@@ -28,15 +31,17 @@ SMALL = [
 ]
 
 
-def run(*words: str) -> Result:
-    return CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1"}).invoke(main, ["bench", *words])
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", "from ringspan.cli import main; main()", "bench", *words]
+    environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
 
 def test_prefill_over_miss_rates(tmp_path: Path) -> None:
     plot = tmp_path / "prefill.svg"
     result = run("--prefill", *SMALL, "--json", "--plot", str(plot))
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.output)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
     assert report["is_verified"]
     assert [point["miss_percent"] for point in report["prefill"]] == list(MISS_RATES)
     for point in report["prefill"]:
@@ -50,11 +55,11 @@ def test_prefill_over_miss_rates(tmp_path: Path) -> None:
 def test_decode_over_contexts(tmp_path: Path) -> None:
     plot = tmp_path / "decode.svg"
     result = run("--decode", *SMALL, "--batch", "3", "--kv-heads", "1", "--plot", str(plot))
-    assert result.exit_code == 0, result.output
+    assert result.returncode == 0, result.stderr
     for words in ("attention, ms", "send/recv, ms", "all-to-all, ms", "one shot, ms", "verified"):
-        assert words in result.output
+        assert words in result.stdout
     assert plot.read_text().count("Time per token") == 2
-    report = json.loads(run("--decode", *SMALL, "--json").output)
+    report = json.loads(run("--decode", *SMALL, "--json").stdout)
     assert {tuple(point["times"]) for point in report["decode"]} == {PARTS}
 
 
@@ -71,6 +76,6 @@ def test_decode_over_contexts(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(words: list[str], text: str) -> None:
-    result = run(*words)
+    result = CliRunner().invoke(main, ["bench", *words], env={"COLUMNS": "120", "NO_COLOR": "1"})
     assert result.exit_code == 2, result.output
     assert text in " ".join(result.output.replace("│", " ").split())
