@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-MIN_BLOCK = 256  # tokens
+MIN_BLOCK = 256  # tokens of room to spare in a new block
 GROWTH = 4  # a new block has room for at least 1/GROWTH of what is there already
 
 Rows = tuple[torch.Tensor, ...]
@@ -53,7 +53,8 @@ class Stored:
         """Make room for `count` tokens in all."""
         if count <= self.capacity:
             return
-        room = max(count - self.capacity, self.capacity // GROWTH, MIN_BLOCK)
+        # A long prompt and a short answer lie in one block.
+        room = max(count - self.capacity + MIN_BLOCK, self.capacity // GROWTH)
         layers, heads, dims, dtypes, device = self.spec
         tensors = [
             torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
