@@ -73,7 +73,7 @@ class Gradients(NamedTuple):
 
 
 def differentiate(job: Job, group: Any, rank: int, **options: Any) -> Gradients:
-    """What a rank's backward pass gives it for its part of `make_dout(job)`; the sum of all losses counts each row once."""
+    """What a rank's backward pass gives it for its part of `make_dout(job)`; in the sum of all each row counts once."""
     leaves = [x.clone().requires_grad_() for x in job.shards(rank)]
     dout = job.layout.shard(make_dout(job), rank, 2)
     if rank > 0 and job.layout.replicated:

@@ -103,8 +103,8 @@ def _enter(*fields: Any) -> int:
 # What torch.compiler.assume_constant_result would do, which imports the compiler: a second for all who never compile.
 vars(_enter).update(_dynamo_marked_constant=True)
 
-# The compiler follows neither NumPy nor slots. Where it may break the graph it calls these as they are, else it says why
-# not. causal() and full() have no fields, and no need of this.
+# The compiler follows neither NumPy nor slots. Where it may break the graph it calls these as they are; else it says
+# why it cannot. causal() and full() have no fields, and no need of this.
 _BUILT_OUTSIDE = (
     Layout.__post_init__,
     Mask.__and__,
