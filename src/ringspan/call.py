@@ -76,8 +76,10 @@ def attention(
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """In a region of autocast its type, as PyTorch's own attention takes it."""
-    device = getattr(tensors[0], "device", None)
-    if device is None or not torch.is_autocast_enabled(device.type):
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return tensors  # refused below
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device.type)
+    dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -56,21 +56,6 @@ SHAPE, LAYOUT, UNSUPPORTED = rs.ShapeError, rs.LayoutError, rs.UnsupportedError
 REFUSALS = [
     Refusal("a wire", given(wire="int8"), UNSUPPORTED, ("wire='int8'", "leave it out")),
     Refusal("reproducible", given(reproducible=True), UNSUPPORTED, ("reproducible=True", "leave it out")),
-    *(
-        Refusal(
-            f"{name} that requires grad",
-            every(lambda x: x.clone().requires_grad_(), name),
-            UNSUPPORTED,
-            (f"{name} requires grad", "torch.no_grad()"),
-        )
-        for name in "qkv"
-    ),
-    Refusal(
-        "sinks that require grad",
-        given(sinks=torch.zeros(HEADS, requires_grad=True)),
-        UNSUPPORTED,
-        ("sinks requires grad", "torch.no_grad()"),
-    ),
     Refusal("too few dims", every(lambda x: x[0]), SHAPE, ("q.shape=(4, 6, 8)", "(batch, heads, seq, dim)")),
     Refusal("too many dims", every(lambda x: x[None], "v"), SHAPE, ("v.shape=(1, 1, 2, 6, 8)", "(batch, heads, seq,")),
     Refusal(
@@ -226,6 +211,7 @@ def test_gradients_may_be_required_where_none_are_recorded() -> None:
 # Ranks that do not agree
 
 DISAGREEMENTS = {
+    "pass": (every(lambda x: x.clone().requires_grad_(), "q"), "forward, to be differentiated", "forward"),
     "batch": (every(lambda x: x.repeat(2, 1, 1, 1)), "2", "1"),
     "heads": (every(lambda x: x.repeat(1, 2, 1, 1)), "8 over 4", "4 over 2"),
     "head_dim": (every(lambda x: x[..., 1:]), "7, 7 for v", "8, 8 for v"),
