@@ -92,7 +92,7 @@ def shard_batch(
         positions = position_ids(layout, group, document_lengths=document_lengths, device=input_ids.device)
         part["position_ids"] = positions.expand(part["input_ids"].shape)
     if rank > 0 and layout.replicated:
-        part["labels"][..., torch.from_numpy(local_rows(layout, rank).replicated)] = IGNORE_INDEX
+        part["labels"][..., local_rows(layout, rank).replicated] = IGNORE_INDEX
     return part
 
 
