@@ -97,7 +97,9 @@ def _as_it_is(number: float | None) -> float | None:
 def _enter(*fields: Any) -> int:
     """The index of a call. It stays in the table, since a compiled program may ask for it at any time."""
     num_options = len(Options._fields)
-    _calls.append(Call(Options(*fields[:num_options]), *fields[num_options:]))
+    options, (group, *others) = Options(*fields[:num_options]), fields[num_options:]
+    # While it compiles, torch 2.13 has a stand-in for a process group.
+    _calls.append(Call(options, getattr(group, "real_obj", group), *others))
     return len(_calls) - 1
 
 
