@@ -1,6 +1,10 @@
 """A small transformer on gloo processes: compiled, and beside DDP and FSDP2, with the gradients of one process."""
 
+import contextlib
+import io
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +22,34 @@ pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
 SEQ_LEN = 37
 IGNORED = -100
+DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
 CAUSAL = rs.causal()
 
 
 def attend_on(layout: rs.Layout, group: Any) -> Any:
     return partial(rs.attention, mask=CAUSAL, layout=layout, group=group)
+
+
+# The document
+
+
+def test_the_script_of_the_document() -> None:
+    """On four ranks as written, and on one: the same losses."""
+    alone, *others = (values(run_ranks(run_script, world_size))[0] for world_size in (1, 2, 4))
+    steps, losses = zip(*re.findall(r"step (\d+): loss (\S+)\n", alone), strict=True)
+    assert steps == ("5", "10", "15", "20")
+    assert float(losses[-1]) < 0.2 * float(losses[0])
+    for printed in others:
+        found = [float(loss) for loss in re.findall(r"loss (\S+)\n", printed)]
+        assert found == pytest.approx([float(loss) for loss in losses], abs=2e-4)
+
+
+def run_script(rank: int) -> str:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script, DOCUMENT.name, "exec"), {"__name__": "train"})
+    return printed.getvalue()
 
 
 # Compiled
