@@ -72,18 +72,19 @@ class Gradients(NamedTuple):
     dv: torch.Tensor
 
 
-def differentiate(job: Job, group: Any, rank: int, **options: Any) -> Gradients:
-    """What a rank's backward pass gives it for its part of `make_dout(job)`; in the sum of all each row counts once."""
+def differentiate(job: Job, group: Any, rank: int, **options: Any) -> tuple[rs.Attention, Gradients]:
+    """What both passes give a rank, for its part of `make_dout(job)`, in which each row counts once."""
     leaves = [x.clone().requires_grad_() for x in job.shards(rank)]
     dout = job.layout.shard(make_dout(job), rank, 2)
     if rank > 0 and job.layout.replicated:
         dout[:, :, torch.from_numpy(np.isin(job.layout.positions(rank), job.layout.replicated_positions()))] = 0
-    out = job.attend(group, rank, tensors=leaves, **options).out
-    return Gradients(*torch.autograd.grad(out, leaves, dout))
+    got = job.attend(group, rank, tensors=leaves, **options)
+    gradients = torch.autograd.grad(got.out, leaves, dout)
+    return rs.Attention(*(x.detach() for x in got)), Gradients(*gradients)
 
 
-def run_backward(job: Job, **options: Any) -> list[Gradients]:
-    """The gradients of all ranks, as threads of this process."""
+def run_both(job: Job, **options: Any) -> list[tuple[rs.Attention, Gradients]]:
+    """What both passes give all ranks, as threads of this process."""
     return rs.run_in_process(lambda group: differentiate(job, group, group.rank, **options), job.layout.world_size)
 
 

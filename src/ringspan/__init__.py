@@ -104,10 +104,12 @@ def __getattr__(name: str) -> object:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+        value = getattr(import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
             f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
         ) from None
+    globals()[name] = value  # looked up once, not at every call
+    return value

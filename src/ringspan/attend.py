@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
-from ringspan.arguments import check_rows, check_tensors, check_timeout
+from ringspan.arguments import Looks, check_looks, check_rows, check_timeout, look_at
 from ringspan.contract import Signature
 from ringspan.errors import LayoutError, TransportError, UnsupportedError
 from ringspan.execute import Event
@@ -23,7 +23,7 @@ from ringspan.mask import Mask
 from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, run_backward, run_forward
 from ringspan.session import Session, session_of
 from ringspan.softmax import Partial
-from ringspan.tiles import Problem, Shapes, check_kinds, softmax_scale
+from ringspan.tiles import Problem, check_kinds, softmax_scale
 
 _Result = TypeVar("_Result")
 Pass = Literal["forward", "forward, to be differentiated", "backward"]
@@ -114,12 +114,9 @@ def _prepare(
     options = call.options
     try:
         timeout_s = check_timeout(call.timeout_s, timeout_s)
-        shapes = check_tensors(q, k, v, sinks)
+        looks = look_at(q, k, v, sinks)
         check_kinds(options.mask, options.layout, options.kv_layout)
-        _refuse_unbuilt(options)
-        kind = _Kind(options, shapes, q.device, q.dtype, sinks is not None, which)
-        plan = _plan(kind, transport.rank, session.mesh)
-        check_rows(plan.prepared.problem, transport.rank, transport.world_size, q, k)
+        plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
     except Exception as error:
         if call.contract and transport.world_size > 1:
             session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
@@ -182,19 +179,12 @@ def _refuse_unbuilt(options: Options) -> None:
         raise UnsupportedError("reproducible=True: not built yet; leave it out")
 
 
-class _Kind(NamedTuple):
-    options: Options
-    shapes: Shapes
-    device: torch.device
-    dtype: torch.dtype
-    has_sinks: bool
-    which: Pass
-
-
 @lru_cache(maxsize=256)
-def _plan(kind: _Kind, rank: int, group_mesh: Mesh | None) -> _Plan:
-    options, shapes, device, dtype, has_sinks, which = kind
+def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: int, group_mesh: Mesh | None) -> _Plan:
+    shapes = check_looks(looks)
+    _refuse_unbuilt(options)
     problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
+    check_rows(problem, rank, world_size, looks)
     algorithm = "pass_kv" if options.algorithm == "auto" else options.algorithm
     if algorithm not in ALGORITHMS:
         choices = ", ".join(["auto", *ALGORITHMS])
@@ -206,21 +196,21 @@ def _plan(kind: _Kind, rank: int, group_mesh: Mesh | None) -> _Plan:
     takes = ALGORITHMS[algorithm].options
     mesh = asked_mesh or (group_mesh if "mesh" in takes else None)
     direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
-    kernel = choose_kernel(options.kernel, Request(device, dtype, shapes.head_dim, shapes.v_head_dim))
+    kernel = choose_kernel(options.kernel, Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim))
     scale = softmax_scale(options.scale, shapes.head_dim)
     fields = {
         "pass": which,
         "batch": shapes.batch[0],
         "heads": f"{shapes.heads.num_heads} over {shapes.heads.num_kv_heads}",
         "head_dim": f"{shapes.head_dim}, {shapes.v_head_dim} for v",
-        "dtype": dtype,
+        "dtype": looks.q.dtype,
         "mask": problem.mask,
         "layout": problem.layout.fingerprint(),
         "kv_layout": problem.kv_layout.fingerprint(),
         "algorithm": " ".join(map(str, filter(None, (algorithm, mesh and tuple(mesh), direction)))),
         "scale": scale,
         "kernel": kernel.name,
-        "sinks": "given" if has_sinks else "none",
+        "sinks": "none" if looks.sinks is None else "given",
     }
     side = problem.lighter_side() if which == "backward" else None
     prepared = prepare(problem, rank, algorithm, mesh, direction, side)

@@ -14,7 +14,7 @@ from ringspan.errors import RingspanError, ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
-from ringspan.transports.base import Receive, Send
+from ringspan.transports.base import Receive, Send, deadline_of
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
@@ -24,16 +24,23 @@ def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -
     return layout.shard(whole, session.transport.rank, dim)
 
 
-def gather(part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
-    """The whole tensor on every rank, from the ranks' shards; differentiable."""
+def gather(
+    part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int, timeout_s: float | None = None
+) -> torch.Tensor:
+    """The whole tensor on every rank, from the ranks' shards; differentiable.
+
+    `timeout_s` is the deadline of every wait for another rank, also in the backward pass; by default that of the group.
+    """
     session = session_of(group)
+    deadline_s = session.transport.timeout_s
     try:
+        deadline_s = deadline_of(timeout_s, session.transport)
         check_world_size(layout, session.transport.world_size)
         _check_part(part, layout, session.transport.rank, dim)
     except RingspanError as error:
-        session.contract.refuse(f"{type(error).__name__}: {error}", session.transport.timeout_s)
+        session.contract.refuse(f"{type(error).__name__}: {error}", deadline_s)
         raise
-    gathered: torch.Tensor = _Gather.apply(part, layout, session, dim)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _Gather.apply(part, layout, session, dim, deadline_s)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -49,33 +56,35 @@ def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, layout: Layout, session: Session, dim: int) -> torch.Tensor:
-        ctx.layout, ctx.session, ctx.dim = layout, session, dim
-        _agree(session, "gather", part, layout, dim)
+    def forward(
+        ctx: Any, part: torch.Tensor, layout: Layout, session: Session, dim: int, deadline_s: float
+    ) -> torch.Tensor:
+        ctx.layout, ctx.session, ctx.dim, ctx.deadline_s = layout, session, dim, deadline_s
+        _agree(session, "gather", part, layout, dim, deadline_s)
         part = part.contiguous()
         shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
-        return layout.unshard(_exchange(session, [part] * layout.world_size, shapes), dim)
+        return layout.unshard(_exchange(session, [part] * layout.world_size, shapes, deadline_s), dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        layout, session, dim = ctx.layout, ctx.session, ctx.dim
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        layout, session, dim, deadline_s = ctx.layout, ctx.session, ctx.dim, ctx.deadline_s
         rank = session.transport.rank
-        _agree(session, "gradient of gather", grads[0], layout, dim)
+        _agree(session, "gradient of gather", grads[0], layout, dim, deadline_s)
         pieces = [layout.shard(grads[0], peer, dim).contiguous() for peer in range(layout.world_size)]
-        received = _exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size)
+        received = _exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
         grad = torch.stack(received).sum(dim=0)
         if rank > 0 and layout.replicated:
             # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
             grad.movedim(dim, 0)[local_rows(layout, rank).replicated] = 0
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
-def _agree(session: Session, what: str, x: torch.Tensor, layout: Layout, dim: int) -> None:
+def _agree(session: Session, what: str, x: torch.Tensor, layout: Layout, dim: int, deadline_s: float) -> None:
     """All ranks are in the same call, with tensors that differ in the sharded dim only."""
     shape = list(x.shape)
     shape[dim] = layout.num_positions
     fields = {"call": what, "shape": shape, "dim": dim % x.ndim, "dtype": x.dtype, "layout": layout.fingerprint()}
-    session.contract.agree(Signature.of(fields), session.transport.timeout_s)
+    session.contract.agree(Signature.of(fields), deadline_s)
 
 
 def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:
@@ -84,7 +93,9 @@ def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _exchange(session: Session, sends: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+def _exchange(
+    session: Session, sends: list[torch.Tensor], shapes: list[tuple[int, ...]], deadline_s: float
+) -> list[torch.Tensor]:
     """Send the r-th tensor to rank r and receive one of the r-th shape from it."""
     transport = session.transport
     received = [part if peer == transport.rank else part.new_empty(shapes[peer]) for peer, part in enumerate(sends)]
@@ -94,5 +105,5 @@ def _exchange(session: Session, sends: list[torch.Tensor], shapes: list[tuple[in
         [Receive(peer, received[peer]) for peer in peers if received[peer].numel()],
     )
     for handle in (*posted.receives, *posted.sends):
-        handle.wait(transport.timeout_s)
+        handle.wait(deadline_s)
     return received

@@ -79,8 +79,8 @@ class Contract:
         strangers = [str(rank) for rank, header in enumerate(headers) if header.magic != _MAGIC]
         if strangers:
             raise TransportError(
-                f"rank {', '.join(strangers)} sent something else than a header; switch the contract off on all "
-                "ranks or on none"
+                f"rank {', '.join(strangers)} sent something else than a header; use one version of ringspan on all "
+                "ranks"
             )
         longest = max(header.length for header in headers)
         padded = self.transport.all_gather_bytes(signature.text.ljust(longest), timeout_s)

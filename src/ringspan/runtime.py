@@ -163,8 +163,9 @@ class TorchArithmetic:
         """Forward: attend a piece and merge it into the running output of its queries."""
         (queries,), (keys, values), sums = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
         for of_q, of_kv in _slabs(piece, queries, keys, values):
-            part = self.kernel.forward(queries[of_q], keys[of_kv], values[of_kv], piece, self.scale)
-            total, lse = (x[of_q] for x in sums)
+            operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
+            part = self.kernel.forward(*operands, piece, self.scale)
+            total, lse = _at(of_q, sums[0]), _at(of_q, sums[1])
             if is_first:
                 total.copy_(part.out)
                 lse.copy_(part.lse.unsqueeze(-1))
@@ -177,11 +178,12 @@ class TorchArithmetic:
         keys, values = _rows(kv, piece.kv)
         (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
         for of_q, of_kv in _slabs(piece, queries, keys, values):
-            merged = Merged(dout[of_q], out[of_q], lse[of_q].squeeze(-1))
-            part = self.kernel.backward(queries[of_q], keys[of_kv], values[of_kv], merged, piece, self.scale)
-            dqs[of_q].add_(part.dq)
-            dks[of_kv].add_(part.dk)
-            dvs[of_kv].add_(part.dv)
+            operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
+            merged = Merged(_at(of_q, dout), _at(of_q, out), _at(of_q, lse).squeeze(-1))
+            part = self.kernel.backward(*operands, merged, piece, self.scale)
+            _at(of_q, dqs).add_(part.dq)
+            _at(of_kv, dks).add_(part.dk)
+            _at(of_kv, dvs).add_(part.dv)
 
 
 _Index = tuple[slice, ...]
@@ -208,6 +210,11 @@ def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> I
         for first in range(0, heads, num_heads):
             stop = min(first + num_heads, heads)
             yield (row, slice(first, stop)), (row, slice(first // group, -(-stop // group)))
+
+
+def _at(index: _Index, x: torch.Tensor) -> torch.Tensor:
+    """A view; all of it as it is, since even a view of everything takes its time."""
+    return x[index] if index else x
 
 
 def _rows(value: Value, rows: slice) -> Value:

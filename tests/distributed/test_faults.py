@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import DEADLINE_S, MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, dies_at, outcome
+from calls import AMPLE_S, DEADLINE_S, MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, dies_at, outcome
 from ranks import Ended, run_interpreters, run_ranks, values
 
 import ringspan as rs
@@ -44,6 +44,11 @@ def survivors(ends: list[Ended], victim: int) -> dict[int, list[Outcome]]:
     return {rank: end.value for rank, end in others.items()}
 
 
+def reason_of(end: Outcome) -> str:
+    """What is said after this rank's own place in the call."""
+    return end.message.partition(": ")[2]
+
+
 def twice(given: Arguments) -> list[Outcome]:
     """After a failure the group is of no more use, and says so at once instead of hanging."""
     return [outcome(given), outcome(given)]
@@ -56,9 +61,12 @@ def test_a_rank_that_is_killed_before_its_first_send(world_size: int, victim: st
     dead = 0 if victim == "first" else world_size - 1
     ends = run_ranks(run_killed_at_first_send, world_size, world_size, dead)
     assert ends[dead].exit_code == -signal.SIGKILL
-    for rank, (first, second) in survivors(ends, dead).items():
+    outcomes = survivors(ends, dead)
+    for rank, (first, second) in outcomes.items():
         assert_clear(first, rank, 0.0)  # a closed connection is seen at once
         assert (second.error, second.seconds < MARGIN_S) == ("TransportError", True), second
+    if victim == "last":
+        assert len({reason_of(end) for ends in outcomes.values() for end in ends}) == 1
 
 
 def run_killed_at_first_send(rank: int, world_size: int, dead: int) -> list[Outcome]:
@@ -103,21 +111,21 @@ def run_without(rank: int, world_size: int, missing: int) -> list[Outcome]:
     return [] if rank == missing else twice(arguments(rank, world_size) | {"timeout_s": DEADLINE_S})
 
 
-@each_world_size
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_deadlines_of_different_length(world_size: int) -> None:
-    """The first rank stays away; the second has little patience, the others more: each ends within its own."""
+    """The first rank stays away; the second has little patience, and when that ends so does everybody's."""
     ends = run_ranks(run_impatient, world_size, world_size)
-    for rank, (first,) in survivors(ends, 0).items():
-        assert_clear(first, rank, patience_of(rank))
+    outcomes = survivors(ends, 0)
+    for rank, (first,) in outcomes.items():
+        assert_clear(first, rank, DEADLINE_S)
         assert first.seconds > DEADLINE_S - 0.1
-
-
-def patience_of(rank: int) -> float:
-    return rank * DEADLINE_S
+    assert len({reason_of(first) for (first,) in outcomes.values()}) == 1
+    assert reason_of(outcomes[world_size - 1][0]).startswith("rank 1 waited for 28 bytes from rank 0 ")
 
 
 def run_impatient(rank: int, world_size: int) -> list[Outcome]:
-    return [outcome(arguments(rank, world_size) | {"timeout_s": patience_of(rank)})] if rank else []
+    patience_s = DEADLINE_S if rank == 1 else AMPLE_S
+    return [outcome(arguments(rank, world_size) | {"timeout_s": patience_s})] if rank else []
 
 
 @each_world_size
@@ -141,6 +149,24 @@ def run_one_too_many(rank: int, world_size: int) -> list[Outcome]:
         return [first, outcome(good | {"timeout_s": DEADLINE_S})]
     time.sleep(2 * DEADLINE_S)
     return [first, outcome(good)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("odd", ["first", "last"])
+def test_a_rank_that_makes_no_contract(world_size: int, odd: str) -> None:
+    """The header of the others never meets a payload, which is longer and would end the process."""
+    odd_rank = 0 if odd == "first" else world_size - 1
+    ends = run_ranks(run_without_contract, world_size, world_size, odd_rank)
+    for rank, (first, second) in survivors(ends, world_size).items():
+        assert_clear(first, rank, DEADLINE_S)
+        assert ("step" if rank == odd_rank else "call 2") in first.message
+        assert (second.error, second.seconds < MARGIN_S) == ("TransportError", True), second
+
+
+def run_without_contract(rank: int, world_size: int, odd_rank: int) -> list[Outcome]:
+    good = arguments(rank, world_size)
+    attend(good)
+    return twice(good | {"timeout_s": DEADLINE_S, "contract": rank != odd_rank})
 
 
 class Boom(Exception):
@@ -191,20 +217,65 @@ def run_frozen(rank: int, world_size: int, frozen: int) -> list[Outcome]:
     return [outcome(good | {"timeout_s": DEADLINE_S})]
 
 
-def test_a_gather_that_one_rank_never_joins() -> None:
-    """Its deadline is that of the group."""
-    *ends, _ = run_ranks(run_gather_without_last, 3, group_timeout_s=3.0)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_rank_that_waits_for_a_frozen_one_while_another_fails(world_size: int) -> None:
+    """Its own connection says nothing, and its deadline is far: it finds the reason in the store."""
+    frozen = world_size - 2
+    ends = run_ranks(run_frozen_and_boom, world_size, world_size, frozen, frozen=frozen)
+    for rank, (first,) in survivors(ends, frozen).items():
+        if rank == 0:
+            assert (first.error, first.message) == ("Boom", "out of luck")
+        else:
+            assert first.error == "TransportError"
+            assert re.match(rf"rank {rank}, step 0, ", first.message)
+            assert reason_of(first) == "rank 0 failed: out of luck"
+            assert first.seconds < MARGIN_S
+
+
+def run_frozen_and_boom(rank: int, world_size: int, frozen: int) -> list[Outcome]:
+    good = arguments(rank, world_size)
+    attend(good)
+
+    def record(event: Any) -> None:
+        if rank == frozen:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(DEADLINE_S)  # until the others wait
+        raise Boom("out of luck")
+
+    return [outcome(good | ({"record": record} if rank in (0, frozen) else {}))]
+
+
+@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(None, 3.0), (DEADLINE_S, DEADLINE_S)])
+def test_a_gather_that_one_rank_never_joins(timeout_s: float | None, deadline_s: float) -> None:
+    """Its deadline is the one given, or that of the group."""
+    *ends, _ = run_ranks(run_gather_without_last, 3, timeout_s, group_timeout_s=3.0)
     for rank, end in enumerate(ends):
         assert isinstance(end.error, rs.TransportError), end
         assert str(end.error).startswith(f"rank {rank}, call 1, before its first step: ")
         assert "from rank 2" in str(end.error)
-        assert 2.9 < end.seconds < 3.0 + MARGIN_S
+        assert deadline_s - 0.1 < end.seconds < (3.0 if timeout_s else MARGIN_S)
 
 
-def run_gather_without_last(rank: int) -> None:
+def run_gather_without_last(rank: int, timeout_s: float | None) -> None:
     layout = rs.zigzag(SEQ_LEN, 3)
     if rank < 2:
-        rs.gather(torch.zeros(layout.shard_len(rank)), layout, dim=0)
+        rs.gather(torch.zeros(layout.shard_len(rank)), layout, dim=0, timeout_s=timeout_s)
+
+
+def test_a_gather_whose_gradient_one_rank_never_asks_for() -> None:
+    *ends, _ = run_ranks(run_gradient_without_last, 3)
+    for rank, end in enumerate(ends):
+        assert isinstance(end.error, rs.TransportError), end
+        assert str(end.error).startswith(f"rank {rank}, call 2, before its first step: ")
+        assert DEADLINE_S - 0.1 < end.seconds < MARGIN_S
+
+
+def run_gradient_without_last(rank: int) -> None:
+    layout = rs.zigzag(SEQ_LEN, 3)
+    part = torch.zeros(layout.shard_len(rank), requires_grad=True)
+    whole = rs.gather(part, layout, dim=0, timeout_s=DEADLINE_S)
+    if rank < 2:
+        whole.sum().backward()
 
 
 def test_another_group_is_not_harmed() -> None:

@@ -21,6 +21,7 @@ needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpirun and mpi4py: apt-get install openmpi-bin libopenmpi-dev; pip install 'ringspan[mpi]'",
 )
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(HARD_TIMEOUT_S + 10)]
 at_each_world_size = pytest.mark.parametrize("world_size", range(2, RANKS + 1))
 
 

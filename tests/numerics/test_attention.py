@@ -13,7 +13,18 @@ from torch.nn.functional import scaled_dot_product_attention
 import oracle
 import ringspan as rs
 import ringspan.session
-from attention_cases import Job, covering_third, job_of, job_of_case, lse_dtype, make_job, options_of, run
+from attention_cases import (
+    Job,
+    check_gradients,
+    covering_third,
+    job_of,
+    job_of_case,
+    lse_dtype,
+    make_job,
+    options_of,
+    run,
+    run_both,
+)
 from cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, replicated, select
 from oracle import MaskSpec
 from ringspan.transports.in_process import InProcessRank
@@ -32,17 +43,25 @@ def check(job: Job, what: object = "", **options: Any) -> None:
         job.check(rank, got, what)
 
 
+def check_both(job: Job, what: object = "") -> None:
+    """out and lse of every rank, and the gradients of all."""
+    results = run_both(job)
+    for rank, (got, _) in enumerate(results):
+        job.check(rank, got, what)
+    check_gradients(job, [gradients for _, gradients in results], what)
+
+
 # The table
 
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_table_in_float64(algorithm: str, world_size: int) -> None:
-    """All of it up to 4 ranks; of more ranks a third, because they share one or two cores here."""
-    cases = select(CASES if world_size <= 4 else covering_third(0), algorithm=algorithm, world_size=world_size)
+    """Forward and backward; all of it up to 3 ranks, of more a third, because they share one or two cores here."""
+    cases = select(CASES if world_size <= 3 else covering_third(0), algorithm=algorithm, world_size=world_size)
     assert len(cases) >= 21
     for case in cases:
-        check(job_of_case(case), case)
+        check_both(job_of_case(case), case)
 
 
 @each_algorithm
@@ -50,7 +69,7 @@ def test_a_sixth_of_the_table_in_float32(algorithm: str) -> None:
     cases = select(covering_third(1), algorithm=algorithm)[::2]
     assert len(cases) >= 63
     for case in cases:
-        check(job_of_case(case, torch.float32), case)
+        check_both(job_of_case(case, torch.float32), case)
 
 
 # What the table does not vary

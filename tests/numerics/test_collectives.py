@@ -227,6 +227,14 @@ def test_a_dim_that_is_not_there(call: Callable[..., torch.Tensor]) -> None:
         assert "dim=1" in str(error)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_deadline_that_is_none(timeout_s: float) -> None:
+    part = torch.zeros(4)
+    for error in errors_of(2, lambda group: rs.gather(part, rs.zigzag(8, 2), group, dim=0, timeout_s=timeout_s)):
+        assert isinstance(error, rs.ShapeError)
+        assert f"timeout_s={timeout_s}" in str(error)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "odd"),
     [

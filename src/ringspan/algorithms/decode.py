@@ -3,6 +3,10 @@
 With the queries sharded by sequence they go round the ring and their partial results return (arXiv 2411.01783,
 algorithm 4): that is pass-Q. With a query that every rank holds, as `generate()` has it, every rank attends its part of
 the cache at once and one merge leaves the result on all.
+
+There is no direction to choose. A ring's direction matters where the links of its two ways differ, for blocks that take
+long to travel; a decode step sends one token's queries, whose latency is the same either way. Who wants to turn the
+ring of sharded queries round builds it with `build_pass_q`, which this is.
 """
 
 from typing import Literal

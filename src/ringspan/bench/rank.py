@@ -72,6 +72,10 @@ def _find(job: Job) -> Callable[[Job, Any, Any, Report], Any]:
         from ringspan.bench.measure import measure
 
         return measure
+    if job.name == "calibrate":
+        from ringspan.bench.calibrate import calibrate
+
+        return calibrate
     from ringspan.bench import selfcheck
 
     return selfcheck.check_alone if job.name == "check_alone" else selfcheck.check_group

@@ -26,6 +26,9 @@ class Watch:
     def __init__(self, rank: int, device: torch.device) -> None:
         self.activities: list[Activity] = []
         self.tile = ""
+        self.first_step = (
+            0  # of the pass under way, so that the steps of a backward pass are told from the forward ones
+        )
         self._rank = rank
         self._device = device
         self._step = 0
@@ -39,7 +42,7 @@ class Watch:
     def note(self, event: Event) -> None:
         """Hear from the executor which tile comes next."""
         if event.action == "attend":
-            self._step = event.step
+            self._step = self.first_step + event.step
             self.tile = "×".join(map(str, event.blocks))
 
     def computed(self, kind: Literal["attend", "merge"], name: str, start_s: float) -> None:
@@ -57,6 +60,7 @@ class Watch:
     ) -> None:
         """A message was started, or waited for."""
         block, src, dst = transfer
+        step += self.first_step
         self.activities.append(Activity(self._rank, step, kind, str(block), start_s, end_s, src, dst, nbytes))
 
 

@@ -125,13 +125,11 @@ def _differentiate(
 
 
 def _seen(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """The product weights @ x, where a row of x that is not finite reaches only those that see it (0 · NaN is NaN)."""
-    if visible is None or bool(x.isfinite().all()):
+    """The product weights @ x, where what is not finite in x spoils only the rows that see it (0 · NaN is NaN)."""
+    if visible is None or bool((is_finite := x.isfinite()).all()):
         return weights @ x
-    is_broken = ~x.isfinite().all(-1, keepdim=True)
-    # What the broken rows give to those that see them is NaN or infinite; which, only the plain product knows.
-    reached = visible.to(x.dtype) @ is_broken.to(x.dtype) > 0
-    return torch.where(reached, weights @ x, weights @ x.masked_fill(is_broken, 0.0))
+    reached = visible.to(x.dtype) @ (~is_finite).to(x.dtype) > 0
+    return torch.where(reached, weights @ x, weights @ x.masked_fill(~is_finite, 0.0))
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

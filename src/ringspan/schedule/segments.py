@@ -5,7 +5,7 @@ block begins or ends; between two cuts all blocks agree, so a set of segments sa
 one segment.
 """
 
-from ringspan.schedule.actions import Block, Heads, Schedule
+from ringspan.schedule.actions import ALL, Block, Heads, Schedule
 
 
 class Segments:
@@ -13,13 +13,16 @@ class Segments:
 
     def __init__(self, schedule: Schedule) -> None:
         self.heads: Heads | None = schedule.heads
-        cuts = {0, schedule.heads.num_heads if schedule.heads else 1}
+        cuts = {0, 1}
+        self.is_known_legal = False  # whether all blocks are known to name heads that there are
         if schedule.heads is not None:
-            for step in schedule.steps:
-                for heads, is_kv in {(block.heads, block.kind in ("kv", "dkv")) for block in step.blocks()}:
-                    if heads is not None:
-                        width = schedule.heads.group if is_kv else 1
-                        cuts |= {heads.start * width, heads.stop * width}
+            cuts = {0, schedule.heads.num_heads}
+            ranges = {(block.kind, block.heads) for step in schedule.steps for block in step.blocks()}
+            self.is_known_legal = all(self.refuses(Block(kind, ALL, heads)) is None for kind, heads in ranges)
+            for kind, heads in ranges:
+                if heads is not None:
+                    width = schedule.heads.group if kind in ("kv", "dkv") else 1
+                    cuts |= {heads.start * width, heads.stop * width}
         self._number = {head: i for i, head in enumerate(sorted(cuts))}
         self.all = range(len(cuts) - 1)
         self._bits: dict[tuple[str, range | None], int] = {}

@@ -1,9 +1,15 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-Two habits of gloo shape this file. A receive cannot be cancelled or polled, and a wait that times out closes every
-connection of the group. So waits carry the whole deadline, and giving up is done on purpose: `abort` writes the reason
-to the group's store and closes this rank's connections, which ends the waits of its peers at once; they find the reason
-in the store and close theirs. A group that was aborted is of no more use.
+Three habits of gloo shape this file. A receive cannot be cancelled or polled, so the waits of a rank that gives up are
+ended on purpose: `abort` writes the reason to the group's store and closes this rank's connections. A wait that times
+out closes every connection of the group, so waits carry the whole deadline and cannot look elsewhere now and then. And
+a closed connection ends only the waits on that connection. So a thread looks at the store while a wait lasts: once any
+rank has given up, it closes this rank's connections too, and the wait ends with the reason in the store, which is the
+first one and the same on all ranks. If the store went down with the rank that served it, waits end by their own
+connection or deadline and each rank gives its own reason. A group that was aborted is of no more use.
+
+What ranks say to agree on a call has a tag of its own: should one of them skip that, no payload meets a buffer that was
+made for a header, which would end the process.
 
 NCCL takes one batch per rank and step. That path has not been run here.
 """
@@ -11,6 +17,7 @@ NCCL takes one batch per rank and step. That path has not been run here.
 import contextlib
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,10 +29,10 @@ import torch.distributed as dist
 from ringspan.errors import TransportError
 from ringspan.transports.base import Posted, Receive, Send
 
-_TAG = 0x5253
-_ABORT_TAG = 0x5254
+_PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
 _STORE_PATIENCE_S = 2.0
+_LOOK_EVERY_S = 0.5
 
 
 class TorchDistributed:
@@ -40,6 +47,9 @@ class TorchDistributed:
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self.timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
+        self._waiting_since: float | None = None
+        self._is_looking = threading.Lock()
+        threading.Thread(target=_keep_looking, args=(weakref.ref(self),), name="ringspan look", daemon=True).start()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -51,16 +61,17 @@ class TorchDistributed:
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         """Receives are posted first, so that a message finds its buffer."""
-        if self._is_nccl:
-            return self._exchange_batch(sends, receives)
-        incoming = [self._start(self.group.recv, src, buffer, "from") for src, buffer in receives]
-        outgoing = [self._start(self.group.send, dst, tensor, "to") for dst, tensor in sends]
+        return self._exchange_batch(sends, receives) if self._is_nccl else self._post(sends, receives, _PAYLOAD_TAG)
+
+    def _post(self, sends: Sequence[Send], receives: Sequence[Receive], tag: int) -> Posted:
+        incoming = [self._start(self.group.recv, src, buffer, "from", tag) for src, buffer in receives]
+        outgoing = [self._start(self.group.send, dst, tensor, "to", tag) for dst, tensor in sends]
         return Posted(outgoing, incoming)
 
-    def _start(self, call: Callable[..., Any], peer: int, tensor: torch.Tensor, way: str) -> "_Handle":
-        what = f"{tensor.nbytes} bytes {way} rank {peer}"
+    def _start(self, call: Callable[..., Any], peer: int, tensor: torch.Tensor, way: str, tag: int) -> "_Handle":
+        what = f"{tensor.nbytes} bytes {way} rank {peer}{' to agree on the call' if tag == _AGREEMENT_TAG else ''}"
         try:
-            return _Handle(self, call([tensor], peer, _TAG), what)
+            return _Handle(self, call([tensor], peer, tag), what)
         except RuntimeError as error:
             raise self._failure(f"rank {self.rank} posted {what}", error) from None
 
@@ -81,9 +92,8 @@ class TorchDistributed:
             dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.group)
         else:
             peers = [peer for peer in range(self.world_size) if peer != self.rank]
-            posted = self.exchange(
-                [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
-            )
+            sends, receives = [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
+            posted = self._post(sends, receives, _AGREEMENT_TAG)
             for handle in (*posted.receives, *posted.sends):
                 handle.wait(timeout_s)
         return [bytes(row) for row in everyone.cpu().numpy()]
@@ -95,22 +105,51 @@ class TorchDistributed:
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the caller."""
 
+    def _wait(self, work: Any, timeout_s: float, what: str) -> None:
+        self._waiting_since = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._failure(f"rank {self.rank} waited for {what}", error) from None
+        self._waiting_since = None
+
     def _failure(self, what: str, error: RuntimeError) -> TransportError:
         """The error to raise: the reason the first rank to fail has published, which may be this one."""
         return TransportError(self._give_up(f"{what}: {_plain(error)}"))
 
     def _give_up(self, reason: str) -> str:
         """Close the connections, so that no rank waits for this one in vain; returns the first reason given."""
+        # A thread that comes back from torch while its interpreter shuts down kills the process: let it come back now.
+        self._waiting_since = None
+        if self._is_looking.acquire(timeout=_STORE_PATIENCE_S):
+            self._is_looking.release()
         reason = self._publish(reason)
+        self._close_connections()
+        return reason
+
+    def _close_connections(self) -> None:
         if self._is_nccl:
             self.group.abort()
-            return reason
+            return
         for peer in range(self.world_size):
             # Only an expired wait makes gloo close its connections; one to a peer that is gone does not expire.
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     self.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        return reason
+
+    def look(self) -> bool:
+        """If this rank is in a long wait and any rank has given up, end the wait; whether to look again later."""
+        with self._is_looking:
+            since = self._waiting_since
+            if since is None or time.monotonic() - since < _LOOK_EVERY_S:
+                return True
+            try:
+                if not self._store.check([_REASON]):
+                    return True
+                self._close_connections()
+            except RuntimeError:  # the store is gone, or the group
+                pass
+            return False
 
     def _publish(self, reason: str) -> str:
         """Tell the store, which may be gone or stuck with the rank that serves it: then this rank's word must do."""
@@ -124,6 +163,13 @@ class TorchDistributed:
         asking.start()
         asking.join(_STORE_PATIENCE_S)
         return answer[-1]
+
+
+def _keep_looking(reference: "weakref.ref[TorchDistributed]") -> None:
+    """As long as the transport is there; this thread must not keep it."""
+    while (transport := reference()) is not None and transport.look():
+        del transport
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _plain(error: RuntimeError) -> str:
@@ -143,10 +189,7 @@ class _Handle:
         self._what = what
 
     def wait(self, timeout_s: float) -> None:
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._transport._failure(f"rank {self._transport.rank} waited for {self._what}", error) from None
+        self._transport._wait(self._work, timeout_s, self._what)
 
 
 class _Batch:
@@ -157,9 +200,6 @@ class _Batch:
         self._works = works
 
     def wait(self, timeout_s: float) -> None:
-        try:
-            for work in self._works:
-                work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._transport._failure(f"rank {self._transport.rank} waited for a batch", error) from None
+        for work in self._works:
+            self._transport._wait(work, timeout_s, "a batch")
         self._works = []
