@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ringspan.attend import Attention
     from ringspan.call import attention
     from ringspan.collectives import gather, shard
+    from ringspan.training import cross_rank_mean_loss, next_token_labels, position_ids, shard_batch
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
@@ -37,9 +38,13 @@ __version__ = "0.1.0.dev0"
 _NEED_TORCH = {
     "Attention": "ringspan.attend",
     "attention": "ringspan.call",
+    "cross_rank_mean_loss": "ringspan.training",
     "gather": "ringspan.collectives",
+    "next_token_labels": "ringspan.training",
+    "position_ids": "ringspan.training",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
+    "shard_batch": "ringspan.training",
 }
 
 __all__ = [
@@ -70,18 +75,22 @@ __all__ = [
     "build_schedule",
     "causal",
     "contiguous",
+    "cross_rank_mean_loss",
     "documents",
     "format_schedule",
     "frame_causal",
     "full",
     "gather",
+    "next_token_labels",
     "parse_schedule",
     "per_row",
+    "position_ids",
     "prefix",
     "ring_attention_context_parallel",
     "ring_attention_simulate",
     "run_in_process",
     "shard",
+    "shard_batch",
     "simulate_attention",
     "sliding_window",
     "striped",
