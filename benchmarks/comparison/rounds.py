@@ -1,8 +1,9 @@
 """How are contenders measured side by side, and where are the figures kept until there are enough?
 
 In every round each contender that is due runs once, in an order of its own, the two whose ratio matters next to each
-other, so that whatever the machine does to one it does to the other; ratios are taken within a round. Rounds are kept in a file, point by point, so that a measurement can
-be stopped at any time and goes on where it was. Rounds of other code than the present one are thrown away.
+other, so that whatever the machine does to one it does to the other; ratios are taken within a round. Rounds are kept
+in a file, point by point, so that a measurement can be stopped at any time and goes on where it was. Rounds of other
+code than the present one are thrown away.
 """
 
 import hashlib
