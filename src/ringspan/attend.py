@@ -4,8 +4,10 @@ Everything is checked before the first message: the arguments on this rank, then
 the same call. A rank that fails in the middle of a call tells the others, which would wait for it in vain.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,18 +15,24 @@ import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
 from ringspan.arguments import Looks, check_looks, check_rows, check_timeout, look_at
+from ringspan.calibrate import measure_machine
+from ringspan.choose import RingWork, choose_by_time
 from ringspan.contract import Signature
+from ringspan.encoded import EncodedArithmetic, EncodedWire
 from ringspan.errors import LayoutError, TransportError, UnsupportedError
 from ringspan.execute import Event
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.layout import Layout
 from ringspan.mask import Mask
+from ringspan.quantize import Format, encode_kv, encoded_dtypes, find_format
 from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, run_backward, run_forward
+from ringspan.schedule import Block
 from ringspan.session import Session, session_of
 from ringspan.softmax import Partial
 from ringspan.tiles import Problem, check_kinds, softmax_scale
 
+_LOG = logging.getLogger("ringspan")
 _Result = TypeVar("_Result")
 Pass = Literal["forward", "forward, to be differentiated", "backward"]
 
@@ -67,6 +75,7 @@ class _Plan(NamedTuple):
     prepared: Prepared
     kernel: Kernel
     scale: float
+    form: Format | None  # in which k and v travel
     signature: Signature
 
 
@@ -116,6 +125,7 @@ def _prepare(
         timeout_s = check_timeout(call.timeout_s, timeout_s)
         looks = look_at(q, k, v, sinks)
         check_kinds(options.mask, options.layout, options.kv_layout)
+        options = _without_auto(options, looks, session)
         plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
     except Exception as error:
         if call.contract and transport.world_size > 1:
@@ -126,20 +136,27 @@ def _prepare(
     return _Ready(plan, session, timeout_s, call.record)
 
 
-def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: object) -> _Result:
-    (prepared, kernel, scale, _), session, timeout_s, record = ready
+def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: Any) -> _Result:
+    (prepared, kernel, scale, form, _), session, timeout_s, record = ready
     transport = session.transport
     device = q.device.type
     # Sums are kept in a type of our choice.
     as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    arithmetic = TorchArithmetic(kernel, scale, q)
+    wire = TransportWire(transport, session.buffers, prepared.problem, q, timeout_s)
     try:
         with as_it_is:
+            if form is not None:
+                k, v = tensors
+                tensors = encode_kv(k, v, form)
+                arithmetic = EncodedArithmetic(kernel, scale, q)
+                wire = EncodedWire(transport, session.buffers, prepared.problem, q, timeout_s, encoded_dtypes(form))
             result = run(
                 prepared,
                 q,
                 *tensors,
-                arithmetic=TorchArithmetic(kernel, scale, q),
-                wire=TransportWire(transport, session.buffers, prepared.problem, q, timeout_s),
+                arithmetic=arithmetic,
+                wire=wire,
                 rank=transport.rank,
                 record=record,
             )
@@ -171,21 +188,70 @@ def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
 
 def _refuse_unbuilt(options: Options) -> None:
     """Options that are designed but not built yet are refused, never ignored."""
-    if options.wire is not None:
-        raise UnsupportedError(
-            f"wire={options.wire!r}: K and V travel as they are; encodings are not built yet, leave it out"
-        )
     if options.reproducible:
         raise UnsupportedError("reproducible=True: not built yet; leave it out")
+
+
+def _check_wire(options: Options, which: Pass) -> Format | None:
+    """The format of wire=, where K and V travel and no gradients are wanted."""
+    if options.wire is None:
+        return None
+    form = find_format("wire", options.wire)
+    if which != "forward":
+        raise UnsupportedError(
+            f"wire={options.wire!r}: gradients through rounded K and V would not be exact; call under torch.no_grad()"
+        )
+    if options.algorithm == "pass_q":
+        raise UnsupportedError(f"wire={options.wire!r}: in pass_q K and V do not travel; leave it out")
+    return form
+
+
+def _without_auto(options: Options, looks: Looks, session: Session) -> Options:
+    """For algorithm="auto" the one that should be faster here, with its reason in the log."""
+    if options.algorithm != "auto":
+        return options
+    world_size = session.transport.world_size
+    if world_size == 1 or options.layout.world_size != world_size or options.kv_layout.world_size != world_size:
+        return options._replace(algorithm="pass_kv")
+    work = _ring_work(options, looks)
+    choice = choose_by_time(work, None, world_size)
+    if choice is None:
+        q = looks.q
+        figures = measure_machine(session, dtype=q.dtype, head_dim=q.shape[3], device=q.device)
+        choice = choose_by_time(work, figures, world_size)
+        assert choice is not None
+    _LOG.info(choice.reason)
+    # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
+    wire = options.wire if choice.algorithm == "pass_kv" else None
+    return options._replace(algorithm=choice.algorithm, wire=wire)
+
+
+@lru_cache(maxsize=256)
+def _ring_work(options: Options, looks: Looks) -> RingWork:
+    shapes = check_looks(looks)
+    if options.wire is not None:
+        shapes = replace(shapes, is_encoded=True)
+    problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
+    pairs = problem.layout.count_pairs(problem.mask, problem.kv_layout).sum() / problem.world_size
+    rows = 1 if problem.mask.rows is None else len(problem.mask.rows)
+    flops = 2 * pairs * shapes.batch[0] / rows * shapes.heads.num_heads * (shapes.head_dim + shapes.v_head_dim)
+    largest = {
+        kind: max(problem.block_bytes(Block(kind, rank)) for rank in range(problem.world_size))
+        for kind in ("kv", "q", "out")
+    }
+    return RingWork(float(flops), largest["kv"], largest["q"], largest["out"])
 
 
 @lru_cache(maxsize=256)
 def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: int, group_mesh: Mesh | None) -> _Plan:
     shapes = check_looks(looks)
     _refuse_unbuilt(options)
+    form = _check_wire(options, which)
+    if form is not None:
+        shapes = replace(shapes, is_encoded=True)
     problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
     check_rows(problem, rank, world_size, looks)
-    algorithm = "pass_kv" if options.algorithm == "auto" else options.algorithm
+    algorithm = options.algorithm
     if algorithm not in ALGORITHMS:
         choices = ", ".join(["auto", *ALGORITHMS])
         raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; use one of {choices}")
@@ -210,8 +276,9 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
         "algorithm": " ".join(map(str, filter(None, (algorithm, mesh and tuple(mesh), direction)))),
         "scale": scale,
         "kernel": kernel.name,
+        "wire": options.wire or "as it is",
         "sinks": "none" if looks.sinks is None else "given",
     }
     side = problem.lighter_side() if which == "backward" else None
     prepared = prepare(problem, rank, algorithm, mesh, direction, side)
-    return _Plan(prepared, kernel, scale, Signature.of(fields))
+    return _Plan(prepared, kernel, scale, form, Signature.of(fields))

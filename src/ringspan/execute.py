@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ringspan.mask import Coverage
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, AllMerged, Arrived, Block, Drop, Sent, Transfer
-from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Problem, Shape, Tile
+from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Shape, Sizes, Tile
 
 Value = tuple[Any, ...]
 """The arrays of a block, each (..., heads, seq, dim)."""
@@ -69,7 +69,7 @@ class Event(NamedTuple):
 class RankState:
     """What one rank holds while it runs."""
 
-    def __init__(self, rank: int, problem: Problem, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
+    def __init__(self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
         self.rank = rank
         self.problem = problem
         self.inputs = inputs
@@ -181,7 +181,7 @@ def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     total = state.new_sum(block)
     own = state.take(block)
     del state.leaving[block]
-    for peer in range(state.problem.layout.world_size):
+    for peer in range(state.problem.world_size):
         part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
         state.arithmetic.merge(block, total, part)
         if peer != state.rank:

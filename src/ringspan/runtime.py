@@ -20,7 +20,7 @@ from ringspan.layout import Layout
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, validate, visible_blocks
 from ringspan.softmax import Partial, accumulator_dtype, merge_
-from ringspan.tiles import BoundProgram, LocalRows, Message, Problem, Shape, bind, local_rows
+from ringspan.tiles import BoundProgram, LocalRows, Message, Problem, Shape, Sizes, bind, local_rows
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
@@ -58,16 +58,17 @@ def prepare(
 def run_forward(
     prepared: Prepared,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
+    *kv: torch.Tensor,
     arithmetic: Arithmetic,
     wire: Wire,
     rank: int,
     record: Callable[[Event], None] | None = None,
 ) -> Partial:
-    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type."""
-    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, k, v)
+    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type.
+
+    `kv` is k and v, or the four tensors that stand for them if they are encoded.
+    """
+    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, *kv)
     state = RankState(rank, prepared.problem, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
         pass
@@ -102,13 +103,13 @@ def run_backward(
     return Gradients(dq, *dkv)
 
 
-def _kv_inputs(layout: Layout, rank: int, k: torch.Tensor, v: torch.Tensor) -> dict[Block, Value]:
+def _kv_inputs(layout: Layout, rank: int, *kv: torch.Tensor) -> dict[Block, Value]:
     if not layout.replicated:
-        return {Block("kv", rank): (k, v)}
+        return {Block("kv", rank): kv}
     own, replicated = local_rows(layout, rank)
     return {
-        Block("kv", rank): (k[..., own, :], v[..., own, :]),
-        Block("kv", ALL): (k[..., replicated, :], v[..., replicated, :]),
+        Block("kv", rank): tuple(x[..., own, :] for x in kv),
+        Block("kv", ALL): tuple(x[..., replicated, :] for x in kv),
     }
 
 
@@ -190,15 +191,16 @@ _Index = tuple[slice, ...]
 
 
 def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, as many at a time as keep a kernel's result, or copy of k, within a slab.
+    """The batch rows and heads of a piece, as many at a time as keep a kernel's result or copy of k within a slab.
 
     First the KV heads are taken apart, then the heads that share one, then the batch.
     """
     batch, heads, rows, _ = q.shape
     group = heads // k.shape[1]
-    at_once = _SLAB_BYTES[q.device.type] // max(
-        1, 4 * max(rows * v.shape[3], k.shape[2] * k.shape[3])
-    )  # heads of one batch row
+    slab = _SLAB_BYTES[q.device.type]
+    at_once = slab // max(1, 4 * rows * v.shape[3])  # heads of one batch row
+    if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
+        at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
     if piece.rows is None and at_once >= batch * heads:
         yield (), ()
         return
@@ -258,7 +260,7 @@ class TransportWire:
     """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
 
     def __init__(
-        self, transport: Transport, buffers: Buffers, problem: Problem, like: torch.Tensor, timeout_s: float
+        self, transport: Transport, buffers: Buffers, problem: Sizes, like: torch.Tensor, timeout_s: float
     ) -> None:
         self.transport = transport
         self.buffers = buffers

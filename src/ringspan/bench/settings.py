@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ringspan.algorithms import Direction, Mesh, Side, build_schedule
+from ringspan.bench.inference_result import InferenceSettings
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -85,13 +86,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ranks are started for: to measure, to calibrate, or to check on one process or a group what runs here."""
+    """What ranks are started for: to measure calls or a cache, to calibrate, or to check on one process or a group what
+    runs here.
+    """
 
-    name: Literal["measure", "calibrate", "check_alone", "check_group"]
+    name: Literal["measure", "inference", "calibrate", "check_alone", "check_group"]
     carrier: Carrier
     world_size: int
     timeout_s: float
     settings: Settings | None = None
+    inference: InferenceSettings | None = None
 
     @property
     def num_processes(self) -> int:

@@ -9,10 +9,9 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh
@@ -28,6 +27,7 @@ from ringspan.bench.launch import (
 )
 from ringspan.bench.result import Measured, PathCheck
 from ringspan.bench.settings import CARRIERS, DTYPES, Carrier, Job, Settings
+from ringspan.cli.bench_inference import inference_settings, refuse_others, show_inference
 from ringspan.cli.values import (
     MASK_FORMS,
     check_mask,
@@ -55,6 +55,8 @@ Examples:
   torchrun --nproc-per-node 2 --no-python ringspan bench --json
   mpirun -np 2 ringspan bench
   ringspan bench --calibrate mine.toml
+  ringspan bench --prefill --tokens 8K --heads 8 --kv-heads 2 --plot prefill.svg
+  ringspan bench --decode --tokens 64K --heads 8 --kv-heads 2 --batch 8
   ringspan bench --selfcheck
 """
 
@@ -132,6 +134,13 @@ Examples:
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
     help="Print what ringspan plan predicts with a file that --calibrate wrote.",
 )
+@click.option("--prefill", "phase", flag_value="prefill", help="Time a cache instead: the first token, by miss rate.")
+@click.option("--decode", "phase", flag_value="decode", help="Time a cache instead: each token, by context.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="With --prefill or --decode: write a diagram, an SVG file.",
+)
 @click.option("--selfcheck", is_flag=True, help="Check every kernel and transport that can run here instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
@@ -158,6 +167,8 @@ def bench(
     trace: Path | None,
     calibrate: Path | None,
     predict: Path | None,
+    phase: Literal["prefill", "decode"] | None,
+    plot: Path | None,
     selfcheck: bool,
     as_json: bool,
 ) -> None:
@@ -170,11 +181,19 @@ def bench(
         raise click.UsageError("bench needs torch; install it, for example with: pip install 'ringspan[torch]'")
     launched = find_launcher(os.environ)
     if selfcheck:
-        _refuse_other_options(ctx)
+        refuse_others(ctx, WITH_SELFCHECK, "is for a measurement; --selfcheck takes only --json and --timeout")
         _run_selfcheck(ctx, launched, timeout_s, as_json)
         return
     carrier = carrier or _default_carrier(launched)
     world_size = _count_ranks(ranks, carrier, launched)
+    if phase is not None or plot is not None:
+        sizes = (tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel, repeats, seed)
+        cached = inference_settings(ctx, phase, plot, *sizes)
+        with _progress() as progress:
+            found = _run(Job("inference", carrier, world_size, timeout_s, inference=cached), launched, progress)
+        if found is not None and not show_inference(found, plot, as_json, _console()):
+            ctx.exit(1)
+        return
     name = algorithm.replace("-", "_")
     check_options((name,), direction, mesh, world_size)
     check_mask(mask, tokens)
@@ -325,13 +344,6 @@ def _print(measured: Measured, as_json: bool) -> None:
     from ringspan.report.bench_text import print_bench
 
     print_bench(measured.result, _console())
-
-
-def _refuse_other_options(ctx: click.Context) -> None:
-    for param in ctx.command.params:
-        name = param.name or ""
-        if name not in WITH_SELFCHECK and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{param.opts[0]} is for a measurement; --selfcheck takes only --json and --timeout")
 
 
 def _run_selfcheck(ctx: click.Context, launched: Launched | None, timeout_s: float, as_json: bool) -> None:
