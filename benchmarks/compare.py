@@ -51,7 +51,9 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="PATTERN", help="points whose name has this in it; * is any")
-    parser.add_argument("--pairs", type=int, default=31, help="rounds of each point; default 31")
+    parser.add_argument(
+        "--pairs", type=int, default=31, help="rounds of a point, four times as many of a short one; default 31"
+    )
     parser.add_argument("--seconds", type=float, help="stop after so long; the next time it goes on")
     parser.add_argument(
         "--peers", type=Path, metavar="DIR", help="measure peers; DIR is their environment, made if new"

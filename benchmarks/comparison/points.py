@@ -61,6 +61,10 @@ class Point:
             return ()
         return PEERS if self.is_causal else PEERS[:-1]
 
+    def num_rounds(self, pairs: int) -> int:
+        """Short runs vary most, and cost least."""
+        return 4 * pairs if self.seq_len <= 4096 else pairs
+
     def every(self, contender: str) -> int:
         """In how many rounds a contender runs once; what is slow and far off need not run in all."""
         if contender in PEERS:

@@ -1,8 +1,9 @@
 """How are contenders measured side by side, and where are the figures kept until there are enough?
 
-In every round each contender that is due runs once, in an order of its own, so that whatever the machine does to one it
-does to all, and ratios are taken within a round. Rounds are kept in a file, point by point, so that a measurement can
-be stopped at any time and goes on where it was. Rounds of other code than the present one are thrown away.
+In every round each contender that is due runs once, in an order of its own, the two whose ratio matters next to each
+other, so that whatever the machine does to one it does to the other; ratios are taken within a round. Rounds are kept
+in a file, point by point, so that a measurement can be stopped at any time and goes on where it was. Rounds of other
+code than the present one are thrown away.
 """
 
 import hashlib
@@ -84,10 +85,10 @@ def _code() -> str:
 
 
 def measure(
-    point: Point, store: Store, num_rounds: int, deadline: float, peers_python: str | None, tell: Callable[[str], None]
+    point: Point, store: Store, pairs: int, deadline: float, peers_python: str | None, tell: Callable[[str], None]
 ) -> None:
     """Add rounds to the point's record until there are enough or the time is up."""
-    record = store.record(point)
+    record, num_rounds = store.record(point), point.num_rounds(pairs)
     peers = [it for it in point.peers if peers_python is not None and it not in record.failures]
     if len(record.rounds) >= num_rounds and all(record.count(it) for it in peers):
         return
@@ -131,6 +132,7 @@ def _round(point: Point, record: Record, teams: dict[str, Team]) -> dict[str, Sa
     if OURS in due and index >= TRIED and point.peers:
         due.remove(min(IDEALS, key=lambda name: name == record.ideal()))
     random.Random(index).shuffle(due)
+    due.sort(key=lambda it: it in (OURS, *IDEALS))
     samples = {}
     for contender in due:
         try:

@@ -59,8 +59,8 @@ def format_section(section: str, measured: Measured) -> tuple[str, bool]:
 
 ABOUT = f"""\
 Two gloo processes with one thread each, batch 1, 8 heads; causal with a zigzag layout, full with a contiguous one. In
-every round the contenders run in turn, in random order; ratios are those of a round, given as their median and its
-{CONFIDENCE:.0%} interval.
+every round the contenders run in turn, in random order, ringspan and the ideal one after the other; ratios are those of
+a round, given as their median and its {CONFIDENCE:.0%} interval.
 
 **The ideal** is what each rank must compute, all keys at hand: no messages, nothing merged, no gradients added up; the
 slower rank counts. ᵃ is `scaled_dot_product_attention`, a rank's whole share in as few calls as its mask allows (full:

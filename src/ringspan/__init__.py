@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ringspan.collectives import gather, shard
     from ringspan.inference import Attended, Turn, decode, error_bound, prefill, store
     from ringspan.kv_cache import KVCache
+    from ringspan.training import cross_rank_mean_loss, next_token_labels, position_ids, shard_batch
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
@@ -45,13 +46,17 @@ _NEED_TORCH = {
     "KVCache": "ringspan.kv_cache",
     "Turn": "ringspan.inference",
     "attention": "ringspan.call",
+    "cross_rank_mean_loss": "ringspan.training",
     "decode": "ringspan.inference",
     "error_bound": "ringspan.inference",
     "gather": "ringspan.collectives",
     "measure_machine": "ringspan.calibrate",
+    "next_token_labels": "ringspan.training",
+    "position_ids": "ringspan.training",
     "prefill": "ringspan.inference",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
+    "shard_batch": "ringspan.training",
     "store": "ringspan.inference",
     "use_machine": "ringspan.calibrate",
 }
@@ -89,6 +94,7 @@ __all__ = [
     "build_schedule",
     "causal",
     "contiguous",
+    "cross_rank_mean_loss",
     "decode",
     "documents",
     "error_bound",
@@ -97,14 +103,17 @@ __all__ = [
     "full",
     "gather",
     "measure_machine",
+    "next_token_labels",
     "parse_schedule",
     "per_row",
+    "position_ids",
     "prefill",
     "prefix",
     "ring_attention_context_parallel",
     "ring_attention_simulate",
     "run_in_process",
     "shard",
+    "shard_batch",
     "simulate_attention",
     "sliding_window",
     "store",

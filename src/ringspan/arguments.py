@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ringspan.errors import LayoutError, ShapeError
+from ringspan.layout import Layout
 from ringspan.schedule import Heads
 from ringspan.softmax import accumulator_dtype
 from ringspan.tiles import Problem, Shapes
@@ -96,6 +97,14 @@ def check_timeout(timeout_s: float | None, default_s: float) -> float:
             f"timeout_s={timeout_s}: a deadline is a number of seconds above 0; leave it out for the group's"
         )
     return float(timeout_s)
+
+
+def check_world_size(layout: Layout, world_size: int) -> None:
+    """The layout is for a group of this size."""
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"the layout is for {layout.world_size} ranks and the group has {world_size}; make it for the group"
+        )
 
 
 def check_rows(problem: Problem, rank: int, world_size: int, looks: Looks) -> None:

@@ -127,6 +127,8 @@ def _prepare(
         check_kinds(options.mask, options.layout, options.kv_layout)
         options = _without_auto(options, looks, session)
         plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
+    except TransportError:
+        raise  # the others know
     except Exception as error:
         if call.contract and transport.world_size > 1:
             session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)

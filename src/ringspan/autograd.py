@@ -8,13 +8,16 @@ operators for compiled ones, which the compiler takes as they are. An operator t
 rest of a call is kept in a table, where the compiled program finds it by its index.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ringspan.attend import Attention, Call, run_attention, run_gradients
+from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
+from ringspan.balance import balanced
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.base import Merged
+from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.mask import Mask, documents, frame_causal, per_row, prefix, sliding_window
 from ringspan.softmax import accumulator_dtype
 
 
@@ -22,7 +25,8 @@ def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks:
     """Attention, differentiable where one of the tensors asks for it."""
     wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, sinks))
     if torch.compiler.is_compiling():
-        return Attention(*_attend_op(q, k, v, sinks, _enter(call), wants_grad))
+        out, lse = _attend_op(q, k, v, sinks, _constant(call), wants_grad)
+        return Attention(out, _lse_op(lse, out))
     if wants_grad:
         return Attention(*_Attend.apply(q, k, v, sinks, call))  # type: ignore[no-untyped-call]
     return run_attention(call, q, k, v, sinks, wants_grad)
@@ -62,20 +66,67 @@ class _Once(torch.autograd.Function):
         raise UnsupportedError("attention has first derivatives only; leave out create_graph, or detach its gradients")
 
 
+def _refuse_lse() -> NoReturn:
+    raise UnsupportedError("the lse of attention has no gradient; use lse.detach() in what is differentiated")
+
+
 def _check_grads(out: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> torch.Tensor:
     if dlse is not None:
-        raise UnsupportedError("the lse of attention has no gradient; use lse.detach() in what is differentiated")
+        _refuse_lse()
     return torch.zeros_like(out) if dout is None else dout
 
 
 _calls: list[Call] = []
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _enter(call: Call) -> int:
+def _constant(call: Call) -> int:
+    """The index of a call while a program is compiled, which is compiled anew for another one.
+
+    The fields are given one by one, since the compiler then has the very objects and guards each of them. It would make
+    a variable of a number that changes from call to call, unless told to take it as it is.
+    """
+    options = call.options._replace(scale=_as_it_is(call.options.scale))
+    return _enter(*options, call.group, _as_it_is(call.timeout_s), *call[3:])
+
+
+def _as_it_is(number: float | None) -> float | None:
+    (constant,) = {number}  # what is in a set must have a hash, and so a value
+    return constant
+
+
+def _enter(*fields: Any) -> int:
     """The index of a call. It stays in the table, since a compiled program may ask for it at any time."""
-    _calls.append(call)
+    num_options = len(Options._fields)
+    options, (group, *others) = Options(*fields[:num_options]), fields[num_options:]
+    # While it compiles, torch 2.13 has a stand-in for a process group.
+    _calls.append(Call(options, getattr(group, "real_obj", group), *others))
     return len(_calls) - 1
+
+
+# What torch.compiler.assume_constant_result would do, which imports the compiler: a second for all who never compile.
+vars(_enter).update(_dynamo_marked_constant=True)
+
+# The compiler follows neither NumPy nor slots. Where it may break the graph it calls these as they are; else it says
+# why it cannot. causal() and full() have no fields, and no need of this.
+_BUILT_OUTSIDE = (
+    Layout.__post_init__,
+    Mask.__and__,
+    Mask.__or__,
+    balanced,
+    contiguous,
+    documents,
+    frame_causal,
+    per_row,
+    prefix,
+    sliding_window,
+    striped,
+    zigzag,
+)
+for _build in _BUILT_OUTSIDE:
+    vars(_build).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="ringspan: build masks and layouts outside of the compiled function",
+    )
 
 
 @torch.library.custom_op("ringspan::attend", mutates_args=())
@@ -132,6 +183,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.call, _ = inputs
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -144,3 +196,17 @@ def _differentiate(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor 
 
 
 _attend_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("ringspan::lse", mutates_args=())
+def _lse_op(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """The lse as if it could be differentiated like out, so that doing so is refused; else it would be a constant."""
+    return lse.clone()
+
+
+@_lse_op.register_fake
+def _(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty_like(lse)
+
+
+_lse_op.register_autograd(lambda *_: _refuse_lse())

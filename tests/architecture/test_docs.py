@@ -83,6 +83,6 @@ def test_the_readme_is_short():
 
 
 def test_links_of_the_documents_lead_somewhere():
-    for document in DOCUMENTS:
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"

@@ -40,6 +40,7 @@ def test_a_machine_is_calibrated_planned_for_and_predicted(tmp_path: Path) -> No
         (["--calibrate", "/no/such/place/mine.toml"], "cannot be written"),
         (["--predict", "none.toml"], "does not exist"),
         (["--calibrate", "a.toml", "--predict", "pyproject.toml"], "give one of them"),
+        (["--calibrate", "a.toml", "--backward"], "forward pass only"),
     ],
 )
 def test_files_that_make_no_sense_are_refused(words: list[str], message: str) -> None:

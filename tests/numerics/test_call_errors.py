@@ -264,3 +264,21 @@ def test_saying_the_default_is_no_disagreement() -> None:
         return call(arguments(group.rank, 3) | (explicit if group.rank == 1 else {}), group).shape
 
     assert len(rs.run_in_process(on_rank, 3, timeout_s=20)) == 3
+
+
+def test_one_rank_that_leaves_the_choice_open() -> None:
+    """Many keys for few queries: "auto" would measure the machine, with ranks that have no such thing in mind."""
+    layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
+
+    def attend(group: InProcessRank) -> Exception:
+        q, k, v = (torch.randn(1, 2, rows, 8) for rows in (2, 200, 200))
+        algorithm = "auto" if group.rank == 0 else "pass_kv"
+        options = {"mask": rs.full(), "layout": layout, "kv_layout": kv_layout, "algorithm": algorithm}
+        with pytest.raises(rs.TransportError) as raised:
+            rs.attention(q, k, v, **options, group=group)
+        # The group is as good as before.
+        rs.attention(q, k, v, **options | {"algorithm": "pass_q"}, group=group)
+        return raised.value
+
+    (message,) = {str(error) for error in rs.run_in_process(attend, 2, timeout_s=20)}
+    assert "calibrate" in message

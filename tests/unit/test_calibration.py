@@ -66,9 +66,17 @@ def test_a_measurement_is_predicted_from_its_own_schedule(tmp_path):
     device = load_device(str(path))
     layout = rs.contiguous(8192, 2)
     shape = {"seq_len": 8192, "batch": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
-    run = {"algorithm": "pass_kv", "direction": None, "mesh": None, "kernel": "auto", "carrier": "gloo"}
+    run = {"algorithm": "pass_kv", "direction": None, "mesh": None, "kernel": "auto", "has_backward": False}
     settings = Settings(
-        **shape, mask=rs.full(), layout=layout, layout_name="contiguous", **run, repeats=1, seed=0, timeout_s=1.0
+        **shape,
+        mask=rs.full(),
+        layout=layout,
+        layout_name="contiguous",
+        **run,
+        carrier="gloo",
+        repeats=1,
+        seed=0,
+        timeout_s=1.0,
     )
     tile_s = 4 * 64 * 4096**2 * (4096 + RAMP) / 4096 / LIMIT + CALL_S
     merge_s = 4096 * 64 * 26 / 16e9 * (16e9 / device.merge_bytes_per_s)
