@@ -35,13 +35,12 @@ def attend_on(layout: rs.Layout, group: Any) -> Any:
 
 def test_the_script_of_the_document() -> None:
     """On four ranks as written, and on one: the same losses."""
-    alone, *others = (values(run_ranks(run_script, world_size))[0] for world_size in (1, 2, 4))
+    alone, together = (values(run_ranks(run_script, world_size))[0] for world_size in (1, 4))
     steps, losses = zip(*re.findall(r"step (\d+): loss (\S+)\n", alone), strict=True)
     assert steps == ("5", "10", "15", "20")
     assert float(losses[-1]) < 0.2 * float(losses[0])
-    for printed in others:
-        found = [float(loss) for loss in re.findall(r"loss (\S+)\n", printed)]
-        assert found == pytest.approx([float(loss) for loss in losses], abs=2e-4)
+    found = [float(loss) for loss in re.findall(r"loss (\S+)\n", together)]
+    assert found == pytest.approx([float(loss) for loss in losses], abs=2e-4)
 
 
 def run_script(rank: int) -> str:
@@ -60,21 +59,18 @@ def test_a_compiled_model() -> None:
 
 
 def run_compiled(rank: int) -> None:
-    """In one graph, for the default group and for a mesh."""
     tokens, layout = make_tokens(0, 2, SEQ_LEN), rs.zigzag(SEQ_LEN, 2)
     whole = Transformer(layers=1)
-    expected_loss = whole_loss(whole, tokens)
-    expected = gradients(whole, expected_loss)
+    expected = whole_loss(whole, tokens)
+    model = Transformer(attend_on(layout, None), layers=1)
     batch = rs.shard_batch({"input_ids": tokens}, layout)
-    for group in (None, init_device_mesh("cpu", (2,))):
-        model = Transformer(attend_on(layout, group), layers=1)
-        logits = torch.compile(model, backend="aot_eager", fullgraph=True)(batch["input_ids"], batch["position_ids"])
-        loss = rs.cross_rank_mean_loss(token_losses(logits, batch["labels"]), batch["labels"], group)
-        torch.testing.assert_close(loss.detach(), expected_loss.detach())
-        shares = gradients(model, loss)
-        for grad in shares:
-            dist.all_reduce(grad)
-        torch.testing.assert_close(shares, expected)
+    logits = torch.compile(model, backend="aot_eager", fullgraph=True)(batch["input_ids"], batch["position_ids"])
+    loss = rs.cross_rank_mean_loss(token_losses(logits, batch["labels"]), batch["labels"])
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    shares = gradients(model, loss)
+    for grad in shares:
+        dist.all_reduce(grad)
+    torch.testing.assert_close(shares, gradients(whole, expected))
 
 
 def test_a_program_compiled_for_one_group_is_not_run_for_another() -> None:
@@ -82,19 +78,21 @@ def test_a_program_compiled_for_one_group_is_not_run_for_another() -> None:
 
 
 def run_other_groups(rank: int) -> None:
-    """Groups of the same size, in which a rank has another place or other peers."""
-    attend = torch.compile(
-        lambda q, group: rs.attention(q, q, q, mask=CAUSAL, layout=layout, group=group),
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    layout, whole = rs.zigzag(SEQ_LEN, 2), torch.randn(3, 1, 1, SEQ_LEN, 8, generator=torch.Generator().manual_seed(0))
-    groups = {members: dist.new_group(members) for members in ((0, 1), (1, 2), (0, 2))}
-    for number, (members, group) in enumerate(list(groups.items()) * 2):
+    """Groups of the same size, in which a rank has another place or other peers; and a mesh."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(x: torch.Tensor, layout: rs.Layout, group: Any) -> Any:
+        return rs.attention(x, x, x, mask=CAUSAL, layout=layout, group=group)
+
+    members_of = {dist.new_group(members): members for members in ((0, 1), (1, 2), (0, 2))}
+    members_of[init_device_mesh("cpu", (3,))] = (0, 1, 2)
+    layouts = {size: rs.zigzag(SEQ_LEN, size) for size in (2, 3)}
+    for number, (group, members) in enumerate(list(members_of.items()) * 2):
         if rank in members:
-            x = whole[number % 3]
-            expected = layout.shard(scaled_dot_product_attention(x, x, x, is_causal=True), members.index(rank), 2)
-            torch.testing.assert_close(attend(layout.shard(x, members.index(rank), 2), group), expected)
+            x = torch.randn(1, 1, SEQ_LEN, 8, generator=torch.Generator().manual_seed(number))
+            layout, place = layouts[len(members)], members.index(rank)
+            expected = layout.shard(scaled_dot_product_attention(x, x, x, is_causal=True), place, 2)
+            torch.testing.assert_close(attend(layout.shard(x, place, 2), layout, group), expected)
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -104,39 +102,36 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 # Data parallel
 
 
-@pytest.mark.parametrize("scope", ["cp", "all"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-def test_two_replicas_of_two_ranks(kind: str, scope: str) -> None:
-    values(run_ranks(run_replicas, 4, kind, scope))
+def test_two_replicas_of_two_ranks(kind: str) -> None:
+    values(run_ranks(run_replicas, 4, kind))
 
 
-def run_replicas(rank: int, kind: str, scope: str) -> None:
+def run_replicas(rank: int, kind: str) -> None:
     """The mean of the replicas' means, or that of all labels, which differs: one replica has more of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    layout = rs.zigzag(SEQ_LEN, 2)
-    replicas = [make_replica(0, num_ignored=4), make_replica(1, num_ignored=SEQ_LEN // 2)]
-    group = mesh["cp"] if scope == "cp" else mesh
-
-    model = parallelize(Transformer(attend_on(layout, mesh["cp"])), kind, mesh)
-    batch = rs.shard_batch(replicas[mesh.get_local_rank("dp")], layout, mesh["cp"])
-    logits = model(batch["input_ids"], batch["position_ids"])
-    loss = rs.cross_rank_mean_loss(token_losses(logits, batch["labels"]), batch["labels"], group)
-    (loss * group.size()).backward()
-
+    layout, replica = rs.zigzag(SEQ_LEN, 2), mesh.get_local_rank("dp")
+    batches = [make_batch(0, num_ignored=4), make_batch(1, num_ignored=SEQ_LEN // 2)]
+    batch = rs.shard_batch(batches[replica], layout, mesh["cp"])
     whole = Transformer()
-    sums, counts = zip(*(sum_of_losses(whole, replica) for replica in replicas), strict=True)
+    sums, counts = zip(*(sum_of_losses(whole, batch) for batch in batches), strict=True)
     means = [total / count for total, count in zip(sums, counts, strict=True)]
-    expected = sum(means) / 2 if scope == "cp" else sum(sums) / sum(counts)
-    expected.backward()
-    torch.testing.assert_close(
-        loss.detach(), (means[mesh.get_local_rank("dp")] if scope == "cp" else expected).detach()
-    )
-    for (name, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
-        grad = mine.grad if kind == "ddp" else mine.grad.full_tensor()
-        torch.testing.assert_close(grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+    mean = sum(sums) / sum(counts)
+    for group, value, differentiated in (
+        (mesh["cp"], means[replica], sum(means) / 2),
+        (mesh, mean, mean),
+    ):
+        model = parallelize(Transformer(attend_on(layout, mesh["cp"])), kind, mesh)
+        logits = model(batch["input_ids"], batch["position_ids"])
+        loss = rs.cross_rank_mean_loss(token_losses(logits, batch["labels"]), batch["labels"], group)
+        (loss * group.size()).backward()
+        torch.testing.assert_close(loss.detach(), value.detach())
+        expected = torch.autograd.grad(differentiated, list(whole.parameters()), retain_graph=True)
+        found = [x.grad if kind == "ddp" else x.grad.full_tensor() for x in model.parameters()]
+        torch.testing.assert_close(found, list(expected))
 
 
-def make_replica(seed: int, num_ignored: int) -> dict[str, torch.Tensor]:
+def make_batch(seed: int, num_ignored: int) -> dict[str, torch.Tensor]:
     tokens = make_tokens(seed, 2, SEQ_LEN)
     labels = tokens.clone()
     labels[:, :num_ignored] = IGNORED
