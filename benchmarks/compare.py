@@ -18,7 +18,7 @@ from pathlib import Path
 
 from comparison.environment import make_environment, peer_versions
 from comparison.points import all_points
-from comparison.rounds import Store, measure
+from comparison.rounds import MOST_OTHERS, Store, measure
 from comparison.tables import ABOUT, TITLES, format_section
 from comparison.team import TeamFailed
 from results import describe_machine, write_section
@@ -39,7 +39,7 @@ def main() -> None:
             store.forget(point)
         if not args.report and time.monotonic() < deadline:
             try:
-                measure(point, store, args.pairs, deadline, python, tell)
+                measure(point, store, args.pairs, deadline, python, 1.0 if args.noisy else MOST_OTHERS, tell)
             except TeamFailed as error:
                 sys.exit(f"{point.name}: {error}")
     is_kept = True
@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
         "--peers", type=Path, metavar="DIR", help="measure peers; DIR is their environment, made if new"
     )
     parser.add_argument("--fresh", action="store_true", help="forget the rounds of these points first")
+    parser.add_argument("--noisy", action="store_true", help="count rounds that other programs have disturbed, too")
     parser.add_argument("--report", action="store_true", help="measure nothing, show what is known")
     parser.add_argument("--state", type=Path, default=STATE, help="where rounds are kept")
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")

@@ -1,13 +1,15 @@
 """How are contenders measured side by side, and where are the figures kept until there are enough?
 
 In every round each contender that is due runs once, in an order of its own, the two whose ratio matters next to each
-other, so that whatever the machine does to one it does to the other; ratios are taken within a round. Rounds are kept
-in a file, point by point, so that a measurement can be stopped at any time and goes on where it was. Rounds of other
-code than the present one are thrown away.
+other, so that whatever the machine does to one it does to the other; ratios are taken within a round. A round in which
+other programs took part of the machine is thrown away, whatever it says. Rounds are kept in a file, point by point, so
+that a measurement can be stopped at any time and goes on where it was. Those of other code than the present one are
+thrown away too.
 """
 
 import hashlib
 import json
+import os
 import random
 import sys
 import time
@@ -21,7 +23,9 @@ from comparison.team import BENCHMARKS, Sample, Team, TeamFailed
 
 PEER_LIMIT_BYTES = 10 * 2**30  # of one rank
 PEER_LIMIT_S = 300.0
+MOST_OTHERS = 0.05  # of the machine, that other programs may take in a round
 TRIED = 3  # rounds after which only the faster of the two ideals goes on
+_STAT = Path("/proc/stat")
 _BESIDE = {"bench", "cli", "report", "lesson", "teaching.py", "simulate.py"}  # no part of a call
 
 
@@ -85,7 +89,13 @@ def _code() -> str:
 
 
 def measure(
-    point: Point, store: Store, pairs: int, deadline: float, peers_python: str | None, tell: Callable[[str], None]
+    point: Point,
+    store: Store,
+    pairs: int,
+    deadline: float,
+    peers_python: str | None,
+    most_others: float,
+    tell: Callable[[str], None],
 ) -> None:
     """Add rounds to the point's record until there are enough or the time is up."""
     record, num_rounds = store.record(point), point.num_rounds(pairs)
@@ -99,9 +109,15 @@ def measure(
         while len(record.rounds) < num_rounds or any(it in teams and not record.count(it) for it in peers):
             if time.monotonic() > deadline:
                 return
-            record.rounds.append(_round(point, record, teams))
-            store.save()
-            tell(f"{point.name}: round {len(record.rounds)} of {num_rounds}: {_brief(record)}")
+            busy_s, start_s = _busy_seconds(), time.monotonic()
+            samples = _round(point, record, teams)
+            others_s = _busy_seconds() - busy_s - sum(it.cpu_seconds for it in samples.values())
+            others = others_s / (time.monotonic() - start_s) / (os.cpu_count() or 1)
+            brief = ", ".join(f"{name} {sample.seconds:.3f}" for name, sample in samples.items())
+            tell(f"{point.name}: round {len(record.rounds) + 1} of {num_rounds}: {brief}; others {others:.0%}")
+            if others <= most_others:
+                record.rounds.append(samples)
+                store.save()
 
 
 @contextmanager
@@ -145,5 +161,9 @@ def _round(point: Point, record: Record, teams: dict[str, Team]) -> dict[str, Sa
     return samples
 
 
-def _brief(record: Record) -> str:
-    return ", ".join(f"{name} {sample.seconds:.3f}" for name, sample in record.rounds[-1].items())
+def _busy_seconds() -> float:
+    """Of all cores since the machine was started, with what a host took from them; 0 where nobody counts them."""
+    if not _STAT.exists():
+        return 0.0
+    user, nice, system, _idle, _wait, *interrupts_and_stolen = map(int, _STAT.read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")

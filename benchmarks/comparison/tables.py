@@ -8,7 +8,7 @@ from typing import NamedTuple
 from results import format_table
 
 from comparison.points import BASELINES, GROWTH, IDEALS, ONE_PROCESS, OURS, PEERS, Point
-from comparison.rounds import PEER_LIMIT_BYTES, PEER_LIMIT_S, TRIED, Record
+from comparison.rounds import MOST_OTHERS, PEER_LIMIT_BYTES, PEER_LIMIT_S, TRIED, Record
 
 LEAST_SHARE = {"forward16k": 0.97, "backward8k": 0.96, "forward4k": 0.92}
 MOST_CPU, MOST_GROWTH = 1.03, 1.10
@@ -60,7 +60,8 @@ def format_section(section: str, measured: Measured) -> tuple[str, bool]:
 ABOUT = f"""\
 Two gloo processes with one thread each, batch 1, 8 heads; causal with a zigzag layout, full with a contiguous one. In
 every round the contenders run in turn, in random order, ringspan and the ideal one after the other; ratios are those of
-a round, given as their median and its {CONFIDENCE:.0%} interval.
+a round, given as their median and its {CONFIDENCE:.0%} interval. Rounds in which other programs took more than
+{MOST_OTHERS:.0%} of the machine do not count.
 
 **The ideal** is what each rank must compute, all keys at hand: no messages, nothing merged, no gradients added up; the
 slower rank counts. ᵃ is `scaled_dot_product_attention`, a rank's whole share in as few calls as its mask allows (full:
