@@ -11,7 +11,7 @@ import numpy as np
 from ringspan.catalog import Device
 from ringspan.cost import Shard, merge_s, tile_s
 from ringspan.pieces import PieceKind
-from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, compile_rank
+from ringspan.schedule import ALL, Schedule, Step, Transfer, compile_rank, first_reads
 from ringspan.tiles import Compute, Problem, Tile, bind
 from ringspan.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Seconds, Timeline, run_timeline
 
@@ -32,7 +32,7 @@ def schedule_loads(schedule: Schedule, problem: Problem, shard: Shard, device: D
         for instruction in bind(compile_rank(schedule, rank), problem):
             if isinstance(instruction, Compute):
                 tiles.setdefault((instruction.step, rank), []).extend(instruction.tiles)
-    reads = _first_reads(schedule)
+    reads = first_reads(schedule)
     for t, step in enumerate(schedule.steps):
         seconds = np.array([sum(_tile_s(tile, shard, device) for tile in tiles.get((t, rank), ())) for rank in ranks])
         arrived = _arrived_sums(schedule, t, problem, shard, device)
@@ -103,21 +103,3 @@ def _rounds(
         nbytes = np.array([float(sum(problem.block_bytes(one.block) for one in by_src[rank])) for rank in src])
         names = [" ".join(str(one.block) for one in by_src[rank]) for rank in src]
         yield Round(src, dst, nbytes, dst // per_node != src // per_node, reads_at, is_exchange, names)
-
-
-def _first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
-    """For each transfer of an input, the step in which its receiver first attends it or sends it on."""
-    waiting: dict[tuple[int, Block], tuple[int, Transfer]] = {}
-    first: dict[tuple[int, Transfer], int] = {}
-    for t, step in enumerate(schedule.steps):
-        used = [(transfer.src, transfer.block) for transfer in step.transfers]
-        for rank, attends in enumerate(step.attends):
-            used += [(rank, block) for attend in attends for block in (*attend.qs, *attend.kvs)]
-        for rank, block in used:
-            for name in (block, block.whole):
-                if (rank, name) in waiting:
-                    first[waiting.pop((rank, name))] = t
-        for transfer in step.transfers:
-            if not transfer.block.is_sum:
-                waiting[transfer.dst, transfer.block] = (t, transfer)
-    return first
