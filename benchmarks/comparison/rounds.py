@@ -26,6 +26,7 @@ PEER_LIMIT_S = 300.0
 MOST_OTHERS = 0.05  # of the machine, that other programs may take in a round
 TRIED = 3  # rounds after which only the faster of the two ideals goes on
 _STAT = Path("/proc/stat")
+_COARSE_S = 0.04  # how far the count there may be off, in hundredths of each core
 _BESIDE = {"bench", "cli", "report", "lesson", "teaching.py", "simulate.py"}  # no part of a call
 
 
@@ -111,8 +112,12 @@ def measure(
                 return
             busy_s, start_s = _busy_seconds(), time.monotonic()
             samples = _round(point, record, teams)
-            others_s = _busy_seconds() - busy_s - sum(it.cpu_seconds for it in samples.values())
-            others = others_s / (time.monotonic() - start_s) / (os.cpu_count() or 1)
+            own_s = sum(it.cpu_seconds for it in samples.values())
+            others = (
+                max(0.0, _busy_seconds() - busy_s - own_s - _COARSE_S)
+                / (time.monotonic() - start_s)
+                / (os.cpu_count() or 1)
+            )
             brief = ", ".join(f"{name} {sample.seconds:.3f}" for name, sample in samples.items())
             tell(f"{point.name}: round {len(record.rounds) + 1} of {num_rounds}: {brief}; others {others:.0%}")
             if others <= most_others:
