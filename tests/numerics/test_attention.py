@@ -266,7 +266,7 @@ def errors_of(job: Job, out: torch.Tensor) -> torch.Tensor:
 
 @each_algorithm
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_odd_values_reach_only_the_rows_that_see_them(algorithm: str, value: float, dtype: torch.dtype) -> None:
     masks: list[MaskSpec] = [CAUSAL, ("sliding_window", 5, 0), ("documents", (7, 1, 12, 40))]
     for spec, layout in itertools.product(masks, (rs.zigzag(24, 4), rs.striped(24, 4), replicated(24, 4))):
