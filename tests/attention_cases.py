@@ -3,8 +3,10 @@
 Used by all tests of the runtime, whatever carries their messages: threads, gloo or MPI.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import oracle
@@ -35,10 +37,12 @@ class Job(NamedTuple):
         k, v = (self.kv_layout.shard(x, rank, 2) for x in (self.k, self.v))
         return q, k, v
 
-    def attend(self, group: Any, rank: int, **options: Any) -> rs.Attention:
-        """What the rank computes."""
+    def attend(
+        self, group: Any, rank: int, tensors: Sequence[torch.Tensor] | None = None, **options: Any
+    ) -> rs.Attention:
+        """What the rank computes, from its shards or from tensors that stand for them."""
         result = rs.attention(
-            *self.shards(rank),
+            *(tensors or self.shards(rank)),
             mask=make_mask(self.spec),
             layout=self.layout,
             kv_layout=self.kv_layout,
@@ -58,6 +62,57 @@ class Job(NamedTuple):
             torch.testing.assert_close(
                 mine, theirs, **tolerance, msg=lambda text, name=name: f"{what}, {name} of rank {rank}: {text}"
             )
+
+
+class Gradients(NamedTuple):
+    """What a rank's backward pass gives it."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def differentiate(job: Job, group: Any, rank: int, **options: Any) -> tuple[rs.Attention, Gradients]:
+    """What both passes give a rank, for its part of `make_dout(job)`, in which each row counts once."""
+    leaves = [x.clone().requires_grad_() for x in job.shards(rank)]
+    dout = job.layout.shard(make_dout(job), rank, 2)
+    if rank > 0 and job.layout.replicated:
+        dout[:, :, torch.from_numpy(np.isin(job.layout.positions(rank), job.layout.replicated_positions()))] = 0
+    got = job.attend(group, rank, tensors=leaves, **options)
+    gradients = torch.autograd.grad(got.out, leaves, dout)
+    return rs.Attention(*(x.detach() for x in got)), Gradients(*gradients)
+
+
+def run_both(job: Job, **options: Any) -> list[tuple[rs.Attention, Gradients]]:
+    """What both passes give all ranks, as threads of this process."""
+    return rs.run_in_process(lambda group: differentiate(job, group, group.rank, **options), job.layout.world_size)
+
+
+def make_dout(job: Job) -> torch.Tensor:
+    """A gradient for every element of the output, in its type."""
+    return torch.linspace(-1.0, 1.0, job.out.numel(), dtype=torch.float64).sin_().view(job.out.shape).to(job.q.dtype)
+
+
+def check_gradients(job: Job, of_ranks: list[Gradients], what: object = "") -> None:
+    """Compare what all ranks have with the oracle; rows that every rank holds count by their sum over the ranks."""
+    allowed = oracle.dense_mask(job.spec, job.layout.all_positions(), job.kv_layout.all_positions())
+    arrays = [x.double().numpy() for x in (job.q, job.k, job.v)]
+    wanted = oracle.dense_gradients(*arrays, allowed, make_dout(job).double().numpy(), job.options.get("scale"))
+    tolerance = {"rtol": 0.0, "atol": DOUBLE_TOLERANCE} if job.q.dtype == torch.float64 else {}
+    for name, layout, whole, *parts in zip(
+        Gradients._fields, (job.layout, job.kv_layout, job.kv_layout), wanted, *of_ranks, strict=True
+    ):
+        shared = layout.replicated_positions()
+        rows = [np.isin(layout.positions(rank), shared) for rank in range(layout.world_size)]
+        total = sum(part[:, :, torch.from_numpy(row)] for part, row in zip(parts, rows, strict=True))
+        for part, row in zip(parts, rows, strict=True):
+            part[:, :, torch.from_numpy(row)] = total
+        torch.testing.assert_close(
+            layout.unshard(parts, 2),
+            torch.from_numpy(whole).to(job.q.dtype),
+            **tolerance,
+            msg=lambda text, name=name: f"{what}, {name}: {text}",
+        )
 
 
 def run(job: Job, **options: Any) -> list[rs.Attention]:

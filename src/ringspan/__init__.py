@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from ringspan.algorithms import Mesh, build_decode, build_schedule
 from ringspan.balance import balanced
+from ringspan.choose import RingMachine
 from ringspan.errors import (
+    CacheError,
     LayoutError,
     MaskError,
     RingspanError,
@@ -27,31 +29,53 @@ from ringspan.teaching import ring_attention_context_parallel, ring_attention_si
 from ringspan.work import Work
 
 if TYPE_CHECKING:
-    from ringspan.call import Attention, attention
+    from ringspan.attend import Attention
+    from ringspan.calibrate import measure_machine, use_machine
+    from ringspan.call import attention
     from ringspan.collectives import gather, shard
+    from ringspan.inference import Attended, Turn, decode, error_bound, prefill, store
+    from ringspan.kv_cache import KVCache
+    from ringspan.training import cross_rank_mean_loss, next_token_labels, position_ids, shard_batch
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
 
 _NEED_TORCH = {
-    "Attention": "ringspan.call",
+    "Attended": "ringspan.inference",
+    "Attention": "ringspan.attend",
+    "KVCache": "ringspan.kv_cache",
+    "Turn": "ringspan.inference",
     "attention": "ringspan.call",
+    "cross_rank_mean_loss": "ringspan.training",
+    "decode": "ringspan.inference",
+    "error_bound": "ringspan.inference",
     "gather": "ringspan.collectives",
+    "measure_machine": "ringspan.calibrate",
+    "next_token_labels": "ringspan.training",
+    "position_ids": "ringspan.training",
+    "prefill": "ringspan.inference",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
+    "shard_batch": "ringspan.training",
+    "store": "ringspan.inference",
+    "use_machine": "ringspan.calibrate",
 }
 
 __all__ = [
+    "Attended",
     "Attention",
+    "CacheError",
     "Coverage",
     "Gradients",
     "Heads",
+    "KVCache",
     "Layout",
     "LayoutError",
     "Mask",
     "MaskError",
     "Mesh",
     "RankStep",
+    "RingMachine",
     "RingspanError",
     "Schedule",
     "ScheduleError",
@@ -59,6 +83,7 @@ __all__ = [
     "Simulation",
     "Span",
     "TransportError",
+    "Turn",
     "UnsupportedError",
     "Visible",
     "Work",
@@ -69,21 +94,31 @@ __all__ = [
     "build_schedule",
     "causal",
     "contiguous",
+    "cross_rank_mean_loss",
+    "decode",
     "documents",
+    "error_bound",
     "format_schedule",
     "frame_causal",
     "full",
     "gather",
+    "measure_machine",
+    "next_token_labels",
     "parse_schedule",
     "per_row",
+    "position_ids",
+    "prefill",
     "prefix",
     "ring_attention_context_parallel",
     "ring_attention_simulate",
     "run_in_process",
     "shard",
+    "shard_batch",
     "simulate_attention",
     "sliding_window",
+    "store",
     "striped",
+    "use_machine",
     "validate",
     "visible_blocks",
     "zigzag",
@@ -94,10 +129,12 @@ def __getattr__(name: str) -> object:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+        value = getattr(import_module(_NEED_TORCH[name]), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
             f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
         ) from None
+    globals()[name] = value  # looked up once, not at every call
+    return value

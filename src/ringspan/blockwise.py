@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ringspan.execute import Value
 from ringspan.mask import Allowed
 from ringspan.pieces import Piece, PieceKind
-from ringspan.schedule import Block
+from ringspan.schedule import ALL, Block
 from ringspan.tiles import Shape
 
 Array = npt.NDArray[np.floating]
@@ -62,6 +62,13 @@ class Blockwise:
         total[total == 0] = 1
         out *= weight / total
         out += part_weight / total * part_out
+
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Forward: the (out, lse) of all queries after their first keys."""
+        rows = q[0].shape[:-1]
+        out = self.new_sum(Block("out", ALL), ((*rows, kv[1].shape[-1]), (*rows, 1)))
+        self.attend(piece, q, kv, out)
+        return out
 
     @np.errstate(all="ignore")
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool = False) -> None:  # noqa: ARG002

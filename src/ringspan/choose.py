@@ -178,6 +178,61 @@ def choose_fitted(workload: Workload, *, a: float, b: float, c: float) -> Choice
     )
 
 
+class RingWork(NamedTuple):
+    """What the busiest rank of a call computes, and what a hop carries: counted, so masks and uneven shards are in."""
+
+    flops: float
+    kv_bytes: int
+    q_bytes: int
+    out_bytes: int  # partial outputs and their lse, which pass-Q sends home
+
+
+class RingMachine(NamedTuple):
+    """Figures of the machine at hand: what each rank computes and what its link takes, all ranks at work.
+
+    `busy_s_per_byte` is what a byte on its way takes from computing, where the CPU that computes also moves it.
+    """
+
+    compute_flops_per_s: float
+    link_bytes_per_s: float
+    latency_s: float
+    busy_s_per_byte: float = 0.0
+
+
+def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int) -> Choice | None:
+    """The algorithm that should take less time; None if that depends on a machine that is not known.
+
+    The rules above with every term counted. One ring step computes c = flops/(N·C); messages take latency + bytes/BW
+    and are hidden behind it as far as they are shorter, though their bytes may keep the CPU busy. With all N steps
+
+        pass-KV   (N - 1)·max(c + busy·bytes, kv) + c
+        pass-Q    max(c + …, q) + (N - 2)·max(c + …, q + out) + c + out     partial outputs go home one step later each
+
+    (all messages of a step share the link). Where KV is no larger than Q and outputs together, pass-KV takes no longer
+    on any machine.
+    """
+    if work.kv_bytes <= work.q_bytes + work.out_bytes:
+        sizes = f"{work.q_bytes + work.out_bytes:,} of queries and their results"
+        return Choice("pass_kv", f"pass_kv: a hop of K and V is {work.kv_bytes:,} bytes, no more than the {sizes}.")
+    if machine is None:
+        return None
+    compute = work.flops / (world_size * machine.compute_flops_per_s)
+    kv, q, out = (
+        machine.latency_s + size / machine.link_bytes_per_s for size in (work.kv_bytes, work.q_bytes, work.out_bytes)
+    )
+    busy_kv, busy_q, busy_out = (machine.busy_s_per_byte * size for size in work[1:])
+    pass_kv = (world_size - 1) * max(compute + busy_kv, kv) + compute
+    pass_q = max(compute + busy_q, q) + (world_size - 2) * max(compute + busy_q + busy_out, q + out) + compute + out
+    algorithm: Literal["pass_kv", "pass_q"] = "pass_kv" if pass_kv <= pass_q else "pass_q"
+    return Choice(
+        algorithm,
+        f"{algorithm}: pass_kv should take {1e3 * pass_kv:.4g} ms and pass_q {1e3 * pass_q:.4g} ms, as a ring step "
+        f"computes {1e3 * compute:.4g} ms at {machine.compute_flops_per_s / 1e9:.4g} GFLOP/s, and K and V take "
+        f"{1e3 * kv:.4g} ms, queries {1e3 * q:.4g} ms and results {1e3 * out:.4g} ms at "
+        f"{machine.link_bytes_per_s / 1e6:.4g} MB/s.",
+    )
+
+
 def _kv_hidden(workload: Workload, machine: Machine) -> Choice:
     needed = math.ceil(new_tokens_to_hide_kv(workload, machine))
     return Choice(

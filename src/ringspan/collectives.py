@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ringspan.arguments import check_world_size
 from ringspan.contract import Signature
-from ringspan.errors import LayoutError, RingspanError, ShapeError
+from ringspan.errors import RingspanError, ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
@@ -19,7 +20,7 @@ from ringspan.transports.base import Receive, Send, deadline_of
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
     """This rank's rows of a tensor that every rank holds; differentiable as any indexing is, without messages."""
     session = session_of(group)
-    _check_world_size(layout, session)
+    check_world_size(layout, session.transport.world_size)
     return layout.shard(whole, session.transport.rank, dim)
 
 
@@ -34,7 +35,7 @@ def gather(
     deadline_s = session.transport.timeout_s
     try:
         deadline_s = deadline_of(timeout_s, session.transport)
-        _check_world_size(layout, session)
+        check_world_size(layout, session.transport.world_size)
         _check_part(part, layout, session.transport.rank, dim)
     except RingspanError as error:
         session.contract.refuse(f"{type(error).__name__}: {error}", deadline_s)
@@ -50,14 +51,6 @@ def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None
         raise ShapeError(
             f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
             f"positions along dim {dim}"
-        )
-
-
-def _check_world_size(layout: Layout, session: Session) -> None:
-    if layout.world_size != session.transport.world_size:
-        raise LayoutError(
-            f"the layout is for {layout.world_size} ranks and the group has {session.transport.world_size}; "
-            "make it for the group"
         )
 
 

@@ -47,16 +47,20 @@ class Contract:
     num_calls: int = 0
     agreed: set[int] = field(default_factory=set)
 
-    def agree(self, signature: Signature, timeout_s: float) -> None:
-        """Return once all ranks are known to make this call; raise the same TransportError on all if they do not."""
-        state = _KNOWN if signature.digest in self.agreed else _NEW
+    def agree(self, signature: Signature, timeout_s: float, *, is_new: bool = True) -> None:
+        """Return once all ranks are known to make this call; raise the same TransportError on all if they do not.
+
+        A signature that never comes again is given as not new: descriptions then follow only if digests differ.
+        """
+        state = _KNOWN if not is_new or signature.digest in self.agreed else _NEW
         headers, texts = self._tell(state, signature, timeout_s)
         if texts is None:
             return
         complaint = _complaint(headers, texts)
         if complaint is not None:
             raise TransportError(complaint)
-        self.agreed.add(signature.digest)
+        if is_new:
+            self.agreed.add(signature.digest)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
         """Tell the other ranks that this one cannot make the call they are about to make."""

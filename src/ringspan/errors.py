@@ -31,3 +31,7 @@ class UnsupportedError(RingspanError, NotImplementedError):
 
 class TransportError(RingspanError, RuntimeError):
     """A message between ranks did not arrive, or did not fit."""
+
+
+class CacheError(RingspanError, ValueError):
+    """A turn does not fit what a cache holds, or a cache does not fit the model."""

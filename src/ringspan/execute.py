@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ringspan.mask import Coverage
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, AllMerged, Arrived, Block, Drop, Sent, Transfer
-from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Problem, Shape, Tile
+from ringspan.tiles import BoundProgram, Compute, Exchange, Message, Shape, Sizes, Tile
 
 Value = tuple[Any, ...]
 """The arrays of a block, each (..., heads, seq, dim)."""
@@ -26,6 +26,9 @@ class Arithmetic(Protocol):
 
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
+
+    def begin(self, piece: Piece, q: Value, kv: Value, /) -> Value:
+        """The output of all queries after their first keys."""
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool, /) -> None:
         """Take a piece's keys into the running output of its queries; the first may overwrite it."""
@@ -66,17 +69,13 @@ class Event(NamedTuple):
 class RankState:
     """What one rank holds while it runs."""
 
-    def __init__(
-        self, rank: int, problem: Problem, inputs: dict[Block, Value], backward: bool, arithmetic: Arithmetic
-    ) -> None:
+    def __init__(self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
         self.rank = rank
         self.problem = problem
         self.inputs = inputs
         self.arithmetic = arithmetic
         self.sums: dict[Block, Value] = {}
         self.leaving: dict[Block, Value] = {}  # parts on their way to an AllMerge
-        for block in home_sums(rank, backward):
-            self.sums[block] = self.new_sum(block)
 
     def input(self, block: Block) -> Value:
         """A held input, or the heads of one."""
@@ -158,13 +157,6 @@ def execute(
                     record(Event(rank, step, "drop", (block,)))
 
 
-def home_sums(rank: int, backward: bool) -> list[Block]:
-    """The sums a rank ends with."""
-    if not backward:
-        return [Block("out", rank)]
-    return [Block("dq", rank), Block("dkv", rank), Block("dkv", ALL)]
-
-
 def view_heads(value: Value, heads: range | None) -> Value:
     """Some heads of a block's arrays, as views."""
     return value if heads is None else tuple(x[..., heads.start : heads.stop, :, :] for x in value)
@@ -172,10 +164,13 @@ def view_heads(value: Value, heads: range | None) -> Value:
 
 def _attend(tile: Tile, state: RankState) -> None:
     q, kv = state.input(tile.q), state.input(tile.kv)
+    if tile.begins and tile.q.kind == "q":
+        state.sums[tile.sums[0]] = state.arithmetic.begin(tile.pieces[0], q, kv)
+        return
     sums = [state.sum(block) for block in tile.sums]
     if tile.q.kind == "q":
-        for piece in tile.pieces:
-            state.arithmetic.attend(piece, q, kv, sums[0], tile.is_first)
+        for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
+            state.arithmetic.attend(piece, q, kv, sums[0], is_first)
     else:
         for piece in tile.pieces:
             state.arithmetic.attend_grad(piece, q, kv, *sums)
@@ -186,7 +181,7 @@ def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     total = state.new_sum(block)
     own = state.take(block)
     del state.leaving[block]
-    for peer in range(state.problem.layout.world_size):
+    for peer in range(state.problem.world_size):
         part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
         state.arithmetic.merge(block, total, part)
         if peer != state.rank:

@@ -12,19 +12,21 @@ from typing import NamedTuple
 
 import torch
 
-from ringspan.algorithms import Direction, Mesh, build_schedule
+from ringspan.algorithms import Direction, Mesh, Side, build_schedule
 from ringspan.errors import TransportError
 from ringspan.execute import Arithmetic, Event, RankState, Value, Wire, execute
-from ringspan.kernels.base import Kernel
+from ringspan.kernels.base import Gradients, Kernel, Merged
 from ringspan.layout import Layout
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, validate, visible_blocks
 from ringspan.softmax import Partial, accumulator_dtype, merge_
-from ringspan.tiles import BoundProgram, Message, Problem, Shape, bind, local_rows
+from ringspan.tiles import BoundProgram, LocalRows, Message, Problem, Shape, Sizes, bind, local_rows
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
-_SLAB_BYTES = 2 * 2**20  # what a kernel may return at once; a part is as large as the output of its piece
+_SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
+"""What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
+of it in one call, while a GPU wants enough work in each."""
 
 
 class Prepared(NamedTuple):
@@ -36,10 +38,19 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def prepare(problem: Problem, rank: int, algorithm: str, mesh: Mesh | None, direction: Direction | None) -> Prepared:
+def prepare(
+    problem: Problem,
+    rank: int,
+    algorithm: str,
+    mesh: Mesh | None,
+    direction: Direction | None,
+    backward: Side | None = None,
+) -> Prepared:
     """Build, prove, compile and bind the schedule of a signature."""
     visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
-    schedule = build_schedule(algorithm, visible, heads=problem.shapes.heads, mesh=mesh, direction=direction)
+    schedule = build_schedule(
+        algorithm, visible, heads=problem.shapes.heads, mesh=mesh, direction=direction, backward=backward
+    )
     validate(schedule, visible)
     return Prepared(problem, schedule, bind(compile_rank(schedule, rank), problem))
 
@@ -47,31 +58,70 @@ def prepare(problem: Problem, rank: int, algorithm: str, mesh: Mesh | None, dire
 def run_forward(
     prepared: Prepared,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
+    *kv: torch.Tensor,
     arithmetic: Arithmetic,
     wire: Wire,
     rank: int,
     record: Callable[[Event], None] | None = None,
 ) -> Partial:
-    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type."""
-    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, k, v)
-    state = RankState(rank, prepared.problem, inputs, backward=False, arithmetic=arithmetic)
+    """This rank's out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq), in the accumulator type.
+
+    `kv` is k and v, or the four tensors that stand for them if they are encoded.
+    """
+    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, *kv)
+    state = RankState(rank, prepared.problem, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
         pass
-    out, lse = state.sums[Block("out", rank)]
+    out, lse = state.sum(Block("out", rank))
     return Partial(out, lse.squeeze(-1))
 
 
-def _kv_inputs(layout: Layout, rank: int, k: torch.Tensor, v: torch.Tensor) -> dict[Block, Value]:
+def run_backward(
+    prepared: Prepared,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    merged: Merged,
+    *,
+    arithmetic: Arithmetic,
+    wire: Wire,
+    rank: int,
+    record: Callable[[Event], None] | None = None,
+) -> Gradients:
+    """This rank's dq, dk and dv, in the accumulator type; those of replicated keys are its own share of the sum."""
+    dout, out, lse = merged
+    queries = (q, dout, out, lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+    layout = prepared.problem.kv_layout
+    inputs = {Block("q_grad", rank): queries} | _kv_inputs(layout, rank, k, v)
+    state = RankState(rank, prepared.problem, inputs, arithmetic)
+    for _ in execute(prepared.program, state, wire, record):
+        pass
+    (dq,) = state.sum(Block("dq", rank))
+    dkv = state.sum(Block("dkv", rank))
+    if layout.replicated:
+        dkv = _join(local_rows(layout, rank), dkv, state.sum(Block("dkv", ALL)))
+    return Gradients(dq, *dkv)
+
+
+def _kv_inputs(layout: Layout, rank: int, *kv: torch.Tensor) -> dict[Block, Value]:
     if not layout.replicated:
-        return {Block("kv", rank): (k, v)}
+        return {Block("kv", rank): kv}
     own, replicated = local_rows(layout, rank)
     return {
-        Block("kv", rank): (k[..., own, :], v[..., own, :]),
-        Block("kv", ALL): (k[..., replicated, :], v[..., replicated, :]),
+        Block("kv", rank): tuple(x[..., own, :] for x in kv),
+        Block("kv", ALL): tuple(x[..., replicated, :] for x in kv),
     }
+
+
+def _join(rows: LocalRows, own: Value, replicated: Value) -> Value:
+    """A rank's shard of a block of its own and the one that all ranks hold."""
+
+    def joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        whole = x.new_empty(*x.shape[:-2], x.shape[-2] + y.shape[-2], x.shape[-1])
+        whole[..., rows.own, :], whole[..., rows.replicated, :] = x, y
+        return whole
+
+    return tuple(map(joined, own, replicated))
 
 
 class TorchArithmetic:
@@ -98,47 +148,75 @@ class TorchArithmetic:
             for total, addend in zip(into, part, strict=True):
                 total += addend
 
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Forward: attend a piece of all queries; what the kernel returns is the running output."""
+        (queries,), (keys, values) = q, _rows(kv, piece.kv)
+        if queries.dtype != self.dtype:  # a kernel may widen its operands: a slab at a time
+            *rows, _ = queries.shape
+            out = torch.empty(*rows, values.shape[-1], dtype=self.dtype, device=self.device)
+            value = (out, out.new_empty(*rows, 1))
+            self.attend(piece, q, kv, value, True)
+            return value
+        part = self.kernel.forward(queries, keys, values, piece, self.scale)
+        return part.out, part.lse.unsqueeze(-1)
+
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
         (queries,), (keys, values), sums = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
-        if piece.rows is None:
-            for q_heads, kv_heads in _slabs(queries, keys, values):
-                part = self.kernel.forward(queries[q_heads], keys[kv_heads], values[kv_heads], piece, self.scale)
-                self._take(tuple(x[q_heads] for x in sums), part, is_first)
-            return
-        for row in piece.rows:
-            queries_of, keys_of, values_of, *sums_of = (x[row : row + 1] for x in (queries, keys, values, *sums))
-            self._take(tuple(sums_of), self.kernel.forward(queries_of, keys_of, values_of, piece, self.scale), False)
+        for of_q, of_kv in _slabs(piece, queries, keys, values):
+            operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
+            part = self.kernel.forward(*operands, piece, self.scale)
+            total, lse = _at(of_q, sums[0]), _at(of_q, sums[1])
+            if is_first:
+                total.copy_(part.out)
+                lse.copy_(part.lse.unsqueeze(-1))
+            else:
+                merge_(Partial(total, lse.squeeze(-1)), part)
 
-    def _take(self, sums: Value, part: Partial, is_first: bool) -> None:
-        out, lse = sums
-        if is_first:
-            out.copy_(part.out)
-            lse.copy_(part.lse.unsqueeze(-1))
-        else:
-            merge_(Partial(out, lse.squeeze(-1)), part)
-
-    def attend_grad(self, *_: object) -> None:
-        """Backward is not built yet; the public call refuses it before anything runs."""
-        raise AssertionError("the runtime has no backward yet")
+    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
+        """Backward: add a piece's share of dq, dk and dv."""
+        queries, dout, out, lse = _rows(q_grad, piece.q)
+        keys, values = _rows(kv, piece.kv)
+        (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
+        for of_q, of_kv in _slabs(piece, queries, keys, values):
+            operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
+            merged = Merged(_at(of_q, dout), _at(of_q, out), _at(of_q, lse).squeeze(-1))
+            part = self.kernel.backward(*operands, merged, piece, self.scale)
+            _at(of_q, dqs).add_(part.dq)
+            _at(of_kv, dks).add_(part.dk)
+            _at(of_kv, dvs).add_(part.dv)
 
 
 _Index = tuple[slice, ...]
 
 
-def _slabs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """Query heads and their KV heads, as many at a time as keep a kernel's result, or its copy of k, within a slab."""
+def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
+    """The batch rows and heads of a piece, as many at a time as keep a kernel's result or copy of k within a slab.
+
+    First the KV heads are taken apart, then the heads that share one, then the batch.
+    """
     batch, heads, rows, _ = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    largest = max(1, batch * max(group * rows * v.shape[3], k.shape[2] * k.shape[3]) * 4)
-    at_once = max(1, min(kv_heads, _SLAB_BYTES // largest))
-    if at_once == kv_heads:
+    group = heads // k.shape[1]
+    slab = _SLAB_BYTES[q.device.type]
+    at_once = slab // max(1, 4 * rows * v.shape[3])  # heads of one batch row
+    if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
+        at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
+    if piece.rows is None and at_once >= batch * heads:
         yield (), ()
         return
-    for first in range(0, kv_heads, at_once):
-        stop = min(first + at_once, kv_heads)
-        yield (slice(None), slice(first * group, stop * group)), (slice(None), slice(first, stop))
+    num_heads = min(heads, max(1, at_once))
+    num_heads = max(n for n in range(1, num_heads + 1) if n % group == 0 or group % n == 0)
+    num_rows = max(1, at_once // heads) if piece.rows is None else 1
+    for top in range(0, batch, num_rows) if piece.rows is None else piece.rows:
+        row = slice(top, min(top + num_rows, batch))
+        for first in range(0, heads, num_heads):
+            stop = min(first + num_heads, heads)
+            yield (row, slice(first, stop)), (row, slice(first // group, -(-stop // group)))
+
+
+def _at(index: _Index, x: torch.Tensor) -> torch.Tensor:
+    """A view; all of it as it is, since even a view of everything takes its time."""
+    return x[index] if index else x
 
 
 def _rows(value: Value, rows: slice) -> Value:
@@ -155,16 +233,20 @@ class Buffers:
         self._last_used: dict[tuple[object, ...], int] = {}
         self._num_calls = 0
 
-    def take(self, shapes: tuple[Shape, ...], dtype: torch.dtype, device: torch.device) -> Value:
-        """Contiguous tensors of these shapes, with any contents."""
-        key = (*shapes, dtype, device)
+    def take(self, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Value:
+        """Contiguous tensors of these shapes and types, with any contents."""
+        key = (shapes, dtypes, device)
         self._last_used[key] = self._num_calls
         spare = self._spare[key]
-        return spare.pop() if spare else tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+        if spare:
+            return spare.pop()
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
 
     def put(self, value: Value) -> None:
         """Give tensors back."""
-        self._spare[*(x.shape for x in value), value[0].dtype, value[0].device].append(value)
+        self._spare[tuple(x.shape for x in value), tuple(x.dtype for x in value), value[0].device].append(value)
 
     def trim(self) -> None:
         """A call is over: free the buffers that the last few calls had no use for."""
@@ -178,7 +260,7 @@ class TransportWire:
     """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
 
     def __init__(
-        self, transport: Transport, buffers: Buffers, problem: Problem, like: torch.Tensor, timeout_s: float
+        self, transport: Transport, buffers: Buffers, problem: Sizes, like: torch.Tensor, timeout_s: float
     ) -> None:
         self.transport = transport
         self.buffers = buffers
@@ -226,8 +308,11 @@ class TransportWire:
         self.buffers.put(value)
 
     def _buffers(self, message: Message) -> Value:
-        dtype = accumulator_dtype(self.dtype) if message.transfer.block.is_sum else self.dtype
-        return self.buffers.take(message.shapes, dtype, self.device)
+        block, wide = message.transfer.block, accumulator_dtype(self.dtype)
+        dtypes = (wide if block.is_sum else self.dtype,) * len(message.shapes)
+        if block.kind == "q_grad":
+            dtypes = (*dtypes[:-1], wide)  # the lse
+        return self.buffers.take(message.shapes, dtypes, self.device)
 
     def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, what: str) -> None:
         try:

@@ -19,6 +19,7 @@ class Session(NamedTuple):
     mesh: Mesh | None
     contract: Contract
     buffers: Buffers
+    measured: dict[object, Any]  # what calibration found out
 
 
 # Keyed by the group, which a transport refers to only weakly, so that a session goes when its group does.
@@ -34,6 +35,6 @@ def session_of(group: Any) -> Session:
         session = None
     if session is None:
         transport, shape = open_transport(key)
-        session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers())
+        session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers(), {})
         _SESSIONS[key] = session
     return session

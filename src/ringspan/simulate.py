@@ -144,7 +144,7 @@ def _simulate_forward(case: Case) -> Simulation:
         return {Block("q", ALL if has_replicated_query else rank): queries} | _kv_inputs(case, rank)
 
     states, trace = _run(schedule, case, inputs, backward=False)
-    results = [state.sums[Block("out", ALL if has_replicated_query else state.rank)] for state in states]
+    results = [state.sum(Block("out", ALL if has_replicated_query else state.rank)) for state in states]
     out, lse = (layout.unshard([result[i] for result in results], -2) for i in (0, 1))
     if case.q.ndim == 2:
         out, lse = out[0], lse[0]
@@ -166,7 +166,7 @@ def _simulate_backward(forward: Simulation, dout: Array, schedule: Schedule) -> 
         return {Block("q_grad", rank): tuple(map(_with_heads, arrays))} | _kv_inputs(case, rank)
 
     states, trace = _run(schedule, case, inputs, backward=True)
-    dq = layout.unshard([state.sums[Block("dq", state.rank)][0] for state in states], -2)
+    dq = layout.unshard([state.sum(Block("dq", state.rank))[0] for state in states], -2)
     dk, dv = (_unshard_keys(states, case.problem.kv_layout, i) for i in (0, 1))
     if case.q.ndim == 2:
         dq, dk, dv = dq[0], dk[0], dv[0]
@@ -206,7 +206,7 @@ def _run(
         raise ScheduleError(f"the schedule splits heads {schedule.heads}, but the arrays have {problem.shapes.heads}")
     arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), case.scale)
     network = _Network()
-    states = [RankState(rank, problem, inputs(rank), backward, arithmetic) for rank in range(problem.layout.world_size)]
+    states = [RankState(rank, problem, inputs(rank), arithmetic) for rank in range(problem.layout.world_size)]
     events: list[Event] = []
     runs = [
         execute(bind(compile_rank(schedule, state.rank), problem), state, network, events.append) for state in states
@@ -269,10 +269,10 @@ def _kv_inputs(case: Case, rank: int) -> dict[Block, Value]:
 
 def _unshard_keys(states: list[RankState], layout: Layout, i: int) -> Array:
     """All of dk (i = 0) or dv (i = 1); the ranks' parts of replicated keys are added up."""
-    replicated = sum(state.sums[Block("dkv", ALL)][i] for state in states)
+    replicated = sum(state.sum(Block("dkv", ALL))[i] for state in states)
     parts = []
     for state in states:
-        own = state.sums[Block("dkv", state.rank)][i]
+        own = state.sum(Block("dkv", state.rank))[i]
         part = np.empty((*own.shape[:-2], layout.shard_len(state.rank), own.shape[-1]), own.dtype)
         rows = local_rows(layout, state.rank)
         part[..., rows.own, :], part[..., rows.replicated, :] = own, replicated

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,10 +22,15 @@ from ringspan.span import Positions
 
 Shape = tuple[int, ...]
 
+ENCODED_ITEMSIZES = (1, 2, 1, 2)  # values and scales of k, values and scales of v
+
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The sizes of q (*batch, num_heads, seq, head_dim), k and v, and of one element of them and of their sums."""
+    """The sizes of q (*batch, num_heads, seq, head_dim), k and v, and of one element of them and of their sums.
+
+    With `is_encoded`, k and v travel as bytes with a scale of two bytes for each head and token.
+    """
 
     batch: Shape
     heads: Heads
@@ -33,6 +38,31 @@ class Shapes:
     v_head_dim: int
     itemsize: int
     sum_itemsize: int
+    is_encoded: bool = False
+
+
+class Sizes(Protocol):
+    """What binding and running a program ask about its blocks."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+
+    def block_shapes(self, block: Block, /) -> tuple[Shape, ...]:
+        """The shapes of a block's arrays; lse has a last dim of 1, so that all of them slice alike."""
+
+    def block_bytes(self, block: Block, /) -> int:
+        """The bytes a Transfer of the block moves."""
+
+    def cut_tile(self, q: Block, kv: Block, /) -> "Cut":
+        """What there is to compute of a q block against a kv block."""
+
+
+class Cut(NamedTuple):
+    """The pieces of a tile, and how many pairs it has, visible or not, over all batch rows that differ."""
+
+    pieces: tuple[Piece, ...]
+    all_pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +87,19 @@ class Problem:
                 "for each row of the first batch dim"
             )
 
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return self.layout.world_size
+
+    def cut_tile(self, q: Block, kv: Block) -> Cut:
+        """What there is to compute of a q block against a kv block."""
+        num_rows = len(self.mask.rows) if self.mask.rows is not None else 1
+        return Cut(
+            _pieces(self.mask, self.layout, self.kv_layout, q.owner, kv.owner),
+            len(self.positions(q)) * len(self.positions(kv)) * num_rows,
+        )
+
     def positions(self, block: Block) -> Positions:
         """The positions of a block's tokens, ascending."""
         return block_positions(self.layout, self.kv_layout, block.kind in ("kv", "dkv"), block.owner)
@@ -71,6 +114,8 @@ class Problem:
             "dq": (self.shapes.head_dim,),
             "dkv": (self.shapes.head_dim, self.shapes.v_head_dim),
         }[block.kind]
+        if block.kind == "kv" and self.shapes.is_encoded:
+            dims = (self.shapes.head_dim, 1, self.shapes.v_head_dim, 1)
         num_heads = self.shapes.heads.num_kv_heads if block.kind in ("kv", "dkv") else self.shapes.heads.num_heads
         if block.heads is not None:
             num_heads = len(block.heads)
@@ -80,6 +125,8 @@ class Problem:
     def block_bytes(self, block: Block) -> int:
         """The bytes a Transfer of the block moves: inputs in their own type, sums and lse in that of the sums."""
         sizes = [math.prod(shape) for shape in self.block_shapes(block)]
+        if block.kind == "kv" and self.shapes.is_encoded:
+            return sum(size * nbytes for size, nbytes in zip(sizes, ENCODED_ITEMSIZES, strict=True))
         if block.is_sum:
             return sum(sizes) * self.shapes.sum_itemsize
         lse = sizes.pop() if block.kind == "q_grad" else 0
@@ -124,7 +171,8 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
 class Tile(NamedTuple):
     """A q block against a kv block: the pieces to compute, how much of it is visible, and the sums it adds to.
 
-    `is_first` says that nothing has been added to the rows of any piece before it, so that they may be overwritten.
+    `firsts` says of each piece that nothing has been added to its rows before, so that they may be overwritten;
+    `begins` that its one piece is the beginning of the whole sum, which need not exist before.
     """
 
     q: Block
@@ -133,7 +181,8 @@ class Tile(NamedTuple):
     coverage: Coverage
     pairs: int
     sums: tuple[Block, ...]
-    is_first: bool
+    firsts: tuple[bool, ...]
+    begins: bool
 
 
 class Message(NamedTuple):
@@ -164,7 +213,12 @@ BoundProgram = tuple[Exchange | Compute | Arrived | AllMerged | Sent | Drop, ...
 
 @lru_cache(maxsize=1024)
 def bind(program: Program, problem: Problem) -> BoundProgram:
-    """The program with everything filled in that running it would otherwise compute."""
+    """The program with everything filled in that running it would otherwise compute, cached."""
+    return bind_once(program, problem)
+
+
+def bind_once(program: Program, problem: Sizes) -> BoundProgram:
+    """The same for sizes that do not come again."""
     begun: list[Block] = []
 
     def messages(transfers: tuple[Transfer, ...]) -> tuple[Message, ...]:
@@ -192,34 +246,30 @@ def bind(program: Program, problem: Problem) -> BoundProgram:
     return tuple(map(bound, program))  # type: ignore[arg-type]
 
 
-def _tile(problem: Problem, q: Block, kv: Block, begun: list[Block]) -> Tile:
-    pieces = _pieces(problem.mask, problem.layout, problem.kv_layout, q.owner, kv.owner)
+def _tile(problem: Sizes, q: Block, kv: Block, begun: list[Block]) -> Tile:
+    pieces, whole = problem.cut_tile(q, kv)
     pairs = sum(_num_pairs(piece) for piece in pieces)
-    num_rows = len(problem.mask.rows) if problem.mask.rows is not None else 1
-    whole = len(problem.positions(q)) * len(problem.positions(kv)) * num_rows
     coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
     sums = (
         (Block("out", q.owner, q.heads),)
         if q.kind == "q"
         else (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads))
     )
-    return Tile(
-        q,
-        kv,
-        pieces,
-        coverage,
-        pairs,
-        sums,
-        is_first=_are_apart(pieces) and not any(sums[0].overlaps(other) for other in begun),
-    )
+    firsts = _firsts(pieces, any(sums[0].overlaps(other) for other in begun))
+    begins = firsts == (True,) and sums[0].heads is None and pieces[0].q == slice(0, problem.block_shapes(q)[0][-2])
+    return Tile(q, kv, pieces, coverage, pairs, sums, firsts, begins)
 
 
-def _are_apart(pieces: tuple[Piece, ...]) -> bool:
-    """Whether no query is in two pieces."""
-    ends = sorted((piece.q.start, piece.q.stop) for piece in pieces)
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(ends)) and all(
-        piece.rows is None for piece in pieces
-    )
+def _firsts(pieces: tuple[Piece, ...], has_begun: bool) -> tuple[bool, ...]:
+    """For each piece, whether nothing has been added to its rows, by another tile or by a piece before it."""
+
+    def is_first(index: int) -> bool:
+        rows = pieces[index].q
+        return pieces[index].rows is None and all(
+            rows.stop <= before.q.start or before.q.stop <= rows.start for before in pieces[:index]
+        )
+
+    return tuple(not has_begun and is_first(index) for index in range(len(pieces)))
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ringspan.cli import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "learn.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "learn.md", ROOT / "docs" / "plan.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = "…"
 
@@ -20,7 +20,7 @@ def fences(document: Path) -> list[tuple[str, str]]:
     return FENCE.findall(document.read_text())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "docs" / "inference.md"], ids=lambda path: path.name)
 def test_python_snippets_print_what_is_shown(document):
     blocks = fences(document)
     namespace: dict[str, object] = {}
@@ -83,6 +83,6 @@ def test_the_readme_is_short():
 
 
 def test_links_of_the_documents_lead_somewhere():
-    for document in DOCUMENTS:
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"

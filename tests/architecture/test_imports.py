@@ -30,7 +30,7 @@ def test_simulation_runs_with_torch_absent():
     assert run(program) == "(2, 12, 4)"
 
 
-@pytest.mark.parametrize("name", ["attention", "gather", "run_in_process", "shard"])
+@pytest.mark.parametrize("name", ["attention", "gather", "run_in_process", "shard", "shard_batch"])
 def test_a_name_that_needs_torch_says_so_when_torch_is_absent(name):
     program = WITHOUT_TORCH + (
         f"import ringspan as rs\ntry:\n    rs.{name}\nexcept ImportError as error:\n    print(error)"

@@ -26,8 +26,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 _CONTEXT = mp.get_context("forkserver")
-# torch.distributed.tensor is what torch.testing.assert_close would import, in every rank anew.
-_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "ringspan.collectives", "attention_cases", "pytest"])
+# Whatever ranks would import, each of them anew: assert_close imports torch.distributed.tensor.
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "ringspan.collectives",
+        "ringspan.training",
+        "attention_cases",
+        "pytest",
+    ]
+)
 
 _HERE = Path(__file__).parent
 _PYTHONPATH = os.pathsep.join([str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -143,6 +143,87 @@ def test_the_trace_of_a_measured_run_has_the_tiles_and_hops_of_its_schedule(
     assert seconds == pytest.approx(report["by_rank"][0]["breakdown"]["attention_s"], rel=1e-3)
 
 
+@pytest.fixture(scope="module")
+def measured_backward(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON report of a small run with gradients on two gloo ranks, and its trace."""
+    trace = tmp_path_factory.mktemp("bench") / "trace.json"
+    options = "--backward --ranks 2 --tokens 512 --heads 4 --kv-heads 2 --head-dim 16 --batch 2 --repeats 3"
+    done = run(*shlex.split(options), "--json", "--trace", str(trace))
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout), json.loads(trace.read_text())
+
+
+def test_with_backward_gradients_are_checked_and_bytes_are_those_of_both_passes(
+    measured_backward: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    report, _ = measured_backward
+    assert report["parameters"]["has_backward"] is True
+    assert report["is_verified"] is True
+    assert 0 < report["check"]["max_error"] <= report["check"]["tolerance"] == 1e-5
+    kv_block = 2 * (2 * 2 * 256 * 16) * 4  # k and v, (batch, KV heads, shard, head_dim), float32
+    for rank in report["by_rank"]:
+        # kv to the other rank in both passes, and its gradient home in the backward one
+        assert rank["sent_bytes"] == rank["scheduled_bytes"] == 3 * kv_block
+        assert rank["memory"]["input_bytes"] == kv_block + 2 * (2 * 4 * 256 * 16) * 4  # and q and dout
+        assert min(rank["breakdown"].values()) >= 0
+    assert sum(report["by_rank"][0]["breakdown"].values()) == pytest.approx(
+        sum(report["by_rank"][1]["breakdown"].values())
+    )
+
+
+def test_the_trace_with_backward_tells_its_messages_from_those_of_the_forward_pass(
+    measured_backward: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    _, trace = measured_backward
+    events = trace["traceEvents"]
+    attended = [(it["pid"], it["name"]) for it in events if it["ph"] == "X" and it["cat"] == "attend"]
+    names = {(rank, f"{q}{rank}×kv{owner}") for rank in (0, 1) for owner in (0, 1) for q in ("q", "q_grad")}
+    assert set(attended) == names
+    sends = sorted((it["name"], it["ts"]) for it in events if it["ph"] == "X" and it["cat"] == "send")
+    assert [name for name, _ in sends] == [
+        *("send dkv0 to 0", "send dkv1 to 1"),
+        *("send kv0 to 1", "send kv0 to 1", "send kv1 to 0", "send kv1 to 0"),
+    ]
+    begins = {it["id"]: it["ts"] for it in events if it["ph"] == "s"}
+    ends = {it["id"]: it["ts"] for it in events if it["ph"] == "f"}
+    assert len(begins) == 6
+    assert begins.keys() == ends.keys()
+    assert all(begin <= ends[number] for number, begin in begins.items())
+    assert len(set(ends.values())) == 6  # none ends at the wait for another
+
+
+def test_gradients_of_a_half_type_and_of_a_mask_with_blind_rows_are_checked_against_wider_ones() -> None:
+    done = run(
+        *shlex.split("--backward --transport threads --ranks 3 --tokens 700 --batch 1 --heads 2 --repeats 1"),
+        *shlex.split("--dtype bfloat16 --layout striped:16 --algorithm pass-q --mask window:-200:300"),
+    )
+    text = " ".join(done.stdout.split())
+    assert (done.returncode, done.stderr) == (0, ""), text
+    assert "Exact attention and its gradients on 3 ranks, measured" in text
+    assert "off scaled_dot_product_attention in float32 with a dense mask" in text
+
+
+@pytest.mark.parametrize("wrong", range(4), ids=["out", "dq", "dk", "dv"])
+def test_any_wrong_result_is_found(wrong: int) -> None:
+    import torch
+
+    from ringspan.bench.inputs import draw
+    from ringspan.bench.one_device import check, one_device
+
+    jobs: list[Job] = []
+    with pytest.MonkeyPatch.context() as patch:
+        jobs = fake_run(patch, a_result())
+        assert invoke("--backward", "--ranks", "1", "--tokens", "64", "--batch", "1").exit_code == 0
+    settings = jobs[0].settings
+    assert settings is not None
+    drawn = draw(settings, settings.layout.all_positions(), torch.device("cpu"))
+    right = one_device(settings, drawn).run()
+    results = [x.clone() for x in right]
+    assert check(settings, drawn, tuple(results), right).is_passed
+    results[wrong][0, 0, 17, 3] += 1e-3
+    assert not check(settings, drawn, tuple(results), right).is_passed
+
+
 def test_the_text_on_ranks_that_are_threads_with_another_mask_layout_and_algorithm() -> None:
     done = run(
         *shlex.split("--transport threads --ranks 4 --tokens 1K --batch 1 --heads 4 --repeats 1 --layout striped:16"),
@@ -197,13 +278,16 @@ def test_selfcheck_runs_what_can_run_here_and_says_why_the_rest_cannot() -> None
     for path in ("kernel sdpa_cpu, bfloat16, cpu", "kernel reference, float64, cpu", "threads, 4 ranks, hybrid"):
         assert paths[path]["status"] == "ok", paths[path]
         assert paths[path]["max_error"] < 1e-5
-    assert paths["gloo, 2 ranks, pass-kv"]["status"] == "ok"
-    if HAS_MPI:
-        assert paths["mpi, 2 ranks, ulysses"]["status"] == "ok"
+    assert paths["kernel sdpa_cpu backward, bfloat16, cpu"]["status"] == "ok"
+    assert 1e-4 < paths["kernel sdpa_cpu backward, bfloat16, cpu"]["max_error"] < 2e-2
+    for direction in ("", " backward"):
+        for path in ("threads, 4 ranks, double-ring", "gloo, 2 ranks, pass-kv", *(["mpi, 2 ranks, ulysses"] * HAS_MPI)):
+            assert paths[path + direction]["status"] == "ok", path + direction
     import torch
 
     if not torch.cuda.is_available():
-        for path in ("kernel sdpa_flash, bfloat16, cuda", "kernel sdpa_cudnn, float16, cuda", "nccl, 2 ranks"):
+        kernels = ("kernel sdpa_flash, bfloat16, cuda", "kernel sdpa_cudnn backward, float16, cuda")
+        for path in (*kernels, "nccl, 2 ranks"):
             assert (paths[path]["status"], paths[path]["note"]) == ("not available", "no GPU")
 
 
@@ -230,7 +314,7 @@ def a_result(**changes: Any) -> results.Measured:
     rank = results.RankResult(0, part, 100, changes.pop("scheduled_bytes", 100), results.Memory(10, 30, 20))
     values: dict[str, Any] = {
         "parameters": results.Parameters(
-            1, 512, 1, 1, 1, 8, "float32", "causal()", "zigzag", "pass_kv", None, None, "sdpa_cpu", "gloo", 2, 0
+            1, 512, 1, 1, 1, 8, "float32", "causal()", "zigzag", "pass_kv", None, None, "sdpa_cpu", False, "gloo", 2, 0
         ),
         "machine": results.Machine("here", 2, "CPU", "3", "2"),
         "one_device": timing,

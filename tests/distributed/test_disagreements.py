@@ -33,6 +33,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
     "scale": (given(scale=2.0), "2.0"),
     "algorithm": (given(algorithm="all_gather"), "all_gather"),
     "kernel": (given(kernel="reference"), "reference"),
+    "pass": (every(lambda x: x.clone().requires_grad_()), "forward, to be differentiated"),
 }
 
 REFUSALS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {

@@ -13,7 +13,18 @@ from torch.nn.functional import scaled_dot_product_attention
 import oracle
 import ringspan as rs
 import ringspan.session
-from attention_cases import Job, covering_third, job_of, job_of_case, lse_dtype, make_job, options_of, run
+from attention_cases import (
+    Job,
+    check_gradients,
+    covering_third,
+    job_of,
+    job_of_case,
+    lse_dtype,
+    make_job,
+    options_of,
+    run,
+    run_both,
+)
 from cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, replicated, select
 from oracle import MaskSpec
 from ringspan.transports.in_process import InProcessRank
@@ -32,17 +43,25 @@ def check(job: Job, what: object = "", **options: Any) -> None:
         job.check(rank, got, what)
 
 
+def check_both(job: Job, what: object = "") -> None:
+    """out and lse of every rank, and the gradients of all."""
+    results = run_both(job)
+    for rank, (got, _) in enumerate(results):
+        job.check(rank, got, what)
+    check_gradients(job, [gradients for _, gradients in results], what)
+
+
 # The table
 
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_table_in_float64(algorithm: str, world_size: int) -> None:
-    """All of it up to 4 ranks; of more ranks a third, because they share one or two cores here."""
-    cases = select(CASES if world_size <= 4 else covering_third(0), algorithm=algorithm, world_size=world_size)
+    """Forward and backward; all of it up to 3 ranks, of more a third, because they share one or two cores here."""
+    cases = select(CASES if world_size <= 3 else covering_third(0), algorithm=algorithm, world_size=world_size)
     assert len(cases) >= 21
     for case in cases:
-        check(job_of_case(case), case)
+        check_both(job_of_case(case), case)
 
 
 @each_algorithm
@@ -50,7 +69,7 @@ def test_a_sixth_of_the_table_in_float32(algorithm: str) -> None:
     cases = select(covering_third(1), algorithm=algorithm)[::2]
     assert len(cases) >= 63
     for case in cases:
-        check(job_of_case(case, torch.float32), case)
+        check_both(job_of_case(case, torch.float32), case)
 
 
 # What the table does not vary
@@ -193,16 +212,20 @@ def test_nothing_to_attend(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa_cpu"])
-def test_autocast_changes_nothing(kernel: str) -> None:
-    """Precision is a matter of the inputs' type; autocast must not round products behind the merge's back."""
+def test_autocast_rounds_the_inputs_and_nothing_else(kernel: str) -> None:
+    """As PyTorch's own attention; products and sums are not to be rounded behind the merge's back."""
     job = make_job("autocast", CAUSAL, rs.zigzag(24, 2), HEADS, dtype=torch.float32)
+    half = job._replace(q=job.q.half(), k=job.k.half(), v=job.v.half())
 
     def attend(group: InProcessRank) -> rs.Attention:
         with torch.autocast("cpu", dtype=torch.float16):
             return job.attend(group, group.rank, kernel=kernel)
 
-    for rank, got in enumerate(rs.run_in_process(attend, 2)):
-        job.check(rank, got)
+    got = rs.run_in_process(attend, 2)
+    for mine, wanted in zip(got, run(half, kernel=kernel), strict=True):
+        assert mine.out.dtype == torch.float16
+        assert torch.equal(mine.out, wanted.out)
+        assert torch.equal(mine.lse, wanted.lse)
 
 
 # Half types

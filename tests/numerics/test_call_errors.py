@@ -54,23 +54,8 @@ def every(change: Callable[[torch.Tensor], torch.Tensor], names: str = "qkv") ->
 SHAPE, LAYOUT, UNSUPPORTED = rs.ShapeError, rs.LayoutError, rs.UnsupportedError
 
 REFUSALS = [
-    Refusal("a wire", given(wire="int8"), UNSUPPORTED, ("wire='int8'", "leave it out")),
+    Refusal("a wire", given(wire="int4"), UNSUPPORTED, ("wire='int4'", "int8, float8_e4m3")),
     Refusal("reproducible", given(reproducible=True), UNSUPPORTED, ("reproducible=True", "leave it out")),
-    *(
-        Refusal(
-            f"{name} that requires grad",
-            every(lambda x: x.clone().requires_grad_(), name),
-            UNSUPPORTED,
-            (f"{name} requires grad", "torch.no_grad()"),
-        )
-        for name in "qkv"
-    ),
-    Refusal(
-        "sinks that require grad",
-        given(sinks=torch.zeros(HEADS, requires_grad=True)),
-        UNSUPPORTED,
-        ("sinks requires grad", "torch.no_grad()"),
-    ),
     Refusal("too few dims", every(lambda x: x[0]), SHAPE, ("q.shape=(4, 6, 8)", "(batch, heads, seq, dim)")),
     Refusal("too many dims", every(lambda x: x[None], "v"), SHAPE, ("v.shape=(1, 1, 2, 6, 8)", "(batch, heads, seq,")),
     Refusal(
@@ -226,6 +211,7 @@ def test_gradients_may_be_required_where_none_are_recorded() -> None:
 # Ranks that do not agree
 
 DISAGREEMENTS = {
+    "pass": (every(lambda x: x.clone().requires_grad_(), "q"), "forward, to be differentiated", "forward"),
     "batch": (every(lambda x: x.repeat(2, 1, 1, 1)), "2", "1"),
     "heads": (every(lambda x: x.repeat(1, 2, 1, 1)), "8 over 4", "4 over 2"),
     "head_dim": (every(lambda x: x[..., 1:]), "7, 7 for v", "8, 8 for v"),
@@ -278,3 +264,21 @@ def test_saying_the_default_is_no_disagreement() -> None:
         return call(arguments(group.rank, 3) | (explicit if group.rank == 1 else {}), group).shape
 
     assert len(rs.run_in_process(on_rank, 3, timeout_s=20)) == 3
+
+
+def test_one_rank_that_leaves_the_choice_open() -> None:
+    """Many keys for few queries: "auto" would measure the machine, with ranks that have no such thing in mind."""
+    layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
+
+    def attend(group: InProcessRank) -> Exception:
+        q, k, v = (torch.randn(1, 2, rows, 8) for rows in (2, 200, 200))
+        algorithm = "auto" if group.rank == 0 else "pass_kv"
+        options = {"mask": rs.full(), "layout": layout, "kv_layout": kv_layout, "algorithm": algorithm}
+        with pytest.raises(rs.TransportError) as raised:
+            rs.attention(q, k, v, **options, group=group)
+        # The group is as good as before.
+        rs.attention(q, k, v, **options | {"algorithm": "pass_q"}, group=group)
+        return raised.value
+
+    (message,) = {str(error) for error in rs.run_in_process(attend, 2, timeout_s=20)}
+    assert "calibrate" in message

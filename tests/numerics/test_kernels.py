@@ -3,69 +3,34 @@
 import math
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle
 import ringspan.kernels.reference
+from kernel_cases import (
+    ODD_VALUES,
+    QKV,
+    SCALE,
+    SIZES,
+    Allowed,
+    LargestTensor,
+    each_dtype,
+    each_kernel,
+    each_ratio,
+    piece_of,
+    random_qkv,
+)
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
 from ringspan.kernels.reference import MAX_SCORES, Reference
 from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
-from ringspan.pieces import Piece, PieceKind
+from ringspan.pieces import PieceKind
 from ringspan.softmax import Partial, accumulator_dtype
 
 torch.set_num_threads(1)
-
-SCALE = 0.3
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Allowed = npt.NDArray[np.bool_]
-
-each_kernel = pytest.mark.parametrize("kernel", [Reference(), SdpaCpu()], ids=lambda kernel: kernel.name)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def random_qkv(
-    n: int,
-    m: int,
-    heads: tuple[int, int] = (2, 2),
-    head_dim: int = 8,
-    v_head_dim: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    batch: int = 2,
-) -> QKV:
-    generator = torch.Generator().manual_seed(n * 1000 + m)
-    shapes = (
-        (batch, heads[0], n, head_dim),
-        (batch, heads[1], m, head_dim),
-        (batch, heads[1], m, v_head_dim or head_dim),
-    )
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    return q, k, v
-
-
-def random_mask(n: int, m: int) -> Allowed:
-    """About half visible, the second row nothing."""
-    allowed = np.random.default_rng(n * 1000 + m).random((n, m)) < 0.5
-    allowed[1:2] = False
-    return allowed
-
-
-def piece_of(kind: PieceKind, n: int, m: int) -> tuple[Piece, Allowed]:
-    """A piece and the dense mask it stands for."""
-    allowed = np.ones((n, m), np.bool_)
-    if kind is PieceKind.CAUSAL:
-        assert n == m
-        allowed = np.tril(allowed)
-    elif kind is PieceKind.MASKED:
-        allowed = random_mask(n, m)
-    own = allowed if kind is PieceKind.MASKED else None
-    return Piece(slice(0, n), slice(0, m), kind, own, None), allowed
 
 
 def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
@@ -76,17 +41,10 @@ def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
     torch.testing.assert_close(part.lse, torch.from_numpy(lse).to(dtype))
 
 
-SIZES = {
-    PieceKind.FULL: [(1, 1), (1, 300), (7, 13), (130, 257)],
-    PieceKind.CAUSAL: [(1, 1), (17, 17), (65, 65), (197, 197)],
-    PieceKind.MASKED: [(1, 3), (5, 9), (64, 101), (33, 200)],
-}
-
-
 @each_kernel
 @each_dtype
 @pytest.mark.parametrize("kind", PieceKind)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=lambda heads: f"{heads[0]}over{heads[1]}")
+@each_ratio
 def test_pieces_of_any_size(kernel: Kernel, dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
     for n, m in SIZES[kind]:
         qkv = random_qkv(n, m, heads, dtype=dtype)
@@ -172,9 +130,6 @@ def assert_plain(part: Partial, qkv: QKV, allowed: Allowed) -> None:
     torch.testing.assert_close(part.lse.masked_fill(lost, 0.0), lse.masked_fill(lost, 0.0).to(part.lse.dtype))
     assert not part.lse[lost].isfinite().any()
     assert not part.lse[lost].isneginf().any()
-
-
-ODD_VALUES = [torch.nan, torch.inf, -torch.inf]
 
 
 @each_kernel
@@ -283,23 +238,6 @@ def test_few_rows_against_many_keys(n: int, m: int) -> None:
         q, k, v = random_qkv(n, m, heads)
         for queries in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
             assert_right(SdpaCpu().forward(queries, k, v, piece, SCALE), (q, k, v), allowed)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor any operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, tuple) else (result,)
-        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        for x in made:
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in inputs:
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 @pytest.mark.parametrize("kind", [PieceKind.FULL, PieceKind.CAUSAL])

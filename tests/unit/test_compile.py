@@ -247,8 +247,14 @@ def test_only_a_tile_that_nothing_came_before_is_first():
         for instruction in program:
             if isinstance(instruction, Compute):
                 for tile in instruction.tiles:
-                    assert not (tile.is_first and parts(tile.sums[0]) & begun), f"{name}: {tile.q}×{tile.kv}"
-                    num_first += tile.is_first
+                    assert not (any(tile.firsts) and parts(tile.sums[0]) & begun), f"{name}: {tile.q}×{tile.kv}"
+                    seen: set[int] = set()
+                    for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
+                        rows = set(range(piece.q.start, piece.q.stop))
+                        assert not (is_first and rows & seen), f"{name}: {tile.q}×{tile.kv}"
+                        seen |= rows
+                    assert not tile.begins or (tile.firsts == (True,) and tile.sums[0].heads is None)
+                    num_first += sum(tile.firsts)
                     begun |= parts(tile.sums[0])
             elif isinstance(instruction, Arrived) and instruction.transfer.block.is_sum:
                 begun |= parts(instruction.transfer.block)

@@ -116,6 +116,7 @@ def _parameters(settings: Settings, kernel: str) -> Parameters:
         direction=settings.direction,
         mesh=settings.mesh,
         kernel=kernel,
+        has_backward=settings.has_backward,
         transport=settings.carrier,
         repeats=settings.repeats,
         seed=settings.seed,

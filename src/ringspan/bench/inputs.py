@@ -1,4 +1,4 @@
-"""Random q, k and v that do not depend on how they are sharded, made without ever holding the whole on one rank."""
+"""Random tensors that do not depend on how they are sharded, made without ever holding the whole on one rank."""
 
 from typing import NamedTuple
 
@@ -19,14 +19,26 @@ class Inputs(NamedTuple):
     v: torch.Tensor
 
 
-def make_inputs(settings: Settings, positions: Positions, device: torch.device) -> Inputs:
+class Drawn(NamedTuple):
+    """What a measurement is about; `dout`, the gradient of the output, only if there is a backward pass."""
+
+    inputs: Inputs
+    dout: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(x.nbytes for x in (*self.inputs, self.dout) if x is not None)
+
+
+def draw(settings: Settings, positions: Positions, device: torch.device) -> Drawn:
     """Normally distributed values for some positions, ascending."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     shapes = [
         (settings.batch, heads, _CHUNK, settings.head_dim)
-        for heads in (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads)
-    ]
-    inputs = Inputs(*(torch.empty((*b, len(positions), d), dtype=dtype, device=device) for *b, _, d in shapes))
+        for heads in (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads, settings.num_heads)
+    ][: 4 if settings.has_backward else 3]
+    tensors = [torch.empty((*b, len(positions), d), dtype=dtype, device=device) for *b, _, d in shapes]
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
     for first in range(0, settings.seq_len, _CHUNK):
         start, stop = np.searchsorted(positions, [first, first + _CHUNK])
@@ -34,6 +46,6 @@ def make_inputs(settings: Settings, positions: Positions, device: torch.device) 
             continue
         generator = torch.Generator().manual_seed(settings.seed * 2**32 + first // _CHUNK)
         rows = torch.from_numpy(np.asarray(positions[start:stop]) - first)
-        for x, shape in zip(inputs, shapes, strict=True):
+        for x, shape in zip(tensors, shapes, strict=True):
             x[:, :, start:stop] = torch.randn(shape, generator=generator, dtype=drawn)[:, :, rows].to(device, dtype)
-    return inputs
+    return Drawn(Inputs(*tensors[:3]), tensors[3] if settings.has_backward else None)

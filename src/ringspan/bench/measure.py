@@ -2,14 +2,14 @@
 
 Three things are timed in turn, repeat by repeat, so that whatever the machine does to one it does to all: one device
 (rank 0 computes everything with one thread while the others are idle), the ideal (every rank computes the pieces its
-program gives it, with no messages and nothing merged) and the ranks (the public call). A few more runs are taken apart
+programs give it, with no messages and nothing merged) and the ranks (the public call). A few more runs are taken apart
 under a watch; they tell where the time goes and what was sent, and are not among the times.
 """
 
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,22 +17,20 @@ import torch
 from ringspan.bench.breakdown import Interval
 from ringspan.bench.conclude import Dissected, Found, conclude
 from ringspan.bench.group import gather_values, meet
-from ringspan.bench.inputs import Inputs, make_inputs
+from ringspan.bench.ideal import attend_pieces, own_pieces
+from ringspan.bench.inputs import Drawn, draw
 from ringspan.bench.launch import Progress
 from ringspan.bench.memory import measure_peak
-from ringspan.bench.one_device import check, one_device
+from ringspan.bench.one_device import Results, check, one_device, with_gradients
 from ringspan.bench.result import Measured, Memory
 from ringspan.bench.settings import Job, Settings
 from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedWire, Watch
 from ringspan.call import attention
 from ringspan.collectives import gather
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Kernel, Request
-from ringspan.pieces import Piece
-from ringspan.runtime import Prepared, prepare, run_forward
-from ringspan.schedule import Block
+from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.runtime import Prepared, prepare, run_backward, run_forward
 from ringspan.session import Session, session_of
-from ringspan.tiles import Compute
 from ringspan.transports.counting import CountingTransport
 
 T = TypeVar("T")
@@ -47,8 +45,8 @@ class _Bench(NamedTuple):
     group: Any
     session: Session
     device: torch.device
-    inputs: Inputs
-    prepared: Prepared
+    drawn: Drawn
+    passes: tuple[Prepared, ...]  # forward, and backward if it is measured
     kernel: Kernel
 
     @property
@@ -69,29 +67,29 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
     tell = _Steps(report, 2 + 3 * settings.repeats + num_dissected)
     tell("the first call")
     memory = _first_call(bench)
-    whole = make_inputs(settings, settings.layout.all_positions(), device) if is_first else None
+    whole = draw(settings, settings.layout.all_positions(), device) if is_first else None
     alone = None if whole is None else one_device(settings, whole)
-    pieces = list(_own_pieces(bench))
+    pieces = [piece for each in bench.passes for piece in own_pieces(each, bench.drawn.inputs)]
     found = Found([], [], [], [], _scheduled_bytes(bench), memory)
-    expected = out = None
+    expected = results = None
     for i in range(settings.repeats):
         of = f"{i + 1} of {settings.repeats}"
         tell(f"one device, {of}")
         expected = _time(bench, found.one_device_s, alone.run if alone else _idle)
         tell(f"the ideal, {of}")
-        _time(bench, found.ideal_s, lambda: _attend(bench, pieces))
+        _time(bench, found.ideal_s, lambda: attend_pieces(bench.kernel, bench.scale, pieces))
         tell(f"the ranks, {of}")
-        out = _time(bench, found.ranks_s, lambda: _call(bench))
+        results = _time(bench, found.ranks_s, lambda: _call(bench))
         if i < num_dissected:
             tell(f"where the time goes, {i + 1} of {num_dissected}")
             found.dissected.append(_dissect(bench))
     tell("the check")
-    assert out is not None
-    out = gather(out, settings.layout, group, dim=2)
+    assert results is not None
+    results = tuple(gather(x, settings.layout, group, dim=2) for x in results)
     everyone = gather_values(bench.session.transport, found, settings.timeout_s)
     if whole is None or alone is None or expected is None:
         return None
-    checked = check(settings, whole, out, expected)
+    checked = check(settings, whole, results, expected)
     return conclude(settings, bench.kernel.name, alone.method, device, everyone, checked)
 
 
@@ -111,33 +109,42 @@ class _Steps:
 def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     session = session_of(group)
     rank = session.transport.rank
-    inputs = make_inputs(settings, settings.layout.positions(rank), device)
-    request = Request(device, inputs.q.dtype, settings.head_dim, settings.head_dim)
-    prepared = prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction)
-    return _Bench(settings, group, session, device, inputs, prepared, choose_kernel(settings.kernel, request))
+    drawn = draw(settings, settings.layout.positions(rank), device)
+    request = Request(device, drawn.inputs.q.dtype, settings.head_dim, settings.head_dim)
+    passes = tuple(
+        prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction, side)
+        for side in settings.passes()
+    )
+    return _Bench(settings, group, session, device, drawn, passes, choose_kernel(settings.kernel, request))
 
 
-def _call(bench: _Bench) -> torch.Tensor:
+def _call(bench: _Bench) -> Results:
     """What a user calls."""
     settings = bench.settings
-    out = attention(
-        *bench.inputs,
-        mask=settings.mask,
-        layout=settings.layout,
-        group=bench.group,
-        algorithm=settings.algorithm,
-        mesh=settings.mesh,
-        direction=settings.direction,
-        kernel=settings.kernel,
-        timeout_s=settings.timeout_s,
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = attention(
+            q,
+            k,
+            v,
+            mask=settings.mask,
+            layout=settings.layout,
+            group=bench.group,
+            algorithm=settings.algorithm,
+            mesh=settings.mesh,
+            direction=settings.direction,
+            kernel=settings.kernel,
+            timeout_s=settings.timeout_s,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    return with_gradients(attend, bench.drawn)
 
 
 def _first_call(bench: _Bench) -> Memory:
     """The first call of a process shows best what it needs: nothing lies about yet that it could use again."""
-    input_bytes = sum(x.nbytes for x in bench.inputs)
+    input_bytes = bench.drawn.nbytes
     _, (peak, above) = measure_peak(bench.device, lambda: _call(bench))
     if bench.settings.carrier == "threads":
         return Memory(input_bytes, None, None)
@@ -164,52 +171,38 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Operands(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    piece: Piece
-
-
-def _own_pieces(bench: _Bench) -> Iterator[_Operands]:
-    """The pieces of this rank's program, on tensors of the right shapes; whose values they are makes no difference."""
-    tensors = {tuple(x.shape): x for x in bench.inputs}
-
-    def arrays(block: Block) -> list[torch.Tensor]:
-        shapes = bench.prepared.problem.block_shapes(block)
-        for shape in set(shapes) - tensors.keys():
-            tensors[shape] = bench.inputs.q.new_empty(shape).normal_()
-        return [tensors[shape] for shape in shapes]
-
-    for instruction in bench.prepared.program:
-        for tile in instruction.tiles if isinstance(instruction, Compute) else ():
-            (q,), (k, v) = arrays(tile.q), arrays(tile.kv)
-            for piece in tile.pieces:
-                yield _Operands(q[:, :, piece.q], k[:, :, piece.kv], v[:, :, piece.kv], piece)
-
-
-def _attend(bench: _Bench, pieces: list[_Operands]) -> None:
-    for q, k, v, piece in pieces:
-        bench.kernel.forward(q, k, v, piece, bench.scale)
-
-
 def _dissect(bench: _Bench) -> Dissected:
-    """The call's program under the watch."""
+    """The programs of the call under the watch."""
     watch = Watch(bench.rank, bench.device)
     transport = CountingTransport(bench.session.transport)
-    q = bench.inputs.q
+    q = bench.drawn.inputs.q
     arithmetic = TimedArithmetic(TimedKernel(bench.kernel, watch), bench.scale, q)
-    wire = TimedWire(transport, bench.session.buffers, bench.prepared.problem, q, bench.settings.timeout_s)
-    wire.watch = watch
+
+    def wire(prepared: Prepared) -> TimedWire:
+        timed = TimedWire(transport, bench.session.buffers, prepared.problem, q, bench.settings.timeout_s)
+        timed.watch = watch
+        return timed
+
+    forward, *backward = bench.passes
+    common: dict[str, Any] = {"arithmetic": arithmetic, "rank": bench.rank, "record": watch.note}
     meet(bench.session.transport, bench.settings.timeout_s)
     start_s = watch.now()
-    run_forward(bench.prepared, *bench.inputs, arithmetic=arithmetic, wire=wire, rank=bench.rank, record=watch.note)
+    out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(forward), **common)
+    for prepared in backward:
+        assert bench.drawn.dout is not None
+        watch.first_step = forward.schedule.num_steps
+        merged = Merged(bench.drawn.dout, out.to(q.dtype), lse)
+        run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(prepared), **common)
     call = Interval(start_s, watch.now())
     return Dissected(socket.gethostname(), call, tuple(watch.activities), sum(transport.bytes_sent))
 
 
 def _scheduled_bytes(bench: _Bench) -> int:
-    """What the schedule has this rank send."""
-    problem, schedule = bench.prepared.problem, bench.prepared.schedule
-    transfers = (transfer for step in schedule.steps for transfer in step.transfers)
-    return sum(problem.block_bytes(transfer.block) for transfer in transfers if transfer.src == bench.rank)
+    """What the schedules have this rank send."""
+    return sum(
+        problem.block_bytes(transfer.block)
+        for problem, schedule, _ in bench.passes
+        for step in schedule.steps
+        for transfer in step.transfers
+        if transfer.src == bench.rank
+    )

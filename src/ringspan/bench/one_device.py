@@ -5,19 +5,21 @@ only as a dense matrix, and then computes every pair, visible or not. So for oth
 one rank, which is faster, and the dense matrix, a few rows at a time, serves to check the numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ringspan.bench.inputs import Inputs
+from ringspan.bench.inputs import Drawn, Inputs
 from ringspan.bench.result import Check
 from ringspan.bench.settings import Settings
 from ringspan.call import attention
 from ringspan.layout import contiguous
 from ringspan.mask import causal, full
+from ringspan.softmax import accumulator_dtype
 from ringspan.transports.single import ALONE
 
 SDPA = "scaled_dot_product_attention"
@@ -27,36 +29,54 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-5, t
 
 _DENSE_ROWS = 256  # of the dense mask in memory at a time
 
+Results = tuple[torch.Tensor, ...]
+"""out, and dq, dk and dv if there is a backward pass, each as long as the sequence it is about."""
+
 
 class OneDevice(NamedTuple):
     """How one device computes the whole."""
 
     method: str
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], Results]
 
 
-def one_device(settings: Settings, inputs: Inputs) -> OneDevice:
+def with_gradients(attend: Callable[..., torch.Tensor], drawn: Drawn) -> Results:
+    """`attend(q, k, v)`, and its gradients if there is one of the output."""
+    if drawn.dout is None:
+        return (attend(*drawn.inputs),)
+    inputs = [x.detach().requires_grad_() for x in drawn.inputs]
+    out = attend(*inputs)
+    return (out.detach(), *torch.autograd.grad(out, inputs, drawn.dout))
+
+
+def one_device(settings: Settings, drawn: Drawn) -> OneDevice:
     """The fastest exact way on one device."""
     if _is_plain(settings):
-        return OneDevice(SDPA, lambda: _sdpa(settings, inputs, is_causal=settings.mask == causal()))
+        return OneDevice(SDPA, lambda: _plain(settings, drawn))
     layout = contiguous(settings.seq_len, 1)
 
-    def run() -> torch.Tensor:
-        out = attention(*inputs, mask=settings.mask, layout=layout, group=ALONE, kernel=settings.kernel)
+    def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = attention(q, k, v, mask=settings.mask, layout=layout, group=ALONE, kernel=settings.kernel)
         assert isinstance(out, torch.Tensor)
         return out
 
-    return OneDevice("ringspan on one rank", run)
+    return OneDevice("ringspan on one rank", lambda: with_gradients(alone, drawn))
 
 
-def check(settings: Settings, inputs: Inputs, out: torch.Tensor, one_device_out: torch.Tensor) -> Check:
-    """Whether `out` is what one device computes with PyTorch's own operator."""
+def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Results) -> Check:
+    """Whether the results are what one device computes with PyTorch's own operator, in float32 at least."""
+    dtype, wide = drawn.inputs.q.dtype, accumulator_dtype(drawn.inputs.q.dtype)
+    name = SDPA if dtype == wide else f"{SDPA} in {str(wide).removeprefix('torch.')}"
+    if dtype != wide:  # the operator's own gradients of half types are further off than ours may be
+        drawn = Drawn(Inputs(*(x.to(wide) for x in drawn.inputs)), None if drawn.dout is None else drawn.dout.to(wide))
+    if not _is_plain(settings):
+        name, expected = f"{name} with a dense mask", _with_dense_mask(settings, drawn)
+    else:
+        expected = of_one_device if dtype == wide else _plain(settings, drawn)
     worst = torch.zeros((), dtype=torch.float64)
-    parts = [(slice(None), one_device_out)] if _is_plain(settings) else _with_dense_mask(settings, inputs)
-    for rows, expected in parts:
-        worst = torch.maximum(worst, largest_error(out[:, :, rows], expected))  # a NaN stays one
-    name = SDPA if _is_plain(settings) else f"{SDPA} with a dense mask"
-    return Check(None if worst.isnan() else worst.item(), TOLERANCE[out.dtype], name)
+    for result, right in zip(results, expected, strict=True):
+        worst = torch.maximum(worst, largest_error(result, right))  # a NaN stays one
+    return Check(None if worst.isnan() else worst.item(), TOLERANCE[dtype], name)
 
 
 def largest_error(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -69,18 +89,37 @@ def _is_plain(settings: Settings) -> bool:
     return settings.mask in (full(), causal())
 
 
-def _with_dense_mask(settings: Settings, inputs: Inputs) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Outputs, some rows at a time."""
+def _plain(settings: Settings, drawn: Drawn) -> Results:
+    return with_gradients(partial(_sdpa, settings, is_causal=settings.mask == causal()), drawn)
+
+
+def _with_dense_mask(settings: Settings, drawn: Drawn) -> Results:
+    """Some rows at a time. Those of out and dq are put together, those of dk and dv added up."""
     positions = np.arange(settings.seq_len)
+    (q, k, v), dout = drawn
+    by_rows: list[Results] = []
+    totals = () if dout is None else tuple(torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
     for first in range(0, settings.seq_len, _DENSE_ROWS):
         rows = slice(first, min(first + _DENSE_ROWS, settings.seq_len))
-        allowed = torch.from_numpy(settings.mask.allowed(positions[rows], positions)).to(inputs.q.device)
-        out = _sdpa(settings, inputs._replace(q=inputs.q[:, :, rows]), attn_mask=allowed)
-        yield rows, out.masked_fill(~allowed.any(-1)[:, None], 0.0)
+        allowed = torch.from_numpy(settings.mask.allowed(positions[rows], positions)).to(q.device)
+        sees = allowed.any(-1, keepdim=True)
+        # A row that sees nothing would be NaN. It is let see everything, and then counts for nothing.
+        attend = partial(_sdpa, settings, attn_mask=allowed | ~sees)
+        part = Drawn(Inputs(q[:, :, rows], k, v), None if dout is None else dout[:, :, rows] * sees)
+        out, *gradients = with_gradients(attend, part)
+        by_rows.append((out * sees, *gradients[:1]))
+        for total, gradient in zip(totals, gradients[1:], strict=True):
+            total += gradient
+    return *(torch.cat(parts, dim=2) for parts in zip(*by_rows, strict=True)), *totals
 
 
 def _sdpa(
-    settings: Settings, inputs: Inputs, is_causal: bool = False, attn_mask: torch.Tensor | None = None
+    settings: Settings,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     has_groups = settings.num_heads != settings.num_kv_heads
-    return scaled_dot_product_attention(*inputs, attn_mask, is_causal=is_causal, enable_gqa=has_groups)
+    return scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, enable_gqa=has_groups)

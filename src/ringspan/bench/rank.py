@@ -72,6 +72,14 @@ def _find(job: Job) -> Callable[[Job, Any, Any, Report], Any]:
         from ringspan.bench.measure import measure
 
         return measure
+    if job.name == "calibrate":
+        from ringspan.bench.calibrate import calibrate
+
+        return calibrate
+    if job.name == "inference":
+        from ringspan.bench.inference import measure_inference
+
+        return measure_inference
     from ringspan.bench import selfcheck
 
     return selfcheck.check_alone if job.name == "check_alone" else selfcheck.check_group

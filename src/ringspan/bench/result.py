@@ -117,6 +117,7 @@ class Parameters:
     direction: str | None
     mesh: tuple[int, int] | None
     kernel: str
+    has_backward: bool
     transport: str
     repeats: int
     seed: int
@@ -149,6 +150,7 @@ class Result:
     bottleneck: str
     verdict: str
     check: Check
+    predicted_s: float | None = None  # by the planner, on a calibrated device
 
     @property
     def has_exact_bytes(self) -> bool:

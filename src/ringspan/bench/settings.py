@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ringspan.algorithms import Direction, Mesh, build_schedule
+from ringspan.algorithms import Direction, Mesh, Side, build_schedule
+from ringspan.bench.inference_result import InferenceSettings
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -44,6 +45,7 @@ class Settings:
     direction: Direction | None
     mesh: Mesh | None
     kernel: str
+    has_backward: bool
     carrier: Carrier
     repeats: int
     seed: int
@@ -56,14 +58,24 @@ class Settings:
                 "of query heads; use a number of KV heads that divides the query heads"
             )
         visible = visible_blocks(self.mask, self.layout, self.layout)
-        build_schedule(
-            self.algorithm, visible, heads=self.problem().shapes.heads, mesh=self.mesh, direction=self.direction
-        )
+        for side in self.passes():
+            build_schedule(
+                self.algorithm,
+                visible,
+                heads=self.problem().shapes.heads,
+                mesh=self.mesh,
+                direction=self.direction,
+                backward=side,
+            )
 
     @property
     def world_size(self) -> int:
         """How many ranks take part."""
         return self.layout.world_size
+
+    def passes(self) -> tuple[Side | None, ...]:
+        """What is run: None for the forward pass, and the side that travels in the backward pass if there is one."""
+        return (None, self.problem().lighter_side()) if self.has_backward else (None,)
 
     def problem(self) -> Problem:
         """What is computed, in the terms of the runtime."""
@@ -74,13 +86,16 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ranks are started for: to measure, or to check on one process or on a group what runs on this machine."""
+    """What ranks are started for: to measure calls or a cache, to calibrate, or to check on one process or a group what
+    runs here.
+    """
 
-    name: Literal["measure", "check_alone", "check_group"]
+    name: Literal["measure", "inference", "calibrate", "check_alone", "check_group"]
     carrier: Carrier
     world_size: int
     timeout_s: float
     settings: Settings | None = None
+    inference: InferenceSettings | None = None
 
     @property
     def num_processes(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from ringspan.bench.result import Activity
 from ringspan.execute import Event, Value
-from ringspan.kernels.base import Kernel, Request
+from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece
 from ringspan.runtime import TorchArithmetic, TransportWire
 from ringspan.schedule import Block, Transfer
@@ -26,6 +26,9 @@ class Watch:
     def __init__(self, rank: int, device: torch.device) -> None:
         self.activities: list[Activity] = []
         self.tile = ""
+        self.first_step = (
+            0  # of the pass under way, so that the steps of a backward pass are told from the forward ones
+        )
         self._rank = rank
         self._device = device
         self._step = 0
@@ -39,7 +42,7 @@ class Watch:
     def note(self, event: Event) -> None:
         """Hear from the executor which tile comes next."""
         if event.action == "attend":
-            self._step = event.step
+            self._step = self.first_step + event.step
             self.tile = "×".join(map(str, event.blocks))
 
     def computed(self, kind: Literal["attend", "merge"], name: str, start_s: float) -> None:
@@ -57,6 +60,7 @@ class Watch:
     ) -> None:
         """A message was started, or waited for."""
         block, src, dst = transfer
+        step += self.first_step
         self.activities.append(Activity(self._rank, step, kind, str(block), start_s, end_s, src, dst, nbytes))
 
 
@@ -79,6 +83,15 @@ class TimedKernel:
         self.watch.computed("attend", self.watch.tile, start_s)
         return part
 
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
+    ) -> Gradients:
+        """The gradients of one piece."""
+        start_s = self.watch.now()
+        part = self.kernel.backward(q, k, v, merged, piece, scale)
+        self.watch.computed("attend", self.watch.tile, start_s)
+        return part
+
 
 class TimedArithmetic(TorchArithmetic):
     """The runtime's arithmetic under the watch; its kernel must be a TimedKernel of the same watch."""
@@ -96,6 +109,11 @@ class TimedArithmetic(TorchArithmetic):
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: what comes after the kernel is the merge."""
         super().attend(piece, q, kv, out, is_first)
+        self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
+
+    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
+        """Backward: what comes after the kernel is the sum."""
+        super().attend_grad(piece, q_grad, kv, dq, dkv)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
 
 

@@ -14,6 +14,7 @@ import click
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS
 from ringspan.cli.bench import bench
+from ringspan.cli.plan import plan
 from ringspan.cli.simulate import simulate
 from ringspan.errors import RingspanError
 
@@ -63,4 +64,5 @@ def main() -> None:
 
 
 main.add_command(simulate)
+main.add_command(plan)
 main.add_command(bench)

@@ -9,10 +9,9 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh
@@ -28,6 +27,7 @@ from ringspan.bench.launch import (
 )
 from ringspan.bench.result import Measured, PathCheck
 from ringspan.bench.settings import CARRIERS, DTYPES, Carrier, Job, Settings
+from ringspan.cli.bench_inference import inference_settings, refuse_others, show_inference
 from ringspan.cli.values import (
     MASK_FORMS,
     check_mask,
@@ -50,9 +50,13 @@ Examples:
   ringspan bench
   ringspan bench --tokens 8K --heads 8 --kv-heads 2 --head-dim 128 --dtype bfloat16
   ringspan bench --mask "causal & window:1024" --layout balanced --trace trace.json
+  ringspan bench --backward --tokens 8K --heads 8
   ringspan bench --ranks 4 --algorithm double-ring --mesh 2x2
   torchrun --nproc-per-node 2 --no-python ringspan bench --json
   mpirun -np 2 ringspan bench
+  ringspan bench --calibrate mine.toml
+  ringspan bench --prefill --tokens 8K --heads 8 --kv-heads 2 --plot prefill.svg
+  ringspan bench --decode --tokens 64K --heads 8 --kv-heads 2 --batch 8
   ringspan bench --selfcheck
 """
 
@@ -105,6 +109,7 @@ Examples:
     type=click.Choice(CARRIERS),
     help="What carries messages.  [default: gloo, nccl on GPUs, mpi under mpirun]",
 )
+@click.option("--backward", "has_backward", is_flag=True, help="The gradients as well.")
 @click.option("--repeats", type=click.IntRange(1), default=5, help="Runs of each kind, interleaved.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the random q, k and v.")
 @click.option(
@@ -118,6 +123,23 @@ Examples:
     "--trace",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write what every rank did, and when, for ui.perfetto.dev.",
+)
+@click.option(
+    "--calibrate",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="First measure tiles and messages and write them as a device for ringspan plan; then predict this run.",
+)
+@click.option(
+    "--predict",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Print what ringspan plan predicts with a file that --calibrate wrote.",
+)
+@click.option("--prefill", "phase", flag_value="prefill", help="Time a cache instead: the first token, by miss rate.")
+@click.option("--decode", "phase", flag_value="decode", help="Time a cache instead: each token, by context.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="With --prefill or --decode: write a diagram, an SVG file.",
 )
 @click.option("--selfcheck", is_flag=True, help="Check every kernel and transport that can run here instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
@@ -137,11 +159,16 @@ def bench(
     direction: Direction | None,
     mesh: Mesh | None,
     kernel: str,
+    has_backward: bool,
     carrier: Carrier | None,
     repeats: int,
     seed: int,
     timeout_s: float,
     trace: Path | None,
+    calibrate: Path | None,
+    predict: Path | None,
+    phase: Literal["prefill", "decode"] | None,
+    plot: Path | None,
     selfcheck: bool,
     as_json: bool,
 ) -> None:
@@ -154,16 +181,26 @@ def bench(
         raise click.UsageError("bench needs torch; install it, for example with: pip install 'ringspan[torch]'")
     launched = find_launcher(os.environ)
     if selfcheck:
-        _refuse_other_options(ctx)
+        refuse_others(ctx, WITH_SELFCHECK, "is for a measurement; --selfcheck takes only --json and --timeout")
         _run_selfcheck(ctx, launched, timeout_s, as_json)
         return
     carrier = carrier or _default_carrier(launched)
     world_size = _count_ranks(ranks, carrier, launched)
+    if phase is not None or plot is not None:
+        sizes = (tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel, repeats, seed)
+        cached = inference_settings(ctx, phase, plot, *sizes)
+        with _progress() as progress:
+            found = _run(Job("inference", carrier, world_size, timeout_s, inference=cached), launched, progress)
+        if found is not None and not show_inference(found, plot, as_json, _console()):
+            ctx.exit(1)
+        return
     name = algorithm.replace("-", "_")
     check_options((name,), direction, mesh, world_size)
     check_mask(mask, tokens)
-    if trace is not None and not os.access(trace.parent, os.W_OK):
-        raise click.BadParameter(f"{str(trace)!r} cannot be written", ctx, param_hint="--trace")
+    for option, path in (("--trace", trace), ("--calibrate", calibrate)):
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise click.BadParameter(f"{str(path)!r} cannot be written", ctx, param_hint=option)
+    _check_calibration(calibrate, predict, launched, has_backward)
     settings = Settings(
         seq_len=tokens,
         batch=batch,
@@ -178,20 +215,58 @@ def bench(
         direction=direction,
         mesh=mesh,
         kernel=kernel,
+        has_backward=has_backward,
         carrier=carrier,
         repeats=repeats,
         seed=seed,
         timeout_s=timeout_s,
     )
     with _progress() as progress:
+        if calibrate is not None:
+            _calibrate(Job("calibrate", carrier, world_size, timeout_s, settings), calibrate, progress)
         measured: Measured | None = _run(Job("measure", carrier, world_size, timeout_s, settings), launched, progress)
     if measured is None:
         return  # not rank 0
+    if calibrate is not None or predict is not None:
+        measured = _with_prediction(measured, settings, calibrate or predict)
     if trace is not None:
         _write_trace(measured, trace)
     _print(measured, as_json)
     if not measured.result.is_verified:
         ctx.exit(1)
+
+
+def _check_calibration(
+    calibrate: Path | None, predict: Path | None, launched: Launched | None, has_backward: bool
+) -> None:
+    if has_backward and (calibrate is not None or predict is not None):
+        raise click.UsageError("--calibrate and --predict know the forward pass only; leave out --backward")
+    if calibrate is not None and predict is not None:
+        raise click.UsageError("--calibrate writes the file that --predict reads; give one of them")
+    if calibrate is not None and launched is not None:
+        raise click.UsageError(
+            f"--calibrate starts its own ranks; leave out {launched.by}, or use --predict with a file"
+        )
+    if predict is not None:
+        from ringspan.catalog import load_device
+
+        load_device(str(predict))  # refused now, not after the measurement
+    if calibrate is not None and calibrate.suffix != ".toml":
+        raise click.UsageError(f"--calibrate {calibrate}: ringspan plan knows devices by .toml; use {calibrate}.toml")
+
+
+def _calibrate(job: Job, path: Path, progress: Callable[[Progress], None]) -> None:
+    from ringspan.bench.calibration import format_calibration
+
+    path.write_text(format_calibration(_run(job, None, progress)))
+
+
+def _with_prediction(measured: Measured, settings: Settings, path: Path | None) -> Measured:
+    from ringspan.bench.predict import predict_timeline
+    from ringspan.catalog import load_device
+
+    predicted_s = predict_timeline(settings, load_device(str(path))).makespan_s
+    return measured._replace(result=dataclasses.replace(measured.result, predicted_s=predicted_s))
 
 
 def _default_carrier(launched: Launched | None) -> Carrier:
@@ -269,13 +344,6 @@ def _print(measured: Measured, as_json: bool) -> None:
     from ringspan.report.bench_text import print_bench
 
     print_bench(measured.result, _console())
-
-
-def _refuse_other_options(ctx: click.Context) -> None:
-    for param in ctx.command.params:
-        name = param.name or ""
-        if name not in WITH_SELFCHECK and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{param.opts[0]} is for a measurement; --selfcheck takes only --json and --timeout")
 
 
 def _run_selfcheck(ctx: click.Context, launched: Launched | None, timeout_s: float, as_json: bool) -> None:

@@ -7,7 +7,7 @@ share a KV head become rows of one matrix product, so K and V are never repeated
 
 import torch
 
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import Gradients, Merged, Request
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial, accumulator_dtype
 
@@ -47,6 +47,37 @@ class Reference:
             outs[..., top:bottom, :], lses[..., top:bottom] = part
         return Partial(out, lse)
 
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
+    ) -> Gradients:
+        """The gradients of one piece, in blocks of rows.
+
+        With s = scale · q kᵀ and p = exp(s - lse): dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k,
+        dk = dsᵀ (scale · q); delta = rowsum(dout · out).
+        """
+        batch, heads, num_rows, _ = q.shape
+        kv_heads, num_keys = k.shape[1:3]
+        dtype = accumulator_dtype(q.dtype)
+        keys, values = k.to(dtype), v.to(dtype)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+        folded = [torch.unflatten(x, 1, (kv_heads, -1)) for x in (q, *merged[:2], merged.lse.unsqueeze(-1), dq)]
+        step = max(1, MAX_SCORES // (batch * heads * num_keys))
+        for top in range(0, num_rows, step):
+            bottom = min(top + step, num_rows)
+            reach = bottom if piece.kind is PieceKind.CAUSAL else num_keys
+            block, dout, out, lse = (x[..., top:bottom, :].to(dtype) for x in folded[:4])
+            part = _differentiate(
+                block * scale,
+                keys[..., :reach, :],
+                values[..., :reach, :],
+                Merged(dout, out, lse),
+                _visible(piece, top, bottom, reach, q.device),
+            )
+            folded[4][..., top:bottom, :] = part.dq * scale
+            dk[..., :reach, :] += part.dk
+            dv[..., :reach, :] += part.dv
+        return Gradients(dq, dk, dv)
+
 
 def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.device) -> torch.Tensor | None:
     """Which of the first `reach` keys the rows top … bottom-1 see, as bool (rows, keys); None if all of them."""
@@ -73,6 +104,32 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Te
     out = _weighted(weights, v, visible) / total.masked_fill(total == 0, 1.0)
     lse = (peak + total.log()).squeeze(-1)
     return Partial(*(torch.unflatten(x, 2, group_and_rows) for x in (out, lse)))
+
+
+def _differentiate(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, visible: torch.Tensor | None
+) -> Gradients:
+    """Gradients with respect to scaled queries (batch, KV heads, group, rows, dim), k and v (batch, KV heads, …)."""
+    group_and_rows = q.shape[2:4]
+    q, dout, out, lse = (x.flatten(2, 3) for x in (q, *merged))
+    weights = (q @ k.mT).sub_(lse).exp_()
+    dscores = (dout @ v.mT).sub_((dout * out).sum(-1, keepdim=True)).mul_(weights)
+    seen_by = None
+    if visible is not None:
+        visible = visible.repeat(group_and_rows[0], 1)
+        seen_by = visible.mT
+        weights.masked_fill_(~visible, 0.0)
+        dscores.masked_fill_(~visible, 0.0)
+    dq = torch.unflatten(_seen(dscores, k, visible), 2, group_and_rows)
+    return Gradients(dq, _seen(dscores.mT, q, seen_by), _seen(weights.mT, dout, seen_by))
+
+
+def _seen(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """The product weights @ x, where what is not finite in x spoils only the rows that see it (0 · NaN is NaN)."""
+    if visible is None or bool((is_finite := x.isfinite()).all()):
+        return weights @ x
+    reached = visible.to(x.dtype) @ (~is_finite).to(x.dtype) > 0
+    return torch.where(reached, weights @ x, weights @ x.masked_fill(~is_finite, 0.0))
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

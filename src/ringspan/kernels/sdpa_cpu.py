@@ -9,7 +9,7 @@ What the operator gets wrong, it gets wrong silently, so everything it needs is 
 - In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
 
 The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds; a piece that
-shows one is computed again by the reference.
+shows one is computed again by the reference. So is a piece whose gradients have a NaN that may have spread.
 """
 
 import math
@@ -17,7 +17,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from ringspan.kernels.base import Request, with_unit_stride
+from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
 from ringspan.kernels.reference import Reference
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial, accumulator_dtype
@@ -29,6 +29,7 @@ FOLD_ROWS, FOLD_KEYS = 128, 256
 head. With fewer keys the copies this takes cost more than it saves; with more rows it saves little."""
 
 _operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _REFERENCE = Reference()
 
 
@@ -51,19 +52,32 @@ class SdpaCpu:
             return _REFERENCE.forward(q, k, v, piece, scale)
         return part if q.shape[-1] <= v.shape[-1] else Partial(part.out[..., : v.shape[-1]], part.lse)
 
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
+    ) -> Gradients:
+        """A piece's share of the gradients."""
+        width = max(q.shape[-1], v.shape[-1])
+        operands = [_operand(x, width) for x in (merged.dout, q, k, v, merged.out)]
+        is_causal = piece.kind is PieceKind.CAUSAL
+        bias = _bias(piece, operands[0].dtype) if piece.kind is PieceKind.MASKED else None
+        dq, dk, dv = _backward_operator(*operands, merged.lse, 0.0, is_causal, attn_mask=bias, scale=scale)
+        if piece.kind is not PieceKind.FULL and math.isnan(dq.sum() + dk.sum() + dv.sum()):
+            return _REFERENCE.backward(q, k, v, merged, piece, scale)
+        return Gradients(dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]])
+
 
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors as the operator wants them; what is so already passes untouched, since short pieces are quick."""
-    dtype = accumulator_dtype(q.dtype)
-    if q.dtype != dtype:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    # Zeros beside q and k add nothing to a score; zeros beside v make columns of the output that are cut off again.
-    missing = q.shape[-1] - v.shape[-1]
-    if missing > 0:
-        v = pad(v, (0, missing))
-    elif missing < 0:
-        q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    return with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
+    """Zeros beside q and k add nothing to a score; zeros beside v make columns of the output that are cut off again."""
+    width = max(q.shape[-1], v.shape[-1])
+    return _operand(q, width), _operand(k, width), _operand(v, width)
+
+
+def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
+    """A tensor as the operator wants it; what is so already passes untouched, since short pieces are quick."""
+    dtype = accumulator_dtype(x.dtype)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    return with_unit_stride(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])))
 
 
 _Result = tuple[torch.Tensor, torch.Tensor]
@@ -86,9 +100,14 @@ def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, 
 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> _Result:
     assert piece.allowed is not None
-    bias = torch.zeros(piece.allowed.shape, dtype=q.dtype).masked_fill_(torch.tensor(~piece.allowed), -torch.inf)
-    out, lse = _operator(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    out, lse = _operator(q, k, v, 0.0, False, attn_mask=_bias(piece, q.dtype), scale=scale)
     return out, lse.masked_fill_(torch.tensor(~piece.allowed.any(axis=1)), -torch.inf)
+
+
+def _bias(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is seen, -inf where not."""
+    assert piece.allowed is not None
+    return torch.zeros(piece.allowed.shape, dtype=dtype).masked_fill_(torch.tensor(~piece.allowed), -torch.inf)
 
 
 _ATTEND = {PieceKind.FULL: _attend_full, PieceKind.CAUSAL: _attend_causal, PieceKind.MASKED: _attend_masked}

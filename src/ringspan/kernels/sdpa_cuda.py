@@ -1,21 +1,29 @@
-"""Attention of one piece by the fused CUDA operators of PyTorch that return the log-sum-exp.
+"""Attention of one piece by the fused CUDA operators of PyTorch that return the log-sum-exp, and its gradients.
 
-Thin on purpose: these have not been run on a GPU here, only traced for signatures, shapes and types. On a machine with
-a GPU `ringspan bench --selfcheck` runs every path of this file and compares it with the reference.
+Thin on purpose: these have not been run on a GPU here, neither forward nor backward, only traced for signatures, shapes
+and types. On a machine with a GPU `ringspan bench --selfcheck` runs every path of this file and compares it with dense
+attention.
 
 Heads that share a KV head: flash and cuDNN take them as they are; efficient wants as many heads on both sides and is
 called once for each head of a group, since repeating K and V would cost their memory. Flash and cuDNN take no mask that
 suits here, so MASKED pieces go to efficient with an additive mask. Each returns the lse as a natural logarithm, in
 shapes of its own. NaN and infinity spread inside a tile as these operators spread them: to look for it would make the
 host wait for the device at every piece.
+
+Backward, each operator derives delta from dout and out and the weights as exp(score - lse), so given what all pieces
+have merged it returns a piece's share. An lse of +inf makes the weights 0. The operators trust memory to be as their
+own forward pass leaves it, and mostly do not look: flash reads the lse as dense, efficient out as (batch, rows, heads,
+dim) and the lse with rows padded, and cuDNN keeps a compiled graph for the strides of q, k and v alone, whatever those
+of the others are.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from ringspan.kernels.base import Request, with_unit_stride
+from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial
 
@@ -29,13 +37,17 @@ HEAD_DIM_MULTIPLE = 8
 BIAS_MULTIPLE = 16
 """Rows of an additive mask must start at multiples of this many elements."""
 
+LSE_MULTIPLE = 32
+"""Efficient takes and returns the lse of so many rows, or a multiple."""
+
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One fused operator: `attend(q, k, v, is_causal, scale)` and what it takes."""
+    """One fused operator: `attend(q, k, v, is_causal, scale)`, its gradients, and what it takes."""
 
     name: str
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]
+    differentiate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, bool, float], Gradients]
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None = None
     equal_head_dims: bool = True
@@ -68,6 +80,16 @@ class CudaKernel:
             return _attend_masked(q, k, v, piece, scale)
         attend = self.attend if k.shape[2] >= self.min_keys else _attend_efficient
         return attend(q, k, v, piece.kind is PieceKind.CAUSAL, scale)
+
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
+    ) -> Gradients:
+        """A piece's share of the gradients."""
+        q, k, v = (with_unit_stride(x) for x in (q, k, v))
+        if piece.kind is PieceKind.MASKED:
+            return _differentiate_efficient(q, k, v, merged, False, scale, _bias(_hidden(piece, q), q))
+        differentiate = self.differentiate if k.shape[2] >= self.min_keys else _differentiate_efficient
+        return differentiate(q, k, v, merged, piece.kind is PieceKind.CAUSAL, scale)
 
 
 def _attend_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> Partial:
@@ -106,18 +128,97 @@ def _attend_efficient(
 
 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-    hidden = torch.tensor(piece.allowed).logical_not().to(q.device)
-    num_rows, num_keys = hidden.shape
-    row_stride = -(-num_keys // BIAS_MULTIPLE) * BIAS_MULTIPLE
-    bias = torch.zeros(num_rows, row_stride, dtype=q.dtype, device=q.device).narrow(1, 0, num_keys)
-    out, lse = _attend_efficient(q, k, v, False, scale, bias.masked_fill_(hidden, -torch.inf))
+    hidden = _hidden(piece, q)
+    out, lse = _attend_efficient(q, k, v, False, scale, _bias(hidden, q))
     # The operator says lse = 0 for a row that sees nothing.
     sees_nothing = hidden.all(-1)
     return Partial(out.masked_fill(sees_nothing.unsqueeze(-1), 0.0), lse.masked_fill(sees_nothing, -torch.inf))
 
 
-FLASH = CudaKernel("sdpa_flash", _attend_flash, HALF_TYPES, max_head_dim=256)
+def _hidden(piece: Piece, q: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(piece.allowed).logical_not().to(q.device)
+
+
+def _bias(hidden: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """0 where a key is seen, -inf where not."""
+    num_rows, num_keys = hidden.shape
+    row_stride = -(-num_keys // BIAS_MULTIPLE) * BIAS_MULTIPLE
+    bias = torch.zeros(num_rows, row_stride, dtype=q.dtype, device=q.device).narrow(1, 0, num_keys)
+    return bias.masked_fill_(hidden, -torch.inf)
+
+
+def _differentiate_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, is_causal: bool, scale: float
+) -> Gradients:
+    dout, out, lse = merged
+    lengths = (None, None, q.shape[2], k.shape[2])  # all rows of a batch are equally long
+    seed = _no_seed(q)
+    grads = _aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
+    )
+    return Gradients(*grads)
+
+
+def _differentiate_cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, is_causal: bool, scale: float
+) -> Gradients:
+    dout, out, lse = (x.contiguous() for x in merged)
+    lengths = (None, None, q.shape[2], k.shape[2])
+    seed = _no_seed(q)
+    if torch.__version__ >= "2.9":  # since then in cuDNN's own shape
+        lse = lse.unsqueeze(-1)
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed, seed, None, *lengths, 0.0, is_causal, scale=scale
+    )
+    return Gradients(*grads)
+
+
+def _differentiate_efficient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    merged: Merged,
+    is_causal: bool,
+    scale: float,
+    bias: torch.Tensor | None = None,
+) -> Gradients:
+    """`bias` is (rows, keys)."""
+    batch, _, num_rows, _ = q.shape
+    kv_heads = k.shape[1]
+    if bias is not None:
+        bias = bias.expand(batch, kv_heads, -1, -1)
+    seed = _no_seed(q)
+    padded_lse = pad(merged.lse, (0, -num_rows % LSE_MULTIPLE), value=torch.inf).contiguous()
+    groups = (torch.unflatten(x, 1, (kv_heads, -1)).unbind(2) for x in (q, merged.dout, merged.out, padded_lse))
+    parts = []
+    for member, dout, out, lse in zip(*groups, strict=True):
+        out_by_rows = out.transpose(1, 2).contiguous().transpose(1, 2)
+        *grads, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            *(dout, member, k, v, bias, out_by_rows, lse, seed, seed, 0.0),
+            (True, True, True, False),  # of q, k, v, not of the bias
+            is_causal,
+            scale=scale,
+        )
+        parts.append(grads)
+    if len(parts) == 1:
+        return Gradients(*parts[0])
+    dqs, dks, dvs = zip(*parts, strict=True)
+    dk, dv = (torch.stack(grads).sum(0, dtype=torch.float32) for grads in (dks, dvs))
+    return Gradients(torch.stack(dqs, 2).flatten(1, 2), dk, dv)
+
+
+def _no_seed(q: torch.Tensor) -> torch.Tensor:
+    """A state of random numbers. None are drawn, since nothing is dropped, but cuDNN's operator converts it anyway."""
+    return q.new_empty((), dtype=torch.int64)
+
+
+FLASH = CudaKernel("sdpa_flash", _attend_flash, _differentiate_flash, HALF_TYPES, max_head_dim=256)
 EFFICIENT = CudaKernel(
-    "sdpa_efficient", _attend_efficient, (*HALF_TYPES, torch.float32), equal_head_dims=False, needs_ampere=False
+    "sdpa_efficient",
+    _attend_efficient,
+    _differentiate_efficient,
+    (*HALF_TYPES, torch.float32),
+    equal_head_dims=False,
+    needs_ampere=False,
 )
-CUDNN = CudaKernel("sdpa_cudnn", _attend_cudnn, HALF_TYPES, max_head_dim=128, min_keys=2)
+CUDNN = CudaKernel("sdpa_cudnn", _attend_cudnn, _differentiate_cudnn, HALF_TYPES, max_head_dim=128, min_keys=2)

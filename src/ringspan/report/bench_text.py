@@ -24,7 +24,8 @@ def print_bench(result: Result, console: Console) -> None:
 
 def _print_title(page: Page, parameters: Parameters, machine: Machine) -> None:
     p = parameters
-    page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'rank')}, measured", "bold"))
+    what = "Exact attention and its gradients" if p.has_backward else "Exact attention"
+    page.console.print(Text(f"{what} on {format_count(p.world_size, 'rank')}, measured", "bold"))
     heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
     size = f"{format_count(p.seq_len, 'token')}, batch {p.batch}, {heads}, head_dim {p.head_dim}, {p.dtype}"
     turn = "" if p.direction is None else f", direction {p.direction}"
@@ -50,6 +51,9 @@ def _print_times(page: Page, result: Result) -> None:
         ("ideal: every rank its own tiles, no messages, no merging", result.ideal),
     ):
         table.add_row(name, *map(format_seconds, (timing.median_s, timing.fastest_s, timing.slowest_s)))
+    if result.predicted_s is not None:
+        off = result.predicted_s / result.ranks.median_s - 1
+        table.add_row(f"{ranks}, predicted ({100 * off:+.0f} %)", format_seconds(result.predicted_s))
     page.show(table)
     page.facts(
         [

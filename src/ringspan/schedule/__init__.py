@@ -12,7 +12,7 @@ from ringspan.schedule.actions import (
     Step,
     Transfer,
 )
-from ringspan.schedule.compile import AllMerged, Arrived, Do, Drop, Post, Program, Sent, compile_rank
+from ringspan.schedule.compile import AllMerged, Arrived, Do, Drop, Post, Program, Sent, compile_rank, first_reads
 from ringspan.schedule.complete import complete
 from ringspan.schedule.text import format_schedule, parse_schedule
 from ringspan.schedule.validate import validate
@@ -39,6 +39,7 @@ __all__ = [
     "Visible",
     "compile_rank",
     "complete",
+    "first_reads",
     "format_schedule",
     "parse_schedule",
     "validate",

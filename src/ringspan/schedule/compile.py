@@ -107,7 +107,7 @@ class _Compiler:
         merge_receives = [Transfer(merge.block, peer, self.rank) for merge in merges for peer in others]
         self.code.append(Post(t, (*sends, *merge_sends), (*receives, *merge_receives)))
         for transfer in (*sends, *merge_sends):
-            self.sends[_first_reads(self.schedule).get((t, transfer), t + 1)].append(Sent(t, transfer))
+            self.sends[first_reads(self.schedule).get((t, transfer), t + 1)].append(Sent(t, transfer))
         for transfer in receives:
             if transfer.block.is_sum:
                 self.sums.append(Arrived(t, transfer))
@@ -160,8 +160,8 @@ def _count_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
 
 
 @lru_cache(maxsize=64)
-def _first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
-    """For each transfer of an input, the step in which its receiver first reads it."""
+def first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
+    """For each transfer of an input, the step in which its receiver first attends it or sends it on."""
     waiting: dict[tuple[int, Block], tuple[int, Transfer]] = {}
     first: dict[tuple[int, Transfer], int] = {}
     for t, step in enumerate(schedule.steps):

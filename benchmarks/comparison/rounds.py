@@ -1,0 +1,174 @@
+"""How are contenders measured side by side, and where are the figures kept until there are enough?
+
+In every round each contender that is due runs once, in an order of its own, the two whose ratio matters next to each
+other, so that whatever the machine does to one it does to the other; ratios are taken within a round. A round in which
+other programs took part of the machine is thrown away, whatever it says. Rounds are kept in a file, point by point, so
+that a measurement can be stopped at any time and goes on where it was. Those of other code than the present one are
+thrown away too.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from comparison.points import IDEALS, OURS, PEERS, Point
+from comparison.team import BENCHMARKS, Sample, Team, TeamFailed
+
+PEER_LIMIT_BYTES = 10 * 2**30  # of one rank
+PEER_LIMIT_S = 300.0
+MOST_OTHERS = 0.05  # of the machine, that other programs may take in a round
+TRIED = 3  # rounds after which only the faster of the two ideals goes on
+_STAT = Path("/proc/stat")
+_COARSE_S = 0.04  # how far the count there may be off, in hundredths of each core
+_BESIDE = {"bench", "cli", "report", "lesson", "teaching.py", "simulate.py"}  # no part of a call
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known about a point: rounds of samples, why some contenders did not run, and whose results are wrong."""
+
+    rounds: list[dict[str, Sample]] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    code: str = ""
+
+    def count(self, contender: str) -> int:
+        """In how many rounds it ran."""
+        return sum(contender in it for it in self.rounds)
+
+    def ideal(self) -> str:
+        """The faster one: both have run in the first rounds, and the one that goes on is the one with more."""
+        return max(IDEALS, key=lambda name: (self.count(name), -self._seconds(name)))
+
+    def _seconds(self, contender: str) -> float:
+        return sum(it[contender].seconds for it in self.rounds if contender in it)
+
+
+class Store:
+    """The file of all records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._records: dict[str, Record] = {}
+        if path.exists():
+            for name, it in json.loads(path.read_text()).items():
+                rounds = [{who: Sample(*sample) for who, sample in one.items()} for one in it.pop("rounds")]
+                self._records[name] = Record(rounds, **it)
+
+    def record(self, point: Point) -> Record:
+        """What is known of the present code; nothing if there is none."""
+        record = self._records.get(point.name)
+        if record is None or record.code != _code():
+            record = self._records[point.name] = Record(code=_code())
+        return record
+
+    def forget(self, point: Point) -> None:
+        """Begin anew."""
+        self._records.pop(point.name, None)
+
+    def save(self) -> None:
+        """All of it, or what was there before."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({name: asdict(record) for name, record in self._records.items()}))
+        new.replace(self._path)
+
+
+def _code() -> str:
+    """A fingerprint of what is measured."""
+    source = BENCHMARKS.parent / "src" / "ringspan"
+    files = [path for path in source.rglob("*.py") if path.relative_to(source).parts[0] not in _BESIDE]
+    files += [BENCHMARKS / "comparison" / f"{name}.py" for name in ("ours", "torch_only", "peers", "case")]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
+
+
+def measure(
+    point: Point,
+    store: Store,
+    pairs: int,
+    deadline: float,
+    peers_python: str | None,
+    most_others: float,
+    tell: Callable[[str], None],
+) -> None:
+    """Add rounds to the point's record until there are enough or the time is up."""
+    record, num_rounds = store.record(point), point.num_rounds(pairs)
+    peers = [it for it in point.peers if peers_python is not None and it not in record.failures]
+    if len(record.rounds) >= num_rounds and all(record.count(it) for it in peers):
+        return
+    with _teams(point, record, peers, peers_python) as teams:
+        for contender in point.contenders:
+            if point.every(contender) == 1:
+                teams[contender].run(contender)  # the first run of a process is no measure
+        while len(record.rounds) < num_rounds or any(it in teams and not record.count(it) for it in peers):
+            if time.monotonic() > deadline:
+                return
+            busy_s, start_s = _busy_seconds(), time.monotonic()
+            samples = _round(point, record, teams)
+            own_s = sum(it.cpu_seconds for it in samples.values())
+            others = (
+                max(0.0, _busy_seconds() - busy_s - own_s - _COARSE_S)
+                / (time.monotonic() - start_s)
+                / (os.cpu_count() or 1)
+            )
+            brief = ", ".join(f"{name} {sample.seconds:.3f}" for name, sample in samples.items())
+            tell(f"{point.name}: round {len(record.rounds) + 1} of {num_rounds}: {brief}; others {others:.0%}")
+            if others <= most_others:
+                record.rounds.append(samples)
+                store.save()
+
+
+@contextmanager
+def _teams(point: Point, record: Record, peers: list[str], peers_python: str | None) -> Iterator[dict[str, Team]]:
+    """The team of every contender: one for those of this environment, and one for each peer that runs."""
+    home = Team(sys.executable, point, point.contenders)
+    teams = dict.fromkeys(point.contenders, home)
+    try:
+        if home.wrong:
+            raise TeamFailed("; ".join(f"{name}: {text}" for name, text in home.wrong.items()))
+        for peer in peers:
+            assert peers_python is not None
+            try:
+                teams[peer] = Team(peers_python, point, (peer,), PEER_LIMIT_BYTES, PEER_LIMIT_S)
+            except TeamFailed as error:
+                record.failures[peer] = str(error)
+            else:
+                record.wrong |= teams[peer].wrong
+        yield teams
+    finally:
+        for team in set(teams.values()):
+            team.close()
+
+
+def _round(point: Point, record: Record, teams: dict[str, Team]) -> dict[str, Sample]:
+    index = len(record.rounds)
+    due = [it for it in teams if record.count(it) <= index // point.every(it)]
+    if OURS in due and index >= TRIED and point.peers:
+        due.remove(min(IDEALS, key=lambda name: name == record.ideal()))
+    random.Random(index).shuffle(due)
+    due.sort(key=lambda it: it in (OURS, *IDEALS))
+    samples = {}
+    for contender in due:
+        try:
+            samples[contender] = teams[contender].run(contender)
+        except TeamFailed as error:
+            if contender not in PEERS:
+                raise
+            record.failures[contender] = str(error)
+            teams.pop(contender).close()
+    return samples
+
+
+def _busy_seconds() -> float:
+    """Of all cores since the machine was started, with what a host took from them; 0 where nobody counts them."""
+    if not _STAT.exists():
+        return 0.0
+    user, nice, system, _idle, _wait, *interrupts_and_stolen = map(int, _STAT.read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")

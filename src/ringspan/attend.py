@@ -1,0 +1,286 @@
+"""One call on this rank, forward or backward: checked, agreed upon by all ranks, then run.
+
+Everything is checked before the first message: the arguments on this rank, then, by the contract, that all ranks mean
+the same call. A rank that fails in the middle of a call tells the others, which would wait for it in vain.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
+from ringspan.arguments import Looks, check_looks, check_rows, check_timeout, look_at
+from ringspan.calibrate import measure_machine
+from ringspan.choose import RingWork, choose_by_time
+from ringspan.contract import Signature
+from ringspan.encoded import EncodedArithmetic, EncodedWire
+from ringspan.errors import LayoutError, TransportError, UnsupportedError
+from ringspan.execute import Event
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.layout import Layout
+from ringspan.mask import Mask
+from ringspan.quantize import Format, encode_kv, encoded_dtypes, find_format
+from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, run_backward, run_forward
+from ringspan.schedule import Block
+from ringspan.session import Session, session_of
+from ringspan.softmax import Partial
+from ringspan.tiles import Problem, check_kinds, softmax_scale
+
+_LOG = logging.getLogger("ringspan")
+_Result = TypeVar("_Result")
+Pass = Literal["forward", "forward, to be differentiated", "backward"]
+
+
+class Attention(NamedTuple):
+    """What `attention` returns with `return_lse`: out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Options(NamedTuple):
+    """What all ranks must ask for alike."""
+
+    mask: Mask
+    layout: Layout
+    kv_layout: Layout
+    algorithm: str
+    mesh: tuple[int, int] | None
+    direction: Direction | None
+    kernel: str
+    scale: float | None
+    wire: str | None
+    reproducible: bool
+
+
+class Call(NamedTuple):
+    """What is asked for, apart from the tensors."""
+
+    options: Options
+    group: Any
+    timeout_s: float | None
+    contract: bool
+    record: Callable[[Event], None] | None
+
+
+class _Plan(NamedTuple):
+    """All that depends on the kind of call only, not on its numbers."""
+
+    prepared: Prepared
+    kernel: Kernel
+    scale: float
+    form: Format | None  # in which k and v travel
+    signature: Signature
+
+
+class _Ready(NamedTuple):
+    """A call that all ranks are about to make."""
+
+    plan: _Plan
+    session: Session
+    timeout_s: float
+    record: Callable[[Event], None] | None
+
+
+def run_attention(
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    wants_grad: bool,
+) -> Attention:
+    """This rank's out, in q's type, and lse, with the sinks taken in."""
+    ready = _prepare(call, q, k, v, sinks, "forward, to be differentiated" if wants_grad else "forward")
+    out, lse = _run(run_forward, ready, q, k, v)
+    if sinks is not None:
+        out, lse = _with_sinks(Partial(out, lse), sinks)
+    return Attention(out.to(q.dtype), lse)
+
+
+def run_gradients(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, merged: Merged
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """This rank's dq, dk, dv, each in the type of its tensor, and its share of dsinks."""
+    ready = _prepare(call, q, k, v, sinks, "backward")
+    dq, dk, dv = _run(run_backward, ready, q, k, v, merged)
+    dsinks = None if sinks is None else _sink_gradients(merged, sinks)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _prepare(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, which: Pass
+) -> _Ready:
+    session = session_of(call.group)
+    transport = session.transport
+    timeout_s = transport.timeout_s
+    options = call.options
+    try:
+        timeout_s = check_timeout(call.timeout_s, timeout_s)
+        looks = look_at(q, k, v, sinks)
+        check_kinds(options.mask, options.layout, options.kv_layout)
+        options = _without_auto(options, looks, session)
+        plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
+    except TransportError:
+        raise  # the others know
+    except Exception as error:
+        if call.contract and transport.world_size > 1:
+            session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
+        raise
+    if call.contract:
+        session.contract.agree(plan.signature, timeout_s)
+    return _Ready(plan, session, timeout_s, call.record)
+
+
+def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: Any) -> _Result:
+    (prepared, kernel, scale, form, _), session, timeout_s, record = ready
+    transport = session.transport
+    device = q.device.type
+    # Sums are kept in a type of our choice.
+    as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    arithmetic = TorchArithmetic(kernel, scale, q)
+    wire = TransportWire(transport, session.buffers, prepared.problem, q, timeout_s)
+    try:
+        with as_it_is:
+            if form is not None:
+                k, v = tensors
+                tensors = encode_kv(k, v, form)
+                arithmetic = EncodedArithmetic(kernel, scale, q)
+                wire = EncodedWire(transport, session.buffers, prepared.problem, q, timeout_s, encoded_dtypes(form))
+            result = run(
+                prepared,
+                q,
+                *tensors,
+                arithmetic=arithmetic,
+                wire=wire,
+                rank=transport.rank,
+                record=record,
+            )
+    except TransportError:
+        raise  # the others know
+    except Exception as error:
+        # The other ranks are in the middle of this call; without a word they would wait for this one.
+        transport.abort(f"rank {transport.rank} failed: {error}")
+        raise
+    session.buffers.trim()
+    return result
+
+
+def _with_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
+    """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
+    lse = torch.logaddexp(part.lse, sinks.to(part.lse.dtype)[:, None])
+    # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
+    share = (part.lse - lse).exp_().nan_to_num_(nan=0.0)
+    return Partial(part.out * share.unsqueeze(-1), lse)
+
+
+def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
+    """A sink of weight p takes p · delta from its row: its value is 0, where the row's own is delta."""
+    dout, out, lse = merged
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp_().nan_to_num_(nan=0.0)
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _refuse_unbuilt(options: Options) -> None:
+    """Options that are designed but not built yet are refused, never ignored."""
+    if options.reproducible:
+        raise UnsupportedError("reproducible=True: not built yet; leave it out")
+
+
+def _check_wire(options: Options, which: Pass) -> Format | None:
+    """The format of wire=, where K and V travel and no gradients are wanted."""
+    if options.wire is None:
+        return None
+    form = find_format("wire", options.wire)
+    if which != "forward":
+        raise UnsupportedError(
+            f"wire={options.wire!r}: gradients through rounded K and V would not be exact; call under torch.no_grad()"
+        )
+    if options.algorithm == "pass_q":
+        raise UnsupportedError(f"wire={options.wire!r}: in pass_q K and V do not travel; leave it out")
+    return form
+
+
+def _without_auto(options: Options, looks: Looks, session: Session) -> Options:
+    """For algorithm="auto" the one that should be faster here, with its reason in the log."""
+    if options.algorithm != "auto":
+        return options
+    world_size = session.transport.world_size
+    if world_size == 1 or options.layout.world_size != world_size or options.kv_layout.world_size != world_size:
+        return options._replace(algorithm="pass_kv")
+    work = _ring_work(options, looks)
+    choice = choose_by_time(work, None, world_size)
+    if choice is None:
+        q = looks.q
+        figures = measure_machine(session, dtype=q.dtype, head_dim=q.shape[3], device=q.device)
+        choice = choose_by_time(work, figures, world_size)
+        assert choice is not None
+    _LOG.info(choice.reason)
+    # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
+    wire = options.wire if choice.algorithm == "pass_kv" else None
+    return options._replace(algorithm=choice.algorithm, wire=wire)
+
+
+@lru_cache(maxsize=256)
+def _ring_work(options: Options, looks: Looks) -> RingWork:
+    shapes = check_looks(looks)
+    if options.wire is not None:
+        shapes = replace(shapes, is_encoded=True)
+    problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
+    pairs = problem.layout.count_pairs(problem.mask, problem.kv_layout).sum() / problem.world_size
+    rows = 1 if problem.mask.rows is None else len(problem.mask.rows)
+    flops = 2 * pairs * shapes.batch[0] / rows * shapes.heads.num_heads * (shapes.head_dim + shapes.v_head_dim)
+    largest = {
+        kind: max(problem.block_bytes(Block(kind, rank)) for rank in range(problem.world_size))
+        for kind in ("kv", "q", "out")
+    }
+    return RingWork(float(flops), largest["kv"], largest["q"], largest["out"])
+
+
+@lru_cache(maxsize=256)
+def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: int, group_mesh: Mesh | None) -> _Plan:
+    shapes = check_looks(looks)
+    _refuse_unbuilt(options)
+    form = _check_wire(options, which)
+    if form is not None:
+        shapes = replace(shapes, is_encoded=True)
+    problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
+    check_rows(problem, rank, world_size, looks)
+    algorithm = options.algorithm
+    if algorithm not in ALGORITHMS:
+        choices = ", ".join(["auto", *ALGORITHMS])
+        raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; use one of {choices}")
+    asked_mesh = as_mesh(options.mesh)
+    if asked_mesh is not None and group_mesh is not None and asked_mesh != group_mesh:
+        raise LayoutError(f"mesh={tuple(asked_mesh)}: the group's own mesh is {tuple(group_mesh)}; leave mesh out")
+    # A group of two dimensions serves the algorithms of one as well.
+    takes = ALGORITHMS[algorithm].options
+    mesh = asked_mesh or (group_mesh if "mesh" in takes else None)
+    direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
+    kernel = choose_kernel(options.kernel, Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim))
+    scale = softmax_scale(options.scale, shapes.head_dim)
+    fields = {
+        "pass": which,
+        "batch": shapes.batch[0],
+        "heads": f"{shapes.heads.num_heads} over {shapes.heads.num_kv_heads}",
+        "head_dim": f"{shapes.head_dim}, {shapes.v_head_dim} for v",
+        "dtype": looks.q.dtype,
+        "mask": problem.mask,
+        "layout": problem.layout.fingerprint(),
+        "kv_layout": problem.kv_layout.fingerprint(),
+        "algorithm": " ".join(map(str, filter(None, (algorithm, mesh and tuple(mesh), direction)))),
+        "scale": scale,
+        "kernel": kernel.name,
+        "wire": options.wire or "as it is",
+        "sinks": "none" if looks.sinks is None else "given",
+    }
+    side = problem.lighter_side() if which == "backward" else None
+    prepared = prepare(problem, rank, algorithm, mesh, direction, side)
+    return _Plan(prepared, kernel, scale, form, Signature.of(fields))

@@ -1,0 +1,212 @@
+"""How does a call take part in autograd and in torch.compile?
+
+What is kept for the backward pass is this rank's q, k, v, out and lse. The backward pass is a call of its own: every
+rank must make it, in the same order as the others, as with any collective.
+
+Two ways lead to the same functions: an autograd Function for eager calls, which costs little, and a pair of custom
+operators for compiled ones, which the compiler takes as they are. An operator takes numbers and tensors only, so the
+rest of a call is kept in a table, where the compiled program finds it by its index.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+
+from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
+from ringspan.balance import balanced
+from ringspan.errors import UnsupportedError
+from ringspan.kernels.base import Merged
+from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.mask import Mask, documents, frame_causal, per_row, prefix, sliding_window
+from ringspan.softmax import accumulator_dtype
+
+
+def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Attention:
+    """Attention, differentiable where one of the tensors asks for it."""
+    wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, sinks))
+    if torch.compiler.is_compiling():
+        out, lse = _attend_op(q, k, v, sinks, _constant(call), wants_grad)
+        return Attention(out, _lse_op(lse, out))
+    if wants_grad:
+        return Attention(*_Attend.apply(q, k, v, sinks, call))  # type: ignore[no-untyped-call]
+    return run_attention(call, q, k, v, sinks, wants_grad)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = run_attention(call, q, k, v, sinks, wants_grad=True)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = _check_grads(out, *grads)
+        with torch.no_grad():
+            gradients = run_gradients(ctx.call, q, k, v, sinks, Merged(dout, out, lse))
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _Once.apply(*gradients, dout, q, k, v)  # type: ignore[no-untyped-call]
+        return *gradients, None
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated themselves: says so when somebody tries."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:4])
+
+    @staticmethod
+    def backward(ctx: Any, *_: object) -> None:  # noqa: ARG004
+        raise UnsupportedError("attention has first derivatives only; leave out create_graph, or detach its gradients")
+
+
+def _refuse_lse() -> NoReturn:
+    raise UnsupportedError("the lse of attention has no gradient; use lse.detach() in what is differentiated")
+
+
+def _check_grads(out: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> torch.Tensor:
+    if dlse is not None:
+        _refuse_lse()
+    return torch.zeros_like(out) if dout is None else dout
+
+
+_calls: list[Call] = []
+
+
+def _constant(call: Call) -> int:
+    """The index of a call while a program is compiled, which is compiled anew for another one.
+
+    The fields are given one by one, since the compiler then has the very objects and guards each of them. It would make
+    a variable of a number that changes from call to call, unless told to take it as it is.
+    """
+    options = call.options._replace(scale=_as_it_is(call.options.scale))
+    return _enter(*options, call.group, _as_it_is(call.timeout_s), *call[3:])
+
+
+def _as_it_is(number: float | None) -> float | None:
+    (constant,) = {number}  # what is in a set must have a hash, and so a value
+    return constant
+
+
+def _enter(*fields: Any) -> int:
+    """The index of a call. It stays in the table, since a compiled program may ask for it at any time."""
+    num_options = len(Options._fields)
+    options, (group, *others) = Options(*fields[:num_options]), fields[num_options:]
+    # While it compiles, torch 2.13 has a stand-in for a process group.
+    _calls.append(Call(options, getattr(group, "real_obj", group), *others))
+    return len(_calls) - 1
+
+
+# What torch.compiler.assume_constant_result would do, which imports the compiler: a second for all who never compile.
+vars(_enter).update(_dynamo_marked_constant=True)
+
+# The compiler follows neither NumPy nor slots. Where it may break the graph it calls these as they are; else it says
+# why it cannot. causal() and full() have no fields, and no need of this.
+_BUILT_OUTSIDE = (
+    Layout.__post_init__,
+    Mask.__and__,
+    Mask.__or__,
+    balanced,
+    contiguous,
+    documents,
+    frame_causal,
+    per_row,
+    prefix,
+    sliding_window,
+    striped,
+    zigzag,
+)
+for _build in _BUILT_OUTSIDE:
+    vars(_build).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg="ringspan: build masks and layouts outside of the compiled function",
+    )
+
+
+@torch.library.custom_op("ringspan::attend", mutates_args=())
+def _attend_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: int, wants_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = run_attention(_calls[call], q, k, v, sinks, wants_grad)
+    return out.contiguous(), lse.contiguous()
+
+
+@_attend_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,  # noqa: ARG001
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,  # noqa: ARG001
+    call: int,  # noqa: ARG001
+    wants_grad: bool,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+@torch.library.custom_op("ringspan::attend_backward", mutates_args=())
+def _attend_backward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *gradients, dsinks = run_gradients(_calls[call], q, k, v, sinks, Merged(dout, out, lse))
+    dq, dk, dv = (x.contiguous() for x in gradients)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+@_attend_backward_op.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    dout: torch.Tensor,  # noqa: ARG001
+    out: torch.Tensor,  # noqa: ARG001
+    lse: torch.Tensor,  # noqa: ARG001
+    call: int,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.call, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    dout = _check_grads(out, *grads)
+    dq, dk, dv, dsinks = _attend_backward_op(q, k, v, sinks, dout, out, lse, ctx.call)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None
+
+
+_attend_op.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("ringspan::lse", mutates_args=())
+def _lse_op(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """The lse as if it could be differentiated like out, so that doing so is refused; else it would be a constant."""
+    return lse.clone()
+
+
+@_lse_op.register_fake
+def _(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return torch.empty_like(lse)
+
+
+_lse_op.register_autograd(lambda *_: _refuse_lse())

@@ -1,0 +1,205 @@
+"""How fast is this machine, in the planner's terms? The curves of one rank, measured while all ranks are at work.
+
+Tiles run through the runtime's own arithmetic, so slabs and copies count as they will in a call; all ranks compute at
+the same time, since cores share memory and power. Messages go both ways at once, as in a ring.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ringspan.bench.calibration import Calibration, fit_attention, fit_link
+from ringspan.bench.group import gather_values, meet
+from ringspan.bench.launch import Progress
+from ringspan.bench.settings import Job, Settings
+from ringspan.cost import RINGSPAN
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Request
+from ringspan.pieces import Piece, PieceKind
+from ringspan.runtime import TorchArithmetic
+from ringspan.schedule import Block
+from ringspan.session import Session, session_of
+from ringspan.transports.base import Handle, Receive, Send
+
+TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)
+MESSAGE_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
+STOLEN_FROM = 2048  # tokens of the tile that is computed while a message travels
+REPEATS = 5  # at least
+MOST_REPEATS = 25
+BUDGET_S = 1.0  # for more than that
+
+
+class _Here(NamedTuple):
+    settings: Settings
+    session: Session
+    device: torch.device
+    arithmetic: TorchArithmetic
+
+
+def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Calibration | None:
+    """One rank's part; the curves are on rank 0, None on the others."""
+    assert job.settings is not None
+    settings, session = job.settings, session_of(group)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    kernel = choose_kernel(settings.kernel, Request(device, dtype, settings.head_dim, settings.head_dim))
+    like = torch.empty(1, dtype=dtype, device=device)
+    here = _Here(settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
+    lengths = [n for n in TILE_LENGTHS if n <= max(settings.seq_len, TILE_LENGTHS[0])]
+    total = 2 * len(lengths) + len(MESSAGE_BYTES) + 2
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for i, (kind, n) in enumerate((kind, n) for kind in ("full", "causal") for n in lengths):
+        report(Progress(i, total, f"a {kind} tile of {n:,} tokens"))
+        seconds[kind, n] = _tile_s(here, n, PieceKind(kind))
+    report(Progress(2 * len(lengths), total, "merging"))
+    merging_s = _merge_s(here, lengths[-1])
+    messages: list[tuple[int, list[float]]] = []
+    for i, nbytes in enumerate(MESSAGE_BYTES if session.transport.world_size > 1 else ()):
+        report(Progress(2 * len(lengths) + 1 + i, total, f"messages of {nbytes:,} bytes"))
+        messages.append((nbytes, _message_s(here, nbytes)))
+    report(Progress(total - 1, total, "a tile while a message travels"))
+    stolen_s = _stolen_s(here) if session.transport.world_size > 1 else [0.0]
+    everyone = gather_values(session.transport, (seconds, merging_s, messages, stolen_s), settings.timeout_s)
+    if session.transport.rank:
+        return None
+    return _conclude(here, kernel.name, lengths, everyone)
+
+
+def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequence[Any]) -> Calibration:
+    settings = here.settings
+    slowest = {key: _slowest([rank[0][key] for rank in everyone]) for key in everyone[0][0]}
+    heads = settings.batch * settings.num_heads
+    flops = 4.0 * heads * settings.head_dim
+    full = [(n, flops * n * n, slowest["full", n]) for n in lengths]
+    causal = [(n, flops * n * (n + 1) / 2, slowest["causal", n]) for n in lengths]
+    elements = lengths[-1] * heads * settings.head_dim
+    messages = [(n, _slowest([rank[2][i][1] for rank in everyone])) for i, (n, _) in enumerate(everyone[0][2])]
+    return Calibration(
+        attention=fit_attention(kernel, full, causal),
+        link=fit_link(messages),
+        steals=max(0.0, _slowest([rank[3] for rank in everyone])) / messages[-1][1] if messages else 0.0,
+        merge_bytes_per_s=elements * RINGSPAN.merge_bytes / _slowest([rank[1] for rank in everyone]),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(everyone),
+        memory_bytes_per_s=_read_bytes_per_s(here.device),
+        dense_flops_per_s=_matmul_flops_per_s(here.device),
+        node_size=len(everyone),
+        about=f"{settings.dtype}, head_dim {settings.head_dim}, {len(everyone)} ranks over {settings.carrier}",
+        tiles=tuple((kind, n, slowest[kind, n]) for kind, n in slowest),
+        messages=tuple(messages),
+    )
+
+
+def _slowest(of_ranks: Sequence[Sequence[float]]) -> float:
+    """Of every repeat the slowest rank counts, for which the others wait; of the repeats the middle one."""
+    return float(statistics.median(max(seconds) for seconds in zip(*of_ranks, strict=True)))
+
+
+def _time(here: _Here, call: Callable[[], object]) -> list[float]:
+    """Seconds of every repeat, all ranks beginning together; the first two are not counted."""
+    seconds: list[float] = []
+    num_repeats = 2 + REPEATS
+    while len(seconds) < num_repeats:
+        meet(here.session.transport, here.settings.timeout_s)
+        start_s = time.perf_counter()
+        call()
+        _finish(here.device)
+        seconds.append(time.perf_counter() - start_s)
+        if len(seconds) == 2:
+            told = gather_values(here.session.transport, seconds[1], here.settings.timeout_s)
+            num_repeats = 2 + max(REPEATS, min(MOST_REPEATS, int(BUDGET_S / max(told))))
+    return seconds[2:]
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _operands(here: _Here, n: int) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    settings = here.settings
+    dtype = getattr(torch, settings.dtype)
+
+    def some(heads: int) -> torch.Tensor:
+        return torch.randn(settings.batch, heads, n, settings.head_dim).to(here.device, dtype)
+
+    q, k, v = some(settings.num_heads), some(settings.num_kv_heads), some(settings.num_kv_heads)
+    shape = (settings.batch, settings.num_heads, n)
+    sums = here.arithmetic.new_sum(Block("out", 0), ((*shape, settings.head_dim), (*shape, 1)))
+    return (q,), (k, v), sums
+
+
+def _tile_s(here: _Here, n: int, kind: PieceKind) -> list[float]:
+    q, kv, out = _operands(here, n)
+    piece = Piece(slice(0, n), slice(0, n), kind, None, None)
+    return _time(here, lambda: here.arithmetic.attend(piece, q, kv, out, True))
+
+
+def _merge_s(here: _Here, n: int) -> list[float]:
+    block, into, part = Block("out", 0), _operands(here, n)[2], _operands(here, n)[2]
+    return _time(here, lambda: here.arithmetic.merge(block, into, part))
+
+
+def _stolen_s(here: _Here) -> list[float]:
+    """How much longer a tile takes while the largest message travels both ways, by pairs of repeats."""
+    q, kv, out = _operands(here, STOLEN_FROM)
+    piece = Piece(slice(0, STOLEN_FROM), slice(0, STOLEN_FROM), PieceKind.FULL, None, None)
+    exchange = _exchange(here, MESSAGE_BYTES[-1])
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(2 * MOST_REPEATS):
+        is_sending = bool(i % 2)
+        meet(here.session.transport, here.settings.timeout_s)
+        handles = exchange() if is_sending else ()
+        start_s = time.perf_counter()
+        here.arithmetic.attend(piece, q, kv, out, True)
+        _finish(here.device)
+        seconds[is_sending].append(time.perf_counter() - start_s)
+        for handle in handles:
+            handle.wait(here.settings.timeout_s)
+    return [busy - free for free, busy in zip(seconds[False], seconds[True], strict=True)]
+
+
+def _message_s(here: _Here, nbytes: int) -> list[float]:
+    exchange = _exchange(here, nbytes)
+
+    def wait() -> None:
+        for handle in exchange():
+            handle.wait(here.settings.timeout_s)
+
+    return _time(here, wait)
+
+
+def _exchange(here: _Here, nbytes: int) -> Callable[[], Sequence[Handle]]:
+    """Starts a message to the next rank and one from the rank before."""
+    transport = here.session.transport
+    rank, size = transport.rank, transport.world_size
+    sent, buffer = (torch.zeros(nbytes, dtype=torch.uint8, device=here.device) for _ in range(2))
+
+    def exchange() -> Sequence[Handle]:
+        posted = transport.exchange([Send((rank + 1) % size, sent)], [Receive((rank - 1) % size, buffer)])
+        return *posted.receives, *posted.sends
+
+    return exchange
+
+
+def _read_bytes_per_s(device: torch.device) -> float:
+    x = torch.ones(2**24, device=device)
+    return x.nbytes / _best_s(lambda: float(x.sum()))
+
+
+def _matmul_flops_per_s(device: torch.device) -> float:
+    x = torch.ones(1024, 1024, device=device)
+    return 2.0 * 1024**3 / _best_s(lambda: float((x @ x)[0, 0]))
+
+
+def _best_s(call: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        start_s = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start_s)
+    return float(np.min(seconds))

@@ -1,0 +1,67 @@
+"""What would a call cost if ranks had nothing to do but attention: no messages, nothing merged?
+
+Every rank computes the pieces its own program gives it, with the kernel of the call. Whose values they are makes no
+difference to the time, so one set of tensors of the right shapes serves for all blocks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ringspan.bench.inputs import Inputs
+from ringspan.kernels.base import Kernel, Merged
+from ringspan.pieces import Piece
+from ringspan.runtime import Prepared
+from ringspan.schedule import Block
+from ringspan.softmax import accumulator_dtype
+from ringspan.tiles import Compute, Shape
+
+
+class Operands(NamedTuple):
+    """What a kernel takes for one piece; `merged` only in the backward pass."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    merged: Merged | None
+    piece: Piece
+
+
+def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
+    """The pieces of a rank's program, forward or backward."""
+    problem = prepared.problem
+    tensors = {tuple(x.shape): x for x in inputs}
+
+    def tensor(shape: Shape) -> torch.Tensor:
+        if shape not in tensors:
+            tensors[shape] = inputs.q.new_empty(shape).normal_()
+        return tensors[shape]
+
+    def merged(block: Block) -> Merged | None:
+        if block.kind == "q":
+            return None
+        _, dout, out, lse = problem.block_shapes(block)
+        # About the lse of so many random keys: weights of another size are cheaper or dearer to compute.
+        typical = torch.full(
+            lse[:-1], math.log(problem.kv_layout.num_positions), dtype=accumulator_dtype(inputs.q.dtype)
+        )
+        return Merged(tensor(dout), tensor(out), typical.to(inputs.q.device))
+
+    for instruction in prepared.program:
+        for tile in instruction.tiles if isinstance(instruction, Compute) else ():
+            q, whole = tensor(problem.block_shapes(tile.q)[0]), merged(tile.q)
+            k, v = map(tensor, problem.block_shapes(tile.kv))
+            for piece in tile.pieces:
+                part = whole and Merged(*(x[:, :, piece.q] for x in whole))
+                yield Operands(q[:, :, piece.q], k[:, :, piece.kv], v[:, :, piece.kv], part, piece)
+
+
+def attend_pieces(kernel: Kernel, scale: float, pieces: Sequence[Operands]) -> None:
+    """Compute them, one after the other, and forget the results."""
+    for q, k, v, merged, piece in pieces:
+        if merged is None:
+            kernel.forward(q, k, v, piece, scale)
+        else:
+            kernel.backward(q, k, v, merged, piece, scale)

@@ -1,0 +1,90 @@
+"""What is to be measured of a cache, and what was found: plain data, without torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ringspan.bench.result import Timing
+from ringspan.errors import ShapeError
+
+MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # percent of all tokens that are new
+WAYS = ("pass_kv", "pass_q", "auto")
+PARTS = ("attention", "sendrecv", "all_to_all", "pass_q", "one_shot")
+"""Of decode: a rank's part of the cache, a block of queries to the next rank, partial results to all others; and the
+whole, with the queries sharded by sequence and with all of them on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSettings:
+    """Prefill: `seq_len` tokens in all. Decode: contexts up to `seq_len`, batches of 1 and of `batch`."""
+
+    phase: Literal["prefill", "decode"]
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kernel: str
+    repeats: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the same number "
+                "of query heads; use a number of KV heads that divides the query heads"
+            )
+        if self.seq_len < 128:
+            raise ShapeError(f"{self.seq_len} tokens: give 128 or more, so that 1 % of them is something")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """Time to the first token of one layer, at one miss rate."""
+
+    miss_percent: int
+    new_tokens: int
+    cached_tokens: int
+    times: dict[str, Timing]  # by WAYS
+    picked: str
+    reason: str
+    error: float
+
+    @property
+    def over_better(self) -> float:
+        """How much longer than the better one the pick of auto took."""
+        pass_kv, pass_q, auto = (self.times[way].median_s for way in WAYS)
+        return auto / min(pass_kv, pass_q) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """Time per token of one layer: its parts, each measured alone, and the whole of it."""
+
+    context: int
+    batch: int
+    times: dict[str, Timing]  # by PARTS
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResult:
+    """Everything."""
+
+    settings: InferenceSettings
+    world_size: int
+    transport: str
+    machine: str
+    tolerance: float
+    prefill: tuple[PrefillPoint, ...] = ()
+    decode: tuple[DecodePoint, ...] = ()
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether every point is as exact as its type allows."""
+        return self.error <= self.tolerance
+
+    @property
+    def error(self) -> float:
+        """The largest difference from the exact result."""
+        return max([*(point.error for point in self.prefill), *(point.error for point in self.decode)])

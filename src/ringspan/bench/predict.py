@@ -1,0 +1,30 @@
+"""What would the planner have said about a measurement? The same schedule, on a calibrated device. Needs no torch."""
+
+from ringspan.algorithms import build_schedule
+from ringspan.bench.settings import Settings
+from ringspan.catalog import Device
+from ringspan.cost import RINGSPAN, Shard
+from ringspan.schedule import visible_blocks
+from ringspan.timeline import Timeline, schedule_timeline
+
+
+def predict_timeline(settings: Settings, device: Device) -> Timeline:
+    """Of one forward call."""
+    problem = settings.problem()
+    shapes = problem.shapes
+    shard = Shard(
+        batch=settings.batch,
+        num_heads=settings.num_heads,
+        num_kv_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        v_head_dim=settings.head_dim,
+        kv_elements=2 * settings.num_kv_heads * settings.head_dim,
+        itemsize=shapes.itemsize,
+        wire="bf16",
+        practice=RINGSPAN,
+    )
+    visible = visible_blocks(settings.mask, settings.layout)
+    schedule = build_schedule(
+        settings.algorithm, visible, heads=shapes.heads, mesh=settings.mesh, direction=settings.direction
+    )
+    return schedule_timeline(schedule, problem, shard, device, device.node_size)

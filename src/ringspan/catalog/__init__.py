@@ -1,0 +1,22 @@
+"""Models, devices and links by name, with a source for every figure; see `data/*.toml`."""
+
+from ringspan.catalog.devices import Attention, Cluster, Device, Link, load_device, load_link, parse_devices
+from ringspan.catalog.models import load_model, model_names
+from ringspan.catalog.shapes import Experts, Latent, Model, Video, Window
+
+__all__ = [
+    "Attention",
+    "Cluster",
+    "Device",
+    "Experts",
+    "Latent",
+    "Link",
+    "Model",
+    "Video",
+    "Window",
+    "load_device",
+    "load_link",
+    "load_model",
+    "model_names",
+    "parse_devices",
+]

@@ -1,0 +1,187 @@
+"""A model from a local `config.json`, as transformers and diffusers write it; plain JSON, neither library is needed.
+
+A key that changes the cost and is missing is refused by name: the default of a library class is not that of a release.
+What the planner cannot count (linear attention, an encoder with a decoder) is refused too.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ringspan.catalog.files import find, plain, read_data
+from ringspan.catalog.shapes import Experts, Latent, Model, Video, Window
+from ringspan.errors import UnsupportedError
+
+VIDEO_CLASSES = {  # class in a diffusers config: the catalogue entry whose VAE and text go with it
+    "WanTransformer3DModel": "wan2.1-14b",
+    "HunyuanVideoTransformer3DModel": "hunyuanvideo",
+    "CogVideoXTransformer3DModel": "cogvideox-5b",
+    "LTXVideoTransformer3DModel": "ltx-video",
+}
+REFUSED_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_version", "is_encoder_decoder")
+
+
+def read_config(path: Path) -> Model:
+    """The model a config describes."""
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise UnsupportedError(f"{path}: {error.strerror}; give the path of a config.json") from None
+    except ValueError as error:
+        raise UnsupportedError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UnsupportedError(f"{path}: a config.json holds an object")
+    if "_class_name" in config:
+        return _Config(path, config).video_model()
+    name = str(config.get("model_type", path.parent.name or path.stem))
+    nested = config.get("text_config")
+    return _Config(path, nested if isinstance(nested, dict) else config).language_model(name)
+
+
+class _Config:
+    """A config being read; remembers where it came from, for messages."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+
+    def need(self, *names: str) -> int:
+        """The first of several spellings that is there, as a whole number."""
+        for name in names:
+            value = self.config.get(name)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                    raise UnsupportedError(f"{self.path}: {name}={value!r} is no whole number of at least 0")
+                return value
+        raise UnsupportedError(
+            f"{self.path} has no {' or '.join(names)}, and nothing is guessed; add it, or use a model of the catalogue"
+        )
+
+    def language_model(self, name: str) -> Model:
+        config = self.config
+        for key in REFUSED_KEYS:
+            if config.get(key):
+                raise UnsupportedError(f"{self.path}: {key} means layers that are no plain attention; not planned here")
+        hidden, heads = self.need("hidden_size", "n_embd"), self.need("num_attention_heads", "n_head")
+        latent = self._latent()
+        if latent is not None:
+            head_dim, v_head_dim, kv_heads = latent.nope_dim + latent.rope_dim, self.need("v_head_dim"), heads
+        else:
+            kv_heads = self.need("num_key_value_heads", "num_attention_heads", "n_head")
+            head_dim = v_head_dim = self.need("head_dim") if config.get("head_dim") else self._divided(hidden, heads)
+        experts = self._experts()
+        is_all_experts = experts is not None and not experts.dense_layers
+        return Model(
+            id=name,
+            layers=self.need("num_hidden_layers", "n_layer"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            hidden_size=hidden,
+            mlp_size=0 if is_all_experts else self.need("intermediate_size", "n_inner"),
+            experts=experts,
+            latent=latent,
+            window=self._window(),
+            vocab_size=self.need("vocab_size"),
+            is_tied=config.get("tie_word_embeddings") is True,
+            max_tokens=config.get("max_position_embeddings"),
+            notes=() if "tie_word_embeddings" in config else ("tie_word_embeddings not given: counted twice",),
+        )
+
+    def _divided(self, hidden: int, heads: int) -> int:
+        if not heads or hidden % heads:
+            raise UnsupportedError(
+                f"{self.path}: hidden_size={hidden} over {heads} heads gives no whole head_dim; add head_dim"
+            )
+        return hidden // heads
+
+    def _latent(self) -> Latent | None:
+        if self.config.get("kv_lora_rank") is None:
+            return None
+        if "q_lora_rank" not in self.config:
+            self.need("q_lora_rank")
+        q_rank = None if self.config["q_lora_rank"] is None else self.need("q_lora_rank")
+        return Latent(q_rank, self.need("kv_lora_rank"), self.need("qk_nope_head_dim"), self.need("qk_rope_head_dim"))
+
+    def _experts(self) -> Experts | None:
+        names = ("n_routed_experts", "num_local_experts", "num_experts")
+        if not any(self.config.get(name) for name in names):
+            return None
+        mlp_size = self.need("moe_intermediate_size", "intermediate_size")
+        shared = self.config.get("n_shared_experts") or 0
+        if self.config.get("shared_expert_intermediate_size"):
+            raise UnsupportedError(f"{self.path}: shared_expert_intermediate_size, a shared expert of another size")
+        if self.config.get("decoder_sparse_step", 1) != 1 or self.config.get("mlp_only_layers"):
+            raise UnsupportedError(f"{self.path}: experts in some layers only (decoder_sparse_step, mlp_only_layers)")
+        dense = self.config.get("first_k_dense_replace") or 0
+        return Experts(self.need(*names), self.need("num_experts_per_tok"), mlp_size, shared, dense)
+
+    def _window(self) -> Window | None:
+        """Sliding layers: by a list of layer types, by a pattern, or all of them."""
+        tokens = self.config.get("sliding_window")
+        if not tokens or self.config.get("use_sliding_window") is False:
+            return None
+        types = self.config.get("layer_types")
+        if types is not None:
+            full = sum(kind == "full_attention" for kind in types)
+            if full == len(types):
+                return None
+            if set(types) - {"full_attention", "sliding_attention"}:
+                raise UnsupportedError(f"{self.path}: layer_types has kinds other than full_ and sliding_attention")
+            return Window(self.need("sliding_window"), len(types) // full if full else 0)
+        if self.config.get("sliding_window_pattern"):
+            return Window(self.need("sliding_window"), self.need("sliding_window_pattern"))
+        if self.config.get("use_sliding_window") is None and self.config.get("model_type") in ("mistral", None):
+            return Window(self.need("sliding_window"), 0)
+        raise UnsupportedError(
+            f"{self.path}: sliding_window={tokens} without layer_types or sliding_window_pattern; add either"
+        )
+
+    def video_model(self) -> Model:
+        name = str(self.config["_class_name"])
+        if name not in VIDEO_CLASSES:
+            raise UnsupportedError(f"{self.path}: {name} is not known; the known ones are {', '.join(VIDEO_CLASSES)}")
+        kin = plain(find(read_data("models.toml")["video_dit"], VIDEO_CLASSES[name], "model"))
+        heads, head_dim = self.need("num_attention_heads"), self.need("attention_head_dim")
+        hidden = heads * head_dim
+        if "num_single_layers" in self.config:
+            layers = self.need("num_layers") + self.need("num_single_layers")
+        else:
+            layers = self.need("num_layers")
+        mlp = self.need("ffn_dim") if "ffn_dim" in self.config else int(self.config.get("mlp_ratio", 4) * hidden)
+        usual = tuple(kin[f"usual_{key}"] for key in ("frames", "height_px", "width_px"))
+        text = self.config.get("max_text_seq_length") or kin["text_tokens"]
+        video = Video(
+            self._patch(),
+            kin["vae_temporal_stride"],
+            kin["vae_spatial_stride"],
+            text,
+            kin["text_mode"] == "joint",
+            usual,
+        )
+        notes: tuple[str, ...] = (
+            f"VAE strides, text tokens and usual size are those of {kin['id']}, of the catalogue",
+        )
+        if "ffn_dim" not in self.config and "mlp_ratio" not in self.config:
+            notes += ("mlp_ratio is not in the config; 4, as the class of diffusers has it",)
+        return Model(
+            id=name,
+            layers=layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            hidden_size=hidden,
+            mlp_size=mlp,
+            mlp_matrices=2,
+            video=video,
+            notes=notes,
+        )
+
+    def _patch(self) -> tuple[int, int, int]:
+        size = self.config.get("patch_size")
+        if isinstance(size, list) and len(size) == 3:
+            return size[0], size[1], size[2]
+        space = self.need("patch_size")
+        return self.config.get("patch_size_t") or 1, space, space

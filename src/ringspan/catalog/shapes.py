@@ -1,0 +1,162 @@
+"""What is a model, to a planner? Its shapes: what FLOPs and bytes are counted from, and nothing else."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ringspan.errors import ShapeError
+
+
+class Experts(NamedTuple):
+    """A mixture: of `num_experts` MLPs of `mlp_size` a token visits `per_token`, and all of `shared`.
+
+    The first `dense_layers` layers have one ordinary MLP instead.
+    """
+
+    num_experts: int
+    per_token: int
+    mlp_size: int
+    shared: int = 0
+    dense_layers: int = 0
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention: the cache holds kv_rank + rope_dim elements per token and layer, for all heads.
+
+    `q_rank` is None where queries are projected directly.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+
+
+class Window(NamedTuple):
+    """All layers but every `full_every`th see only the last `tokens` positions; 0: no layer is full."""
+
+    tokens: int
+    full_every: int
+
+
+class Video(NamedTuple):
+    """How frames × height × width become tokens, and how text comes in: as more tokens, or by cross-attention."""
+
+    patch: tuple[int, int, int]
+    temporal_stride: int
+    spatial_stride: int
+    text_tokens: int
+    is_text_joint: bool
+    usual: tuple[int, int, int] | None  # frames, height, width
+
+    def count_tokens(self, frames: int, height: int, width: int) -> int:
+        """((frames - 1)/stride + 1)/patch_t · height/(stride · patch_h) · width/(stride · patch_w), and joint text."""
+        patch_t, patch_h, patch_w = self.patch
+        if frames < 1 or (frames - 1) % self.temporal_stride:
+            near = max(1, round((frames - 1) / self.temporal_stride) * self.temporal_stride + 1)
+            raise ShapeError(
+                f"frames={frames}: the VAE takes 1 + a multiple of {self.temporal_stride} frames; use {near}, say"
+            )
+        for name, pixels, patch in (("height", height, patch_h), ("width", width, patch_w)):
+            step = self.spatial_stride * patch
+            if pixels < step or pixels % step:
+                near = max(1, round(pixels / step)) * step
+                raise ShapeError(f"{name}={pixels}: a token is {step} pixels; use a multiple, such as {near}")
+        latents = (frames - 1) // self.temporal_stride + 1
+        if latents % patch_t:
+            raise ShapeError(f"frames={frames}: {latents} latent frames are not a multiple of the patch of {patch_t}")
+        step_h, step_w = self.spatial_stride * patch_h, self.spatial_stride * patch_w
+        video = latents // patch_t * (height // step_h) * (width // step_w)
+        return video + (self.text_tokens if self.is_text_joint else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An LLM or, with `video`, a diffusion transformer. Sizes in elements."""
+
+    id: str
+    layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    hidden_size: int
+    mlp_size: int
+    mlp_matrices: int = 3  # gate, up and down; 2 where there is no gate
+    experts: Experts | None = None
+    latent: Latent | None = None
+    window: Window | None = None
+    video: Video | None = None
+    vocab_size: int | None = None
+    is_tied: bool = False
+    parameters: int | None = None  # as printed; else counted
+    max_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "hidden_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ShapeError(f"{self.id}: {name}={value}; a model has at least 1")
+        if self.mlp_size < 0:
+            raise ShapeError(f"{self.id}: mlp_size={self.mlp_size}; use 0 for a model without MLP, or its size")
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"{self.id}: {self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the "
+                "same number of query heads; make the one a multiple of the other"
+            )
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see only those before them."""
+        return self.video is None
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V per token and layer: what a cache holds and what travels."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to the whole length."""
+        if self.window is None:
+            return self.layers
+        return self.layers // self.window.full_every if self.window.full_every else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the projections of one layer; a video model with text on the side has a second attention for it."""
+        hidden, heads = self.hidden_size, self.num_heads
+        out = heads * self.v_head_dim * hidden
+        if self.latent is not None:
+            q_rank, kv_rank, nope_dim, rope_dim = self.latent
+            width = heads * (nope_dim + rope_dim)
+            queries = hidden * width if q_rank is None else hidden * q_rank + q_rank * width
+            return queries + hidden * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + self.v_head_dim) + out
+        own = hidden * heads * self.head_dim + hidden * self.kv_elements + out
+        is_crossed = self.video is not None and not self.video.is_text_joint
+        return 2 * own if is_crossed else own
+
+    @property
+    def counted_parameters(self) -> int:
+        """All weights: layers, and embeddings where the size of the vocabulary is known."""
+        ordinary = self.mlp_matrices * self.hidden_size * self.mlp_size
+        if self.experts is None:
+            mlps = self.layers * ordinary
+        else:
+            mixture = self.mlp_matrices * self.hidden_size * self.experts.mlp_size
+            mixture *= self.experts.num_experts + self.experts.shared
+            mlps = self.experts.dense_layers * ordinary + (self.layers - self.experts.dense_layers) * mixture
+        embeddings = (self.vocab_size or 0) * self.hidden_size * (1 if self.is_tied else 2)
+        return self.layers * self.attention_parameters + mlps + embeddings
+
+    @property
+    def active_mlp_parameters(self) -> int:
+        """Weights of MLPs that a token visits, all layers together."""
+        ordinary = self.mlp_matrices * self.hidden_size * self.mlp_size
+        if self.experts is None:
+            return self.layers * ordinary
+        visited = self.mlp_matrices * self.hidden_size * self.experts.mlp_size
+        visited *= self.experts.per_token + self.experts.shared
+        return self.experts.dense_layers * ordinary + (self.layers - self.experts.dense_layers) * visited

@@ -1,0 +1,177 @@
+"""`ringspan plan`: will it fit, how long will it take, which algorithm, and why?"""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ringspan import __version__
+from ringspan.cli.values import parse_tokens, parsed_by
+from ringspan.errors import ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringspan.catalog import Model
+    from ringspan.plan import Plan, Request
+
+FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
+
+EXAMPLES = """\b
+Examples:
+  ringspan plan --model llama-3.1-405b --devices 16x8xh100 --tokens 1M --weights fp8
+  ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 4K --cached 124K --explain
+  ringspan plan --model wan2.1-14b --frames 81 --size 720x1280 --devices 8xh100
+  ringspan plan --model ./config.json --devices 2x8xa100 --tokens 128K --phase train --fsdp
+  ringspan plan --model dense:layers=16,heads=32,head_dim=128,mlp=16384 --batch 128 --tokens 100000 --devices 16xh100
+  ringspan plan --model llama-3.1-8b --devices 2xmine.toml --tokens 16K    (mine.toml: ringspan bench --calibrate)
+  ringspan plan --check
+"""
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option(
+    "--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=..."
+)
+@click.option("--devices", metavar="[NODESx]COUNTxDEVICE", help="Such as 8xh100, 16x8xh100 or 2xFILE.toml.")
+@click.option("--tokens", callback=parsed_by(parse_tokens), metavar="N", help="New tokens of a sequence; 1M is 2^20.")
+@click.option("--cached", callback=parsed_by(parse_tokens), metavar="P", help="Tokens that are cached already.")
+@click.option("--frames", type=click.IntRange(1), help="Of a video, instead of --tokens.")
+@click.option("--size", metavar="HEIGHTxWIDTH", help="Of a video, in pixels.")
+@click.option("--batch", type=click.IntRange(1), default=1, help="Sequences; 2 for a video with guidance.")
+@click.option("--phase", type=click.Choice(["prefill", "decode", "train", "denoise"]), help="[default: by the model]")
+@click.option("--tp", type=click.IntRange(1), help="Tensor parallelism.  [default: all that fit in a node are tried]")
+@click.option("--wire", type=click.Choice(["bf16", "int8", "fp8"]), default="bf16", help="K and V on their way.")
+@click.option("--weights", type=click.Choice(["bf16", "fp8", "int8", "int4"]), default="bf16", help="Of the model.")
+@click.option("--kernel", type=click.Choice(["fa2", "fa3"]), help="Attention kernel.  [default: by the device]")
+@click.option("--network", metavar="LINK", help="Between nodes, such as infiniband-hdr.  [default: by the device]")
+@click.option("--recompute/--no-recompute", default=True, help="Activations anew in the backward pass.")
+@click.option("--fsdp", is_flag=True, help="Spread weights and optimizer over all ranks.")
+@click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline, for ui.perfetto.dev."
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write time against length and devices, SVG."
+)
+@click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.pass_context
+def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> None:
+    """Say what a model will need and how long it will take, before any device is rented.
+
+    Memory of a device, time of every algorithm, layout and degree, the bottleneck by name, and where another way would
+    win. Times are ranges, as wide as published measurements lie apart from predictions. Needs neither GPU nor torch.
+    """
+    if check:
+        _run_check(ctx, as_json)
+        return
+    for name in ("model", "devices"):
+        if options[name] is None:
+            raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
+    for name in ("trace", "plot"):
+        path = options[name]
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise click.BadParameter(f"{str(path)!r} cannot be written", ctx, param_hint=f"--{name}")
+    from ringspan.plan import build_plan
+
+    request = _request(options)
+    from rich.console import Console
+
+    with Console(stderr=True).status("Planning"):  # a sign of life, if a terminal is watching
+        answer = build_plan(request)
+    if options["trace"] is not None:
+        _write_trace(answer, options["trace"])
+    if options["plot"] is not None:
+        from ringspan.report.plan_plot import plot_plan
+
+        options["plot"].write_text(plot_plan(answer))
+    if as_json:
+        from ringspan.report.plan_json import plan_as_json
+
+        click.echo(json.dumps({"version": __version__, **plan_as_json(answer)}, indent=2, allow_nan=False))
+        return
+    from ringspan.report.plan_text import print_plan
+
+    print_plan(answer, _console(), explains=options["explain"])
+
+
+def _request(options: dict[str, Any]) -> "Request":
+    from ringspan.catalog import load_model, parse_devices
+    from ringspan.plan import Phase, Request
+
+    model = load_model(options["model"])
+    cluster = parse_devices(options["devices"], options["network"], options["kernel"])
+    phase: Phase = options["phase"] or ("prefill" if model.video is None else "denoise")
+    return Request(
+        model=model,
+        cluster=cluster,
+        phase=phase,
+        tokens=_tokens(model, options),
+        cached_tokens=options["cached"] or 0,
+        batch=options["batch"],
+        tp=options["tp"],
+        wire=options["wire"],
+        weights=options["weights"],
+        recomputes=options["recompute"],
+        shards_weights=options["fsdp"],
+    )
+
+
+def _tokens(model: "Model", options: dict[str, Any]) -> int:
+    """As given, or those of a video."""
+    if model.video is None:
+        for name in ("frames", "size"):
+            if options[name] is not None:
+                raise UnsupportedError(f"--{name}: {model.id} is no video model; give --tokens")
+        if options["tokens"] is None:
+            raise ShapeError("--tokens is missing; give the length of the sequence, such as --tokens 128K")
+        return int(options["tokens"])
+    if options["tokens"] is not None:
+        if options["frames"] is not None or options["size"] is not None:
+            raise UnsupportedError("--tokens together with --frames or --size; give one of them")
+        return int(options["tokens"])
+    usual = model.video.usual
+    if usual is None and (options["frames"] is None or options["size"] is None):
+        raise ShapeError(f"--frames and --size are missing, and no usual size of {model.id} is known")
+    usual_frames, *usual_size = usual or (0, 0, 0)
+    height, width = _parse_size(options["size"]) if options["size"] else usual_size
+    return model.video.count_tokens(options["frames"] or usual_frames, height, width)
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
+    if found is None:
+        raise ShapeError(f"--size {text!r} is no size; use HEIGHTxWIDTH, such as 720x1280")
+    return int(found[1]), int(found[2])
+
+
+def _write_trace(answer: "Plan", path: Path) -> None:
+    from ringspan.report.plan_trace import trace_plan
+
+    path.write_text(json.dumps(trace_plan(answer, {"ringspan": __version__})))
+
+
+def _run_check(ctx: click.Context, as_json: bool) -> None:
+    from ringspan.published import run_check
+
+    result = run_check()
+    if as_json:
+        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(result)}, indent=2, allow_nan=False))
+    else:
+        from ringspan.report.check_text import print_check
+
+        print_check(result, _console())
+    if not result.is_passed:
+        ctx.exit(1)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console

@@ -1,0 +1,93 @@
+"""Attending and sending keys and values that are not in the type of the queries.
+
+A kv block of four tensors is encoded (see `quantize.py`). It travels as it is, is forwarded unchanged, and its owner
+attends it too, so that all ranks use the same numbers. Rows are decoded a KV head at a time as they are attended.
+"""
+
+import torch
+
+from ringspan import quantize
+from ringspan.execute import Value
+from ringspan.kernels.base import Kernel
+from ringspan.pieces import Piece
+from ringspan.runtime import Buffers, TorchArithmetic, TransportWire
+from ringspan.tiles import Message, Sizes
+from ringspan.transports.base import Transport
+
+
+class EncodedArithmetic(TorchArithmetic):
+    """Converts keys and values to the type of the queries where they are in another."""
+
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
+        super().__init__(kernel, scale, like)
+        self.q_dtype = like.dtype
+
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Attend a piece of all queries; what the kernel returns is the running output."""
+        rows, piece = self.rows_of(kv, piece.kv), _of_all_rows(piece)
+        if self._is_plain(rows):
+            return super().begin(piece, q, rows)
+        *lead, _ = q[0].shape
+        v = rows[1] if len(rows) == 2 else rows[2]
+        out = torch.empty(*lead, v.shape[-1], dtype=self.dtype, device=self.device)
+        value = (out, out.new_empty(*lead, 1))
+        self._attend_decoded(piece, q, rows, value, True)
+        return value
+
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
+        """Attend a piece and merge it into the running output of its queries."""
+        rows, piece = self.rows_of(kv, piece.kv), _of_all_rows(piece)
+        attend = super().attend if self._is_plain(rows) else self._attend_decoded
+        attend(piece, q, rows, out, is_first)
+
+    def rows_of(self, kv: Value, rows: slice) -> Value:
+        """The keys and values of a piece."""
+        return tuple(x.narrow(-2, rows.start, rows.stop - rows.start) for x in kv)
+
+    def _is_plain(self, rows: Value) -> bool:
+        return len(rows) == 2 and rows[0].dtype == self.q_dtype
+
+    def _attend_decoded(self, piece: Piece, q: Value, rows: Value, out: Value, is_first: bool) -> None:
+        num_kv_heads = rows[0].shape[1]
+        group = q[0].shape[1] // num_kv_heads
+        for head in range(num_kv_heads):
+            heads = slice(head * group, (head + 1) * group)
+            super().attend(
+                piece,
+                tuple(x[:, heads] for x in q),
+                self._decoded(tuple(x[:, head : head + 1] for x in rows)),
+                tuple(x[:, heads] for x in out),
+                is_first,
+            )
+
+    def _decoded(self, rows: Value) -> Value:
+        if len(rows) == 2:
+            return tuple(x.to(self.q_dtype) for x in rows)
+        k, k_scales, v, v_scales = rows
+        return quantize.decode(k, k_scales, self.q_dtype), quantize.decode(v, v_scales, self.q_dtype)
+
+
+class EncodedWire(TransportWire):
+    """Carries kv blocks in types of their own."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        buffers: Buffers,
+        problem: Sizes,
+        like: torch.Tensor,
+        timeout_s: float,
+        kv_dtypes: tuple[torch.dtype, ...],
+    ) -> None:
+        super().__init__(transport, buffers, problem, like, timeout_s)
+        self.kv_dtypes = kv_dtypes
+
+    def _buffers(self, message: Message) -> Value:
+        if message.transfer.block.kind != "kv":
+            return super()._buffers(message)
+        return self.buffers.take(message.shapes, self.kv_dtypes, self.device)
+
+
+def _of_all_rows(piece: Piece) -> Piece:
+    """The piece as one of its own rows alone."""
+    return piece._replace(kv=slice(0, piece.kv.stop - piece.kv.start))

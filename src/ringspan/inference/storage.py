@@ -1,0 +1,97 @@
+"""Where do keys and values lie in memory?
+
+A sequence's tokens on this rank stand in blocks, for all layers at once. When a block is full another is added, larger
+with the sequence: nothing is ever moved or copied, there is no allocation per token, and a long sequence is a few long
+runs that a kernel can read. Rows past the committed ones belong to the turn under way; a turn that fails leaves nothing
+behind but room.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+MIN_BLOCK = 256  # tokens of room to spare in a new block
+GROWTH = 4  # a new block has room for at least 1/GROWTH of what is there already
+
+Rows = tuple[torch.Tensor, ...]
+"""Keys and values of some tokens, each (1, KV heads, tokens, dim): (k, v)."""
+
+
+class RowSpec(NamedTuple):
+    """What the tensors of a cache have in common: for each of them the last dim and the type."""
+
+    num_layers: int
+    num_kv_heads: int
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Over all layers."""
+        row = sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
+        return self.num_layers * self.num_kv_heads * row
+
+
+class Stored:
+    """One sequence's tokens on this rank."""
+
+    def __init__(self, spec: RowSpec) -> None:
+        self.spec = spec
+        self.starts: list[int] = []  # index of the first token of each block
+        self.capacity = 0
+        self._blocks: list[Rows] = []  # each tensor (layers, KV heads, room, dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use, room included."""
+        return self.capacity * self.spec.bytes_per_token
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` tokens in all."""
+        if count <= self.capacity:
+            return
+        # A long prompt and a short answer lie in one block.
+        room = max(count - self.capacity + MIN_BLOCK, self.capacity // GROWTH)
+        layers, heads, dims, dtypes, device = self.spec
+        tensors = [
+            torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
+            for dim, dtype in zip(dims, dtypes, strict=True)
+        ]
+        self._blocks.append(tuple(tensors))
+        self.starts.append(self.capacity)
+        self.capacity += room
+
+    def trim(self, count: int) -> None:
+        """Free the blocks in which none of the first `count` tokens lies."""
+        kept = bisect_right(self.starts, count - 1) if count else 0
+        del self._blocks[kept:]
+        self.capacity = self.starts[kept] if kept < len(self.starts) else self.capacity
+        del self.starts[kept:]
+
+    def rows(self, layer: int, start: int, stop: int) -> Iterator[Rows]:
+        """The tokens start … stop-1 of a layer, as views, one for each block they lie in."""
+        first = max(0, bisect_right(self.starts, start) - 1)
+        for at, block in zip(self.starts[first:], self._blocks[first:], strict=True):
+            lo, hi = max(start, at) - at, min(stop - at, block[0].shape[2])
+            if lo >= hi:
+                return
+            yield tuple(x[layer : layer + 1, :, lo:hi] for x in block)
+
+    def all_layers(self, count: int) -> Iterator[tuple[int, Rows]]:
+        """The first `count` tokens, as (start, views (layers, KV heads, tokens, dim)) of each block."""
+        for at, block in zip(self.starts, self._blocks, strict=True):
+            if at < count:
+                yield at, tuple(x[:, :, : count - at] for x in block)
+
+    def write(self, layer: int, start: int, rows: Rows) -> None:
+        """Put tokens at start and behind it; there must be room."""
+        done = 0
+        for views in self.rows(layer, start, start + rows[0].shape[2]):
+            length = views[0].shape[2]
+            for view, x in zip(views, rows, strict=True):
+                view.copy_(x[:, :, done : done + length])
+            done += length
+        assert done == rows[0].shape[2]

@@ -1,0 +1,179 @@
+"""What must be done differently when a rank sees a part of the sequence only: labels, positions and the loss.
+
+A rank cannot know the label of its last token, nor where its first one stands, and a mean over its own tokens is not
+that of all. So labels are shifted before anything is sharded, positions are the global ones, and the loss is a sum over
+all ranks divided by a count over all ranks.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringspan.arguments import check_world_size
+from ringspan.contract import Signature
+from ringspan.errors import RingspanError, ShapeError
+from ringspan.layout import Layout
+from ringspan.session import session_of
+from ringspan.softmax import accumulator_dtype
+from ringspan.tiles import local_rows
+
+IGNORE_INDEX = -100  # a label that does not count, as in torch and transformers
+_SHARE = struct.Struct("<dq")  # a rank's sum of losses, and how many
+
+
+def next_token_labels(tokens: torch.Tensor, *, document_lengths: Sequence[int] | None = None) -> torch.Tensor:
+    """The label of every token of whole sequences, (…, seq): the next one, and -100 where there is none.
+
+    Args:
+        tokens: The input_ids; or labels as transformers has them, each beside its own token, -100 among them.
+        document_lengths: Of packed documents; the last token of each has no next one.
+    """
+    labels = torch.full_like(tokens, IGNORE_INDEX)
+    labels[..., :-1] = tokens[..., 1:]
+    if document_lengths is not None:
+        ends = _document_ends(document_lengths, tokens.shape[-1])
+        labels[..., torch.from_numpy(ends - 1).to(labels.device)] = IGNORE_INDEX
+    return labels
+
+
+def position_ids(
+    layout: Layout,
+    group: Any = None,
+    *,
+    document_lengths: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The global position of each of this rank's tokens, (seq,): what RoPE must turn them by.
+
+    With `document_lengths` they begin at 0 in each document.
+    """
+    session = session_of(group)
+    check_world_size(layout, session.transport.world_size)
+    positions = layout.positions(session.transport.rank)
+    if document_lengths is not None:
+        everywhere = layout.all_positions()
+        ends = _document_ends(document_lengths, int(everywhere[-1]) + 1 if len(everywhere) else 0)
+        starts = np.concatenate([[0], ends[:-1]])
+        positions = positions - starts[np.searchsorted(ends, positions, side="right")]
+    return torch.from_numpy(positions).to(device)
+
+
+def shard_batch(
+    batch: Mapping[str, torch.Tensor],
+    layout: Layout,
+    group: Any = None,
+    *,
+    document_lengths: Sequence[int] | None = None,
+) -> dict[str, torch.Tensor]:
+    """This rank's part of a batch that every rank holds: input_ids, labels, position_ids and all else in it.
+
+    Args:
+        batch: `input_ids`, (…, seq), and any tensors with the sequence in the same dim. `labels`, if given, stand each
+            beside its own token, as transformers has them, and are shifted here. `position_ids`, if given, are kept.
+        layout: Who holds which token.
+        group: As in `attention`.
+        document_lengths: Of packed documents, the same in every row: labels end and positions begin in each.
+
+    Returns:
+        The labels are those of the next token: compare them with the logits as they are, and do not hand them to a
+        model that would shift them again. A token that all ranks hold counts on rank 0 only.
+    """
+    session = session_of(group)
+    rank = session.transport.rank
+    check_world_size(layout, session.transport.world_size)
+    dim = _check_batch(batch, layout)
+    input_ids = batch["input_ids"]
+    labels = next_token_labels(batch.get("labels", input_ids), document_lengths=document_lengths)
+    part = {name: layout.shard(x, rank, dim) for name, x in ({**batch, "labels": labels}).items()}
+    if "position_ids" not in batch:
+        positions = position_ids(layout, group, document_lengths=document_lengths, device=input_ids.device)
+        part["position_ids"] = positions.expand(part["input_ids"].shape)
+    if rank > 0 and layout.replicated:
+        part["labels"][..., local_rows(layout, rank).replicated] = IGNORE_INDEX
+    return part
+
+
+def cross_rank_mean_loss(losses: torch.Tensor, labels: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The mean loss over the labels of all ranks that are not -100; the same number on every rank.
+
+    All ranks must call this, and then all must call backward: those without a label too, since their keys were used by
+    others. Such a rank adds nothing to the mean; without a label on any rank the loss is 0.
+
+    **Gradients.** `backward()` gives a parameter, on each rank, this rank's share of its gradient: what comes by way of
+    this rank's tokens. The SUM of the shares over the ranks of `group` is the gradient of the mean, as in one process.
+    So where gradients are reduced by hand, sum them. DDP and FSDP take the average over all their ranks instead: there,
+    differentiate `loss * n` with n the number of ranks in `group`. If `group` is the context-parallel one, the means of
+    data-parallel replicas are then averaged, as is usual; if it is all ranks, the mean is over the labels of all.
+
+    Args:
+        losses: One for each label, such as `cross_entropy(logits.transpose(1, 2), labels, reduction="none")`.
+        labels: This rank's, -100 where a loss does not count.
+        group: As in `attention`; or the ranks of all replicas, for instance a DeviceMesh of both dimensions.
+    """
+    session = session_of(group)
+    transport = session.transport
+    try:
+        _check_losses(losses, labels)
+    except RingspanError as error:
+        session.contract.refuse(f"{type(error).__name__}: {error}", transport.timeout_s)
+        raise
+    dtype = accumulator_dtype(losses.dtype)
+    session.contract.agree(Signature.of({"call": "cross_rank_mean_loss", "dtype": dtype}), transport.timeout_s)
+    counts = labels != IGNORE_INDEX
+    own = losses.masked_fill(~counts, 0).sum(dtype=dtype)
+    share = _SHARE.pack(own.item(), int(counts.sum()))
+    sums, numbers = zip(*map(_SHARE.unpack, transport.all_gather_bytes(share, transport.timeout_s)), strict=True)
+    mean: torch.Tensor = _Mean.apply(own, sum(sums), max(1, sum(numbers)))  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """A sum over all ranks, in the same order on each, divided; its gradient goes to this rank's addend."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, total: float, number: int) -> torch.Tensor:
+        ctx.number = number
+        return own.new_tensor(total / number)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0] / ctx.number, None, None
+
+
+def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if any(length < 1 for length in lengths) or sum(lengths) != seq_len:
+        raise ShapeError(
+            f"document_lengths={list(lengths)}: documents have at least one token and make up the whole sequence; "
+            f"expected a sum of {seq_len}, with padding as a document of its own"
+        )
+    return np.cumsum(np.asarray(lengths, np.int64))
+
+
+def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
+    """The dim of the sequence."""
+    if "input_ids" not in batch:
+        raise ShapeError(f"batch has {', '.join(batch) or 'nothing'}; it needs input_ids, (…, seq)")
+    if "attention_mask" in batch:
+        raise ShapeError(
+            "batch has an attention_mask: a rank sees a part of it only; leave it out and describe padding by the mask "
+            "given to attention, such as per_row, and by labels of -100"
+        )
+    dim = batch["input_ids"].ndim - 1
+    for name, x in batch.items():
+        if x.ndim <= dim or x.shape[dim] != layout.num_positions:
+            raise ShapeError(
+                f"batch[{name!r}].shape={tuple(x.shape)}: dim {dim} is the sequence, as in input_ids, and the layout "
+                f"has {layout.num_positions} positions; give whole tensors, or leave this one out"
+            )
+    return dim
+
+
+def _check_losses(losses: torch.Tensor, labels: torch.Tensor) -> None:
+    if losses.shape != labels.shape or not losses.is_floating_point():
+        raise ShapeError(
+            f"losses.shape={tuple(losses.shape)} ({losses.dtype}), labels.shape={tuple(labels.shape)}: one loss for "
+            'each label; use reduction="none", since the mean of a rank says nothing about that of all'
+        )

@@ -1,0 +1,152 @@
+"""Conversations over a cache: what is said, what the cache does with it, and what one device would have answered.
+
+A story is a list of acts on some sequences. Its tensors and the oracle's answers are made beforehand, from whole
+sequences in float64; then every rank lives through the story and compares its rows.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import oracle
+import ringspan as rs
+from cases import make_mask
+from oracle import MaskSpec
+
+HEAD_DIM = 8
+V_HEAD_DIM = 6
+
+
+@dataclass
+class Act:
+    """A turn that is committed or aborted (`lengths`), or a truncation or drop of one sequence."""
+
+    kind: str
+    lengths: dict[int, int] = field(default_factory=dict)
+    sequence: int = 0
+    position: int = 0
+    algorithm: str = "auto"
+    query: str = "sharded"
+    tensors: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # by layer: whole q, k, v, out
+
+
+class Story:
+    """Acts with their tensors; `held` follows what a single device would have cached."""
+
+    def __init__(
+        self, seed: int, heads: rs.Heads, specs: list[MaskSpec], dtype: torch.dtype = torch.float64, **options: Any
+    ) -> None:
+        self.random = np.random.default_rng(seed)
+        self.heads = heads
+        self.specs = specs
+        self.dtype = dtype
+        self.options = options
+        self.acts: list[Act] = []
+        self.held: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.lengths: list[dict[int, int]] = []  # after each act
+
+    def turn(self, lengths: dict[int, int], kind: str = "turn", **options: Any) -> "Story":
+        """New tokens; "abort" leaves no trace of them."""
+        act = Act(kind, lengths, **options)
+        held = {sequence: list(layers) for sequence, layers in self.held.items()}
+        for layer, spec in enumerate(self.specs):
+            rows = [self._attend(held, sequence, layer, spec, n) for sequence, n in lengths.items()]
+            act.tensors.append(tuple(torch.cat(tensors, 2) for tensors in zip(*rows, strict=True)))
+        if kind == "turn":
+            self.held = held
+        return self._add(act)
+
+    def truncate(self, sequence: int, position: int) -> "Story":
+        """Roll back."""
+        self.held[sequence] = [(k[:, :, :position], v[:, :, :position]) for k, v in self.held[sequence]]
+        return self._add(Act("truncate", sequence=sequence, position=position))
+
+    def drop(self, sequence: int) -> "Story":
+        """Forget."""
+        del self.held[sequence]
+        return self._add(Act("drop", sequence=sequence))
+
+    def length(self, sequence: int) -> int:
+        """Of one sequence so far."""
+        return int(self.held[sequence][0][0].shape[2]) if sequence in self.held else 0
+
+    def cache(self, group: Any, **options: Any) -> rs.KVCache:
+        """An empty cache for this story."""
+        return rs.KVCache(
+            num_layers=len(self.specs),
+            num_heads=self.heads.num_heads,
+            num_kv_heads=self.heads.num_kv_heads,
+            head_dim=HEAD_DIM,
+            v_head_dim=V_HEAD_DIM,
+            dtype=self.dtype,
+            mask=[make_mask(spec) for spec in self.specs],
+            group=group,
+            **self.options | options,
+        )
+
+    def _add(self, act: Act) -> "Story":
+        self.acts.append(act)
+        self.lengths.append({sequence: self.length(sequence) for sequence in self.held})
+        return self
+
+    def _tensor(self, num_heads: int, tokens: int, dim: int) -> torch.Tensor:
+        return torch.from_numpy(self.random.standard_normal((1, num_heads, tokens, dim))).to(self.dtype)
+
+    def _attend(
+        self, held: dict[int, list[Any]], sequence: int, layer: int, spec: MaskSpec, num_new: int
+    ) -> tuple[torch.Tensor, ...]:
+        q = self._tensor(self.heads.num_heads, num_new, HEAD_DIM)
+        k = self._tensor(self.heads.num_kv_heads, num_new, HEAD_DIM)
+        v = self._tensor(self.heads.num_kv_heads, num_new, V_HEAD_DIM)
+        layers = held.setdefault(sequence, [])
+        if layer == len(layers):
+            layers.append(tuple(np.empty((1, self.heads.num_kv_heads, 0, dim)) for dim in (HEAD_DIM, V_HEAD_DIM)))
+        start = layers[layer][0].shape[2]
+        layers[layer] = tuple(
+            np.concatenate([old, x.double().numpy()], 2) for old, x in zip(layers[layer], (k, v), strict=True)
+        )
+        allowed = oracle.dense_mask(spec, range(start, start + num_new), range(start + num_new))
+        out, _ = oracle.dense_attention(q.double().numpy(), *layers[layer], allowed)
+        return q, k, v, torch.from_numpy(out)
+
+
+def live_through(story: Story, group: Any, cache: rs.KVCache | None = None, tolerance: Any = None) -> rs.KVCache:
+    """What one rank does; every output is compared with the oracle's."""
+    cache = cache or story.cache(group)
+    rank = 0 if group is None else group.rank
+    for number, act in enumerate(story.acts):
+        if act.kind == "truncate":
+            cache.truncate(act.sequence, act.position)
+        elif act.kind == "drop":
+            cache.drop(act.sequence)
+        else:
+            turn = cache.begin(act.lengths, algorithm=act.algorithm, query=act.query)
+            for layer, tensors in enumerate(act.tensors):
+                *qkv, expected = (turn.layout.shard(x, rank, 2) for x in tensors)
+                got = attend(turn, qkv, layer)
+                bound = story_tolerance(story.dtype) if tolerance is None else tolerance(story, layer)
+                where = f"act {number} {act.kind} {act.lengths} layer {layer} rank {rank}: "
+                torch.testing.assert_close(got.double(), expected, **bound, msg=lambda text, where=where: where + text)
+            turn.commit() if act.kind == "turn" else turn.abort()
+        assert cache.lengths == story.lengths[number]
+    return cache
+
+
+def attend(turn: rs.Turn, qkv: list[torch.Tensor], layer: int) -> torch.Tensor:
+    """By `decode` if there is one token per sequence, else by `prefill`; (1, heads, rows, dim) either way."""
+    if all(part.num_new == 1 for part in turn.parts):
+        out = rs.decode(*(x.permute(2, 1, 0, 3) for x in qkv), turn, layer=layer)
+        assert isinstance(out, torch.Tensor)
+        return out.permute(2, 1, 0, 3)
+    out = rs.prefill(*qkv, turn, layer=layer)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def story_tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Rounding in float64, else the defaults of assert_close for the type."""
+    if dtype == torch.float64:
+        return {"rtol": 0.0, "atol": 1e-12}
+    return {torch.float32: {"rtol": 1.3e-6, "atol": 1e-5}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2}}[dtype]

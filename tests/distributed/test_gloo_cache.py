@@ -1,0 +1,50 @@
+"""Conversations over real processes."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, values
+
+import ringspan as rs
+from conversations import Story, live_through
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+class Rank:
+    """What `live_through` asks of a group, for the default group."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+STORAGES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 5e-2, "float8_e4m3": 0.3}
+
+
+def tell(storage: str) -> Story:
+    specs: list[Any] = [("causal",), ("and", ("causal",), ("sliding_window", 5, 0))]
+    story = Story(3, rs.Heads(4, 2), specs, torch.float32, storage=storage)
+    story.turn({0: 30, 1: 7}, algorithm="pass_kv").turn({1: 4, 0: 2}, algorithm="pass_q")
+    for query in ("sharded", "replicated", "sharded"):
+        story.turn({0: 1, 1: 1}, query=query)
+    return story.truncate(0, 20).turn({0: 2, 1: 9})
+
+
+def converse(rank: int) -> list[Any]:
+    torch.set_num_threads(1)
+    told: list[Any] = []
+    for storage, atol in STORAGES.items():
+        story = tell(storage)
+        tolerance = {"rtol": 0.0, "atol": atol}
+        cache = live_through(story, Rank(rank), story.cache(None), tolerance=lambda *_, bound=tolerance: bound)
+        turn = cache.begin({0: 3})
+        told.append((cache.balance(), turn.reason))
+        turn.abort()
+    return told
+
+
+def test_conversations_on_gloo() -> None:
+    """Every type of storage, every way of travelling, and a choice by measured figures that all ranks share."""
+    told = values(run_ranks(converse, 2))
+    assert told[0] == told[1]

@@ -1,0 +1,299 @@
+"""How a call takes part in autograd and in torch.compile: what is differentiated, compiled anew, or refused."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import ringspan as rs
+from ringspan import autograd
+from ringspan.attend import Call, Options
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+SEQ_LEN = 24
+CAUSAL = rs.causal()
+ALONE = rs.zigzag(SEQ_LEN, 1)
+Tensors = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    with warnings.catch_warnings():  # the compiler's own
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield
+
+
+def inputs(*, requires_grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(2, heads, SEQ_LEN, 8, generator=generator).to(dtype).requires_grad_(requires_grad)
+        for heads in (4, 2, 2)
+    )
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    """Something whose gradient differs from row to row."""
+    return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).square().sum()
+
+
+def forward_and_backward(attend: Callable[..., Any], leaves: Tensors, *args: Any) -> Tensors:
+    leaves = tuple(x.detach().requires_grad_() for x in leaves)
+    out = attend(*leaves, *args)
+    loss_of(out).backward()
+    return out.detach(), *(x.grad for x in leaves)
+
+
+def on_ranks(world_size: int, attend: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32) -> Tensors:
+    """attend(q, k, v, layout, group) on shards of `inputs()`: the whole out, dq, dk and dv."""
+    layout = rs.zigzag(SEQ_LEN, world_size)
+    weights = torch.linspace(-1, 1, 2 * 4 * SEQ_LEN * 8).view(2, 4, SEQ_LEN, 8)
+
+    def on_rank(group: InProcessRank) -> Tensors:
+        leaves = [layout.shard(x.detach(), group.rank, 2).clone().requires_grad_() for x in inputs(dtype=dtype)]
+        out = attend(*leaves, layout, group)
+        (out.float() * layout.shard(weights, group.rank, 2)).square().sum().backward()
+        return out.detach(), *(x.grad for x in leaves)
+
+    parts = rs.run_in_process(on_rank, world_size)
+    return tuple(layout.unshard([part[i] for part in parts], 2) for i in range(4))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: rs.Layout, group: Any) -> torch.Tensor:
+    out = rs.attention(q, k, v, mask=CAUSAL, layout=layout, group=group)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def check_all(got: Tensors, expected: Tensors, **tolerance: float) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
+# Checkpointing and autocast
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_under_checkpoint(world_size: int, use_reentrant: bool) -> None:
+    checkpointed = partial(checkpoint, attend, use_reentrant=use_reentrant)
+    check_all(on_ranks(world_size, checkpointed), forward_and_backward(plain, inputs()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_under_autocast(world_size: int) -> None:
+    """Inputs are rounded, and gradients come back in the inputs' own type.
+
+    PyTorch's own bf16 attention ends in an illegal instruction on some CPUs, so it is given rounded float32 here.
+    """
+
+    def narrow(*args: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(*args)
+
+    def rounded(*tensors: torch.Tensor) -> torch.Tensor:
+        return plain(*(x.bfloat16().float() for x in tensors)).bfloat16()
+
+    got, expected = on_ranks(world_size, narrow), forward_and_backward(rounded, inputs())
+    assert [x.dtype for x in got] == [torch.bfloat16, *[torch.float32] * 3]
+    check_all(got[:1], expected[:1])
+    check_all(got[1:], expected[1:], rtol=2**-7, atol=2**-7)  # twice the rounding of bf16, which gradients go through
+    assert max((x - y).abs().max() for x, y in zip(got, forward_and_backward(plain, inputs()), strict=True)) > 2**-7
+
+
+# What is refused
+
+
+def test_double_backward_is_refused_when_it_is_asked_for() -> None:
+    q, k, v = inputs()
+    (dq,) = torch.autograd.grad(attend(q, k, v, ALONE, None).square().sum(), q, create_graph=True)
+    (expected,) = torch.autograd.grad(plain(q, k, v).square().sum(), q)
+    torch.testing.assert_close(dq.detach(), expected)
+    for wanted in (q, k, v):
+        with pytest.raises(rs.UnsupportedError, match="first derivatives only; leave out create_graph, or detach"):
+            torch.autograd.grad(dq.sum(), wanted, retain_graph=True)
+
+
+def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, detach: bool) -> torch.Tensor:
+    out, lse = rs.attention(q, k, v, mask=CAUSAL, layout=ALONE, return_lse=True)
+    return out + (lse.detach() if detach else lse)[..., None]
+
+
+def test_a_gradient_by_way_of_lse_is_refused() -> None:
+    leaves = inputs()
+    with pytest.raises(rs.UnsupportedError, match=r"the lse of attention has no gradient; use lse.detach\(\)"):
+        forward_and_backward(partial(with_lse, detach=False), leaves)
+    detached = forward_and_backward(partial(with_lse, detach=True), leaves)
+    compiled = torch.compile(partial(with_lse, detach=True), backend="aot_eager", fullgraph=True)
+    check_all(forward_and_backward(compiled, leaves), detached)
+    compiled = torch.compile(partial(with_lse, detach=False), backend="aot_eager", fullgraph=True)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(Exception, match="the lse of attention has no gradient"),
+    ):
+        compiled(*leaves)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves), with_lse(*leaves, detach=False))
+
+
+# The operator
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operators_pass_opcheck(dtype: torch.dtype, has_sinks: bool, requires_grad: bool) -> None:
+    options = Options(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
+    number = autograd._enter(*options, *Call(options, None, None, True, None)[1:])
+    tensors = [*inputs(requires_grad=requires_grad, dtype=dtype), None]
+    if has_sinks:
+        tensors[3] = torch.linspace(-1, 1, 4).requires_grad_(requires_grad)
+    checked = torch.library.opcheck(torch.ops.ringspan.attend.default, (*tensors, number, requires_grad))
+    out, lse = torch.ops.ringspan.attend(*tensors, number, requires_grad)
+    arguments = [x if x is None else x.detach() for x in (*tensors, torch.ones_like(out), out, lse)]
+    checked_backward = torch.library.opcheck(torch.ops.ringspan.attend_backward.default, (*arguments, number))
+    for results in (checked, checked_backward):
+        assert list(results.values()) == ["SUCCESS"] * 4
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_compiled_on_ranks_as_threads(world_size: int) -> None:
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    check_all(on_ranks(world_size, compiled), forward_and_backward(plain, inputs()))
+
+
+def test_compiled_by_inductor() -> None:
+    """With views before and after, sinks, and a gradient for them; nothing that would have to be compiled as C++."""
+
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = rs.attention(q, k, v, sinks=sinks, mask=CAUSAL, layout=ALONE)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2)
+
+    leaves = (*(x.transpose(1, 2).contiguous() for x in inputs()), torch.linspace(-1, 1, 4))
+    compiled = torch.compile(block, fullgraph=True)
+    check_all(forward_and_backward(compiled, leaves), forward_and_backward(block, leaves))
+
+
+def test_compiled_under_autocast_and_checkpoint() -> None:
+    def narrow(*tensors: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(attend, *tensors, ALONE, None, use_reentrant=False)
+
+    compiled = torch.compile(narrow, backend="aot_eager", fullgraph=True)
+    check_all(forward_and_backward(compiled, inputs()), forward_and_backward(narrow, inputs()))
+
+
+MASKS = (rs.full(), rs.sliding_window(3, 0), rs.sliding_window(4, 0), rs.documents([10, 14]), rs.documents([12, 12]))
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "mask": [{"mask": mask} for mask in (*MASKS, CAUSAL & MASKS[3], CAUSAL | MASKS[1])],
+    "layout": [{"layout": layout} for layout in (ALONE, rs.contiguous(SEQ_LEN, 1, start=5))],
+    "kv_layout": [{"kv_layout": layout} for layout in (None, rs.contiguous(SEQ_LEN, 1, start=2))],
+    "scale": [{"scale": scale} for scale in (None, 0.1, 0.2, 0.3, 1)],
+    "algorithm": [{"algorithm": name} for name in ("pass_kv", "pass_q", "all_gather", "ulysses")],
+    "timeout_s": [{"timeout_s": seconds} for seconds in (None, 5, 6, 7.0)],
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_another_object_is_another_program(name: str) -> None:
+    """What was compiled for one mask, layout or number is never run for another, and is run again for the same."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        out = rs.attention(q, k, v, **{"mask": CAUSAL, "layout": ALONE, **options})
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    variants = VARIANTS[name]
+    for options in variants:
+        check_all(
+            forward_and_backward(compiled, inputs(), options),
+            forward_and_backward(call, inputs(), options),
+            atol=0,
+            rtol=0,
+        )
+    num_programs = counter.frame_count
+    assert num_programs >= len(variants)
+    for options in variants:
+        assert torch.equal(compiled(*inputs(), options), call(*inputs(), options))
+    assert counter.frame_count == num_programs
+
+
+def test_the_same_module_with_other_settings_compiled_one_by_one() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, window: int, scale: float) -> None:
+            super().__init__()
+            self.mask = rs.sliding_window(window, 0)
+            self.scale = scale
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = rs.attention(q, k, v, mask=self.mask, layout=ALONE, scale=self.scale)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+    layers = [Layer(window, window / 10) for window in (1, 2, 3)]
+    for layer in layers:
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(*inputs()), layer(*inputs()))
+
+
+def test_another_group_is_another_program() -> None:
+    """A program compiled for one group, asked for another: messages of the first would never arrive."""
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    expected = forward_and_backward(plain, inputs())
+    for world_size in (2, 3, 2):
+        check_all(on_ranks(world_size, compiled), expected)
+
+
+def test_masks_and_layouts_are_built_outside() -> None:
+    """Inside, causal() and full() can be; for the others the compiler says why not, or breaks the graph there."""
+
+    def simple(*tensors: torch.Tensor) -> Any:
+        return rs.attention(*tensors, mask=rs.causal(), layout=ALONE)
+
+    def window(*tensors: torch.Tensor) -> Any:
+        return rs.attention(*tensors, mask=rs.causal() & rs.sliding_window(3, 0), layout=ALONE)
+
+    def layout(*tensors: torch.Tensor) -> Any:
+        return rs.attention(*tensors, mask=CAUSAL, layout=rs.zigzag(tensors[0].shape[2], 1))
+
+    def own_layout(*tensors: torch.Tensor) -> Any:
+        return rs.attention(*tensors, mask=CAUSAL, layout=rs.Layout(((rs.Span(0, SEQ_LEN),),)))
+
+    compiled = torch.compile(simple, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*inputs()), simple(*inputs()))
+    for function in (window, layout, own_layout):
+        with pytest.raises(Exception, match="build masks and layouts outside of the compiled function"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs())
+        assert torch.equal(torch.compile(function, backend="aot_eager")(*inputs()), function(*inputs()))
+
+
+def test_the_marks_are_those_of_torch() -> None:
+    """They are set by hand, so that the compiler need not be imported."""
+
+    def constant() -> int:
+        return 0
+
+    assert vars(torch.compiler.assume_constant_result(constant)) == vars(autograd._enter)
+    assert (
+        vars(rs.zigzag).items()
+        <= vars(torch.compiler.disable(constant, reason=rs.zigzag._torchdynamo_disable_msg)).items()
+    )

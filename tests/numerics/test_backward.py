@@ -1,0 +1,236 @@
+"""The backward pass of `rs.attention` on ranks as threads: what the case table does not vary (see test_attention)."""
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import oracle
+import ringspan as rs
+from attention_cases import Gradients, Job, check_gradients, job_of_case, make_dout, make_job, options_of, run_both
+from cases import ROWS, make_mask, replicated, select
+from ringspan.execute import Event
+from ringspan.tiles import Problem, Shapes
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+
+torch.set_num_threads(1)
+
+HEADS = rs.Heads(8, 2)
+CAUSAL = ("causal",)
+
+each_algorithm = pytest.mark.parametrize("algorithm", [row.algorithm for row in ROWS])
+
+
+def check(job: Job, what: object = "", **options: Any) -> None:
+    check_gradients(job, [gradients for _, gradients in run_both(job, **options)], what)
+
+
+@each_algorithm
+@pytest.mark.parametrize("heads", [HEADS, rs.Heads(8, 8)], ids=str)
+def test_cross_attention(algorithm: str, heads: rs.Heads) -> None:
+    """More keys than queries and fewer, so that either side is the lighter one and travels."""
+    for q_len, kv_len in ((11, 40), (40, 11)):
+        for kv_layout in (rs.contiguous(kv_len, 4), replicated(kv_len, 4)):
+            layout = rs.zigzag(q_len, 4)
+            job = make_job("cross", ("full",), layout, heads, kv_layout=kv_layout, **options_of(algorithm, 4))
+            check(job, (q_len, kv_len))
+
+
+@each_algorithm
+def test_masks_by_row_and_rows_that_see_nothing(algorithm: str) -> None:
+    rows = ("per_row", (CAUSAL, ("documents", (13, 24)), ("sliding_window", -2, 9)))
+    check(make_job("rows", rows, rs.zigzag(37, 4), HEADS, batch=3, **options_of(algorithm, 4)))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("scale", [0.0, 0.7, -1.3])
+def test_any_scale_and_kernel(kernel: str, scale: float) -> None:
+    check(make_job("scale", CAUSAL, rs.zigzag(24, 3), HEADS, scale=scale), kernel=kernel)
+
+
+def test_both_directions() -> None:
+    for direction in ("forward", "reverse"):
+        check(make_job("directions", CAUSAL, rs.zigzag(37, 4), HEADS), direction=direction)
+
+
+@each_algorithm
+def test_nothing_to_attend(algorithm: str) -> None:
+    for layout, kv_layout, batch in (
+        (rs.zigzag(0, 2), rs.zigzag(0, 2), 2),
+        (rs.zigzag(5, 2), rs.zigzag(5, 2), 0),
+        (rs.zigzag(5, 2), rs.zigzag(0, 2), 1),
+        (rs.zigzag(0, 2), rs.zigzag(5, 2), 1),
+    ):
+        check(make_job("empty", ("full",), layout, HEADS, kv_layout=kv_layout, batch=batch, **options_of(algorithm, 2)))
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sinks(algorithm: str, world_size: int) -> None:
+    """By autograd on the definition: a sink is one more column beside the scores, whose weight is thrown away."""
+    heads = rs.Heads(6, 3)
+    for spec in (CAUSAL, ("sliding_window", -2, 9)):
+        job = make_job("sinks", spec, rs.zigzag(24, world_size), heads, **options_of(algorithm, world_size))
+        values = torch.tensor([0.0, 1.5, -2.0, 4.0, -30.0, -math.inf], dtype=torch.float64)
+
+        def differentiate(group: InProcessRank, job: Job = job, values: torch.Tensor = values) -> list[torch.Tensor]:
+            leaves = [x.clone().requires_grad_() for x in (*job.shards(group.rank), values)]
+            out = job.attend(group, group.rank, tensors=leaves[:3], sinks=leaves[3]).out
+            return list(torch.autograd.grad(out, leaves, job.layout.shard(make_dout(job), group.rank, 2)))
+
+        parts = rs.run_in_process(differentiate, world_size)
+        got = [job.layout.unshard([part[i] for part in parts], 2) for i in range(3)]
+        got.append(torch.stack([part[3] for part in parts]).sum(0))
+        for mine, wanted in zip(got, dense_sink_gradients(job, values), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+
+
+def dense_sink_gradients(job: Job, sinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    positions = job.layout.all_positions()
+    allowed = torch.from_numpy(oracle.dense_mask(job.spec, positions, positions))
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (job.q, job.k, job.v, sinks))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
+    column = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+    # exp by hand: softmax has no derivative where everything is -inf
+    weights = torch.cat([scores.exp().masked_fill(~allowed, 0.0), column.exp()], -1)
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    out = weights[..., :-1] @ v.repeat_interleave(group, 1)
+    return torch.autograd.grad(out, (q, k, v, sinks), make_dout(job))
+
+
+@each_algorithm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
+    """At most twice that of plain attention in the type, and the same from 2 to 16 ranks."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 256, 32, generator=generator).to(dtype) for _ in range(3))
+    one = make_job("flat", CAUSAL, rs.zigzag(256, 1), rs.Heads(16, 16), batch=1)
+    job = one._replace(q=q, k=k, v=v, out=torch.empty(1, 16, 256, 32))
+    dout = make_dout(job)
+    positions = job.layout.all_positions()
+    arrays = (x.double().numpy() for x in (q, k, v))
+    exact = oracle.dense_gradients(*arrays, oracle.dense_mask(CAUSAL, positions, positions), dout.double().numpy())
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = torch.autograd.grad(scaled_dot_product_attention(*leaves, is_causal=True), leaves, dout)
+    allowed = [2 * error_of(mine, wanted) for mine, wanted in zip(plain, exact, strict=True)]
+    at_two: list[float] = []
+    for world_size in (2, 4, 8, 16):
+        layout = rs.zigzag(256, world_size)
+        spread = job._replace(layout=layout, kv_layout=layout, options=options_of(algorithm, world_size))
+        parts = [gradients for _, gradients in run_both(spread)]
+        errors = [error_of(layout.unshard([part[i] for part in parts], 2), wanted) for i, wanted in enumerate(exact)]
+        at_two = at_two or errors
+        assert all(error <= limit for error, limit in zip(errors, allowed, strict=True)), (world_size, errors, allowed)
+        assert all(error <= 1.1 * first for error, first in zip(errors, at_two, strict=True)), (errors, at_two)
+
+
+def error_of(mine: torch.Tensor, exact: np.ndarray[Any, Any]) -> float:
+    """The root of the mean square."""
+    return float((mine.double() - torch.from_numpy(exact)).square().mean().sqrt())
+
+
+@each_algorithm
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_events_and_bytes_are_those_of_the_simulator(
+    algorithm: str, world_size: int, counted: dict[int, CountingTransport]
+) -> None:
+    for case in select(algorithm=algorithm, world_size=world_size)[::9]:
+        job = job_of_case(case, torch.float32)
+        recorded: list[list[Event]] = [[] for _ in range(world_size)]
+
+        def differentiate(group: InProcessRank, job: Job = job, recorded: Any = recorded) -> Gradients:
+            leaves = [x.clone().requires_grad_() for x in job.shards(group.rank)]
+            out = job.attend(group, group.rank, tensors=leaves, record=recorded[group.rank].append).out
+            recorded[group.rank].clear()
+            counted[group.rank].bytes_sent[:] = [0] * world_size
+            return Gradients(*torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+        rs.run_in_process(differentiate, world_size)
+        arrays = [x.numpy() for x in (job.q, job.k, job.v)]
+        simulation = rs.simulate_attention(*arrays, mask=make_mask(case.spec), layout=job.layout, **case.options)
+        gradients = simulation.gradients(np.ones_like(simulation.out))
+        simulated = [[event for step in gradients.trace for event in step[rank].events] for rank in range(world_size)]
+        assert recorded == simulated, case
+        problem = Problem(
+            make_mask(case.spec),
+            job.layout,
+            job.layout,
+            Shapes((job.q.shape[0],), case.heads, job.q.shape[3], job.v.shape[3], 4, 4),
+        )
+        expected = np.zeros((world_size, world_size), dtype=int)
+        for step in gradients.schedule.steps:
+            for block, src, dst in step.transfers:
+                expected[src, dst] += problem.block_bytes(block)
+        assert (np.array([counted[rank].bytes_sent for rank in range(world_size)]) == expected).all(), case
+
+
+def test_the_side_with_fewer_bytes_travels() -> None:
+    """Many heads over few KV heads: keys go round; few keys of many heads each: queries would be dearer still."""
+
+    def sent(heads: rs.Heads, q_len: int, kv_len: int) -> set[str]:
+        events: list[Event] = []
+
+        def differentiate(group: InProcessRank) -> None:
+            layout, kv_layout = rs.contiguous(q_len, 2), rs.contiguous(kv_len, 2)
+            job = make_job("side", ("full",), layout, heads, kv_layout=kv_layout)
+            leaves = [x.clone().requires_grad_() for x in job.shards(group.rank)]
+            out = job.attend(group, group.rank, tensors=leaves, record=events.append if group.rank == 0 else None).out
+            events.clear()
+            out.sum().backward()
+
+        rs.run_in_process(differentiate, 2)
+        return {block.kind for event in events if event.action == "send" for block in event.blocks}
+
+    assert sent(rs.Heads(8, 1), 64, 64) == {"kv", "dkv"}
+    assert sent(rs.Heads(8, 8), 4, 256) == {"q_grad", "dq"}
+
+
+def test_between_the_passes_only_shards_are_kept() -> None:
+    """q, k, v, out and lse of this rank; nothing of the size of the sequence, and nothing after the backward pass."""
+    world_size, shard_len = 4, 64
+    layout = rs.zigzag(world_size * shard_len, world_size)
+
+    def on_rank(group: InProcessRank) -> tuple[int, bool]:
+        leaves = [torch.randn(1, 8, shard_len, 16, requires_grad=True) for _ in range(3)]
+        out = rs.attention(*leaves, mask=rs.causal(), layout=layout, group=group)
+        saved = [x for x in out.grad_fn.saved_tensors if x is not None]
+        largest = max(x.untyped_storage().nbytes() for x in saved)
+        kept = weakref.ref(saved[-1])
+        del saved
+        out.sum().backward()
+        del out
+        gc.collect()
+        return largest, kept() is None
+
+    for largest, is_gone in rs.run_in_process(on_rank, world_size):
+        assert largest <= 8 * shard_len * 16 * 4
+        assert is_gone
+
+
+@each_algorithm
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_odd_values_reach_only_what_sees_them(algorithm: str, value: float) -> None:
+    """Of the first document they must not reach the second, in any gradient."""
+    layout = rs.zigzag(24, 4)
+    job = make_job("odd", ("documents", (10, 14)), layout, HEADS, dtype=torch.float32, **options_of(algorithm, 4))
+    for x in (job.q, job.k, job.v):
+        x[0, 0, 3, 1] = value
+    parts = [gradients for _, gradients in run_both(job)]
+    clean = job._replace(**{name: getattr(job, name)[:, :, 10:].contiguous() for name in "qkv"})
+    allowed = oracle.dense_mask(("full",), np.arange(14), np.arange(14))
+    arrays = (x.double().numpy() for x in (clean.q, clean.k, clean.v))
+    wanted = oracle.dense_gradients(*arrays, allowed, make_dout(job)[:, :, 10:].double().numpy())
+    for i, exact in enumerate(wanted):
+        got = layout.unshard([part[i] for part in parts], 2)
+        torch.testing.assert_close(got[:, :, 10:], torch.from_numpy(exact).float())
+        assert not got[0, :, :10].isfinite().all()

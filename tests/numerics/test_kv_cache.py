@@ -1,0 +1,134 @@
+"""A cache on any number of ranks answers as one device would, whatever the conversation."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ringspan as rs
+from conversations import Story, attend, live_through
+from ringspan.inference import storage
+from ringspan.transports.in_process import InProcessRank
+
+CAUSAL = ("causal",)
+WINDOW = ("and", CAUSAL, ("sliding_window", 5, 0))
+SINKS = ("or", ("and", CAUSAL, ("sliding_window", 3, 0)), ("and", CAUSAL, ("prefix", 2)))
+HEADS = [rs.Heads(4, 4), rs.Heads(4, 2), rs.Heads(3, 1)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage in blocks so short that everything lies in several."""
+    monkeypatch.setattr(storage, "MIN_BLOCK", 3)
+
+
+@st.composite
+def stories(draw: st.DrawFn, **options: Any) -> Story:
+    specs = draw(st.sampled_from([[CAUSAL], [CAUSAL, WINDOW], [SINKS]]))
+    story = Story(draw(st.integers(0, 2**16)), draw(st.sampled_from(HEADS)), specs, **options)
+    for _ in range(draw(st.integers(1, 7))):
+        known = sorted(story.held)
+        kind = draw(st.sampled_from(["prefill", "decode", "decode", "abort", "truncate", "drop"]))
+        if kind in ("truncate", "drop") and known:
+            sequence = draw(st.sampled_from(known))
+            if kind == "drop":
+                story.drop(sequence)
+            else:
+                story.truncate(sequence, draw(st.integers(0, story.length(sequence))))
+            continue
+        sequences = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True))
+        largest = 1 if kind == "decode" else 13
+        lengths = {sequence: draw(st.integers(1, largest)) for sequence in sequences}
+        query = draw(st.sampled_from(["sharded", "replicated"]))
+        algorithm = "auto" if query == "replicated" else draw(st.sampled_from(["pass_kv", "pass_q"]))
+        story.turn(lengths, "abort" if kind == "abort" else "turn", query=query, algorithm=algorithm)
+    return story
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(story=stories())
+def test_any_conversation(world_size: int, story: Story) -> None:
+    rs.run_in_process(lambda group: live_through(story, group), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_ranks_are_level_and_become_so_again(world_size: int) -> None:
+    """Within one token per sequence; after a rollback new tokens go to the ranks that have fewest."""
+    story = Story(1, HEADS[0], [CAUSAL]).turn({0: 37, 1: 5}).turn({0: 4, 1: 11})
+    for _ in range(5):
+        story.turn({0: 1, 1: 1})
+    caches = rs.run_in_process(lambda group: live_through(story, group), world_size)
+    assert all(cache.balance() == caches[0].balance() for cache in caches)
+    for counts in caches[0].balance().values():
+        assert max(counts) - min(counts) <= 1
+    for sequence in (0, 1):
+        held = torch.cat([cache.positions(sequence) for cache in caches])
+        assert sorted(held.tolist()) == list(range(story.length(sequence)))
+
+    story.truncate(0, 12)
+
+    def go_on(group: InProcessRank) -> list[tuple[int, ...]]:
+        cache = live_through(story, group)
+        counts = [cache.balance()[0]]
+        story_of_rank = Story(2, HEADS[0], [CAUSAL])
+        for _ in range(40):
+            turn = cache.begin([1], query="replicated")
+            q, k, v = (story_of_rank._tensor(4, 1, dim) for dim in (8, 8, 6))
+            rs.decode(q, k, v, turn, layer=0)
+            turn.commit()
+            counts.append(cache.balance()[0])
+        return counts
+
+    counts = rs.run_in_process(go_on, world_size)[0]
+    for before, after in itertools.pairwise(counts):
+        grown = [a - b for a, b in zip(after, before, strict=True)].index(1)
+        assert before[grown] == min(before)
+    assert max(counts[-1]) - min(counts[-1]) <= 1
+
+
+@pytest.mark.parametrize("query", ["sharded", "replicated"])
+@pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
+def test_nothing_of_another_sequence_is_seen(query: str, algorithm: str) -> None:
+    """A neighbour full of NaN changes no bit, in the same turn or in an earlier one."""
+    options = {"query": query, "algorithm": algorithm if query == "sharded" else "auto"}
+    story = Story(3, HEADS[1], [CAUSAL, WINDOW])
+    story.turn({0: 9, 1: 12, 2: 4}, **options).turn({0: 1, 1: 1, 2: 1}, **options).turn({1: 7, 0: 3}, **options)
+
+    def answers(group: InProcessRank, poison: bool) -> list[torch.Tensor]:
+        cache, kept = story.cache(group), []
+        for act in story.acts:
+            with cache.begin(act.lengths, algorithm=act.algorithm, query=act.query) as turn:
+                sequence_of = torch.cat([torch.full((n,), s) for s, n in act.lengths.items()])
+                own = turn.layout.shard(sequence_of, group.rank, 0) == 1
+                for layer, tensors in enumerate(act.tensors):
+                    qkv = [turn.layout.shard(x, group.rank, 2).clone() for x in tensors[:3]]
+                    if poison:
+                        for x in qkv:
+                            x[:, :, own] = torch.nan
+                    kept.append(attend(turn, qkv, layer)[:, :, ~own])
+        return kept
+
+    for clean, poisoned in zip(
+        *(rs.run_in_process(lambda g, p=p: answers(g, p), 3) for p in (False, True)), strict=True
+    ):
+        for a, b in zip(clean, poisoned, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_blocks_are_never_moved_and_rarely_made() -> None:
+    """A thousand tokens, one at a time: few allocations, and what was written stays where it is."""
+    cache = rs.KVCache(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4)
+    x = torch.zeros(1, 1, 1, 4)
+    places: list[tuple[int, ...]] = []
+    for _ in range(1000):
+        with cache.begin([1]) as turn:
+            for layer in range(2):
+                rs.decode(x, x, x, turn, layer=layer)
+        places.append(tuple(block[0].data_ptr() for block in cache._state.stored[0]._blocks))
+    assert all(after[: len(before)] == before for before, after in itertools.pairwise(places))
+    assert len(places[-1]) < 30
+    assert cache.nbytes <= 1.3 * 1000 * 2 * 2 * 4 * 4

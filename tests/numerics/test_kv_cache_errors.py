@@ -1,0 +1,207 @@
+"""What a cache refuses, and that it is then as it was before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringspan as rs
+from conversations import HEAD_DIM, V_HEAD_DIM, Story, attend, live_through
+from ringspan.transports.in_process import InProcessRank
+
+HEADS = rs.Heads(4, 2)
+CAUSAL = ("causal",)
+
+
+def story() -> Story:
+    return Story(5, HEADS, [CAUSAL, CAUSAL], max_tokens=40).turn({0: 11, 1: 6}).turn({0: 1, 1: 1})
+
+
+def tensors(turn: rs.Turn, more: int = 0, heads: rs.Heads = HEADS, dtype: torch.dtype = torch.float64) -> list[Any]:
+    rows = turn.num_rows + more
+    dims = ((heads.num_heads, HEAD_DIM), (heads.num_kv_heads, HEAD_DIM), (heads.num_kv_heads, V_HEAD_DIM))
+    return [torch.zeros(1, n, rows, dim, dtype=dtype) for n, dim in dims]
+
+
+def contents(cache: rs.KVCache) -> list[torch.Tensor]:
+    state = cache._state
+    return [
+        x.clone()
+        for sequence, placement in state.placements.items()
+        for layer in range(state.model.num_layers)
+        for rows in state.stored[sequence].rows(layer, 0, placement.counts[state.rank])
+        for x in rows
+    ]
+
+
+def run_layer_twice(cache: rs.KVCache) -> None:
+    turn = cache.begin([2, 2])
+    for _ in range(2):
+        rs.prefill(*tensors(turn), turn, layer=0)
+
+
+def commit_too_early(cache: rs.KVCache) -> None:
+    turn = cache.begin([2, 2])
+    rs.prefill(*tensors(turn), turn, layer=1)
+    try:
+        turn.commit()
+    finally:
+        turn.abort()
+
+
+def begin_twice(cache: rs.KVCache) -> None:
+    turn = cache.begin([2, 2])
+    try:
+        cache.begin([1])
+    finally:
+        turn.abort()
+
+
+REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = {
+    "a position twice": (lambda c: c.begin([2, 2], starts=[12, 5]), rs.CacheError, "5 to 6 are cached already"),
+    "a gap": (lambda c: c.begin({1: 2}, starts={1: 9}), rs.CacheError, "7 to 8 would be missing"),
+    "starts of others": (lambda c: c.begin({1: 2}, starts={0: 12}), rs.CacheError, "give both"),
+    "a full cache": (lambda c: c.begin([200, 1]), rs.CacheError, "max_tokens is 40"),
+    "no tokens": (lambda c: c.begin([1, 0]), rs.ShapeError, r"new_lengths\[1\]=0"),
+    "no sequence": (lambda c: c.begin([]), rs.CacheError, "at least one sequence"),
+    "no such algorithm": (lambda c: c.begin([1], algorithm="ulysses"), rs.UnsupportedError, "auto, pass_kv, pass_q"),
+    "no such query": (lambda c: c.begin([1], query="half"), rs.UnsupportedError, "sharded"),
+    "truncate too far": (lambda c: c.truncate(1, 8), rs.CacheError, "only 7 tokens"),
+    "drop of nothing": (lambda c: c.drop(7), rs.CacheError, "there are 0, 1"),
+    "a layer twice": (run_layer_twice, rs.CacheError, "run in this turn already"),
+    "a commit too early": (commit_too_early, rs.CacheError, r"without layers \[0\]"),
+    "two turns": (begin_twice, rs.CacheError, "commit or abort it first"),
+}
+
+WRONG_TENSORS: dict[str, Callable[[rs.Turn], list[Any]]] = {
+    "too many": lambda turn: tensors(turn, more=1),
+    "k too short": lambda turn: [tensors(turn)[0], tensors(turn)[1][:, :, :-1], tensors(turn)[2]],
+    "another model's heads": lambda turn: tensors(turn, heads=rs.Heads(4, 4)),
+    "another type": lambda turn: tensors(turn, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSALS, *WRONG_TENSORS])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_refused_leaves_no_trace(name: str, world_size: int) -> None:
+    if name in REFUSALS:
+        run, kind, text = REFUSALS[name]
+    else:
+
+        def run(cache: rs.KVCache) -> None:
+            turn = cache.begin([2, 2])
+            rs.prefill(*WRONG_TENSORS[name](turn), turn, layer=0)
+
+        kind, text = rs.ShapeError, "rank|is torch.float32"
+    told = story()
+
+    def refuse(group: InProcessRank) -> None:
+        cache = live_through(told, group)
+        before, lengths, balance = contents(cache), cache.lengths, cache.balance()
+        # A layer that fails in the middle of a turn ends the group; that is another test's.
+        if name == "a layer twice" and world_size > 1:
+            return
+        with pytest.raises(kind, match=text):
+            run(cache)
+        assert (cache.lengths, cache.balance()) == (lengths, balance)
+        for a, b in zip(before, contents(cache), strict=True):
+            assert torch.equal(a, b)
+        live_through_rest(told, cache, group)
+
+    rs.run_in_process(refuse, world_size)
+
+
+def live_through_rest(told: Story, cache: rs.KVCache, group: InProcessRank) -> None:
+    """The cache goes on as if nothing had happened."""
+    rest = Story(6, HEADS, told.specs)
+    rest.held, rest.lengths, rest.acts = {s: list(layers) for s, layers in told.held.items()}, [], []
+    live_through(rest.turn({1: 3, 0: 2}), group, cache)
+
+
+def test_ranks_that_disagree_about_a_turn() -> None:
+    """All of them learn who wants what, and go on."""
+    told = story()
+
+    def disagree(group: InProcessRank) -> str:
+        cache = live_through(told, group)
+        turn = cache.begin([2, 2 + group.rank])
+        with pytest.raises(rs.TransportError) as caught:
+            rs.prefill(*tensors(turn), turn, layer=0)
+        live_through_rest(told, cache, group)
+        return str(caught.value)
+
+    texts = rs.run_in_process(disagree, 2)
+    assert texts[0] == texts[1]
+    assert "new tokens: rank 0 has {0: 2, 1: 2}, rank 1 has {0: 2, 1: 3}" in texts[0]
+
+
+def test_a_rank_whose_cache_went_another_way_is_found() -> None:
+    told = story()
+
+    def truncate_on_one(group: InProcessRank) -> str:
+        cache = live_through(told, group)
+        if group.rank:
+            cache.truncate(0, 12)
+        turn = cache.begin([1, 1])
+        with pytest.raises(rs.TransportError) as caught:
+            attend(turn, tensors(turn), 0)
+        return str(caught.value)
+
+    assert "history" in rs.run_in_process(truncate_on_one, 2)[0]
+
+
+def test_a_rank_that_refuses_does_not_leave_the_others_waiting() -> None:
+    told = story()
+
+    def refuse_on_one(group: InProcessRank) -> str:
+        cache = live_through(told, group)
+        turn = cache.begin([2, 2])
+        kind = rs.ShapeError if group.rank else rs.TransportError
+        with pytest.raises(kind) as caught:
+            rs.prefill(*tensors(turn, more=group.rank), turn, layer=0)
+        live_through_rest(told, cache, group)
+        return str(caught.value)
+
+    assert "rank 1: ShapeError: q.shape=" in rs.run_in_process(refuse_on_one, 2, timeout_s=20)[0]
+
+
+def test_a_failure_in_a_later_layer_ends_all_waits() -> None:
+    told = story()
+
+    def fail_late(group: InProcessRank) -> tuple[str, dict[int, int]]:
+        cache = live_through(told, group)
+        turn = cache.begin([2, 2])
+        rs.prefill(*tensors(turn), turn, layer=0)
+        with pytest.raises(rs.RingspanError) as caught:
+            rs.prefill(*tensors(turn, more=group.rank), turn, layer=1)
+        return str(caught.value), cache.lengths
+
+    (text, lengths), other = rs.run_in_process(fail_late, 2, timeout_s=20)
+    assert "rank 1 failed: ShapeError" in text
+    assert lengths == other[1] == story().lengths[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 2}, rs.ShapeError, "multiple"),
+        ({"num_layers": 0}, rs.ShapeError, "num_layers=0"),
+        ({"storage": "int4"}, rs.UnsupportedError, "float8_e4m3"),
+        ({"dtype": torch.int32}, rs.ShapeError, "bfloat16"),
+        ({"mask": [rs.causal()]}, rs.MaskError, "2 layers"),
+        ({"mask": rs.per_row([rs.causal()])}, rs.MaskError, "per_row"),
+        ({"max_tokens": 0}, rs.ShapeError, "max_tokens=0"),
+        ({"kernel": "none"}, rs.UnsupportedError, "sdpa_cpu"),
+    ],
+)
+def test_a_cache_that_cannot_be(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    options = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8} | change
+    with pytest.raises(kind, match=text):
+        rs.KVCache(**options)
+
+
+def test_a_mask_that_ends() -> None:
+    cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, mask=rs.causal() & rs.documents([5]))
+    with pytest.raises(rs.MaskError, match="5 positions"):
+        cache.begin([6])

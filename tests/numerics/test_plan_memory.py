@@ -1,0 +1,32 @@
+"""The buffers of attention as the planner counts them, against live storages of the runtime."""
+
+import pytest
+import torch
+from test_memory import BATCH, HEAD_DIM, HEADS, measure
+
+import ringspan as rs
+import ringspan.runtime
+from ringspan.cost import RINGSPAN, Shard
+from ringspan.plan.memory import attention_buffers
+
+SHARD_LEN = 512
+SLAB_BYTES = 2**17
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q", "all_gather", "ulysses", "hybrid", "double_ring"])
+def test_peak_bytes_are_those_of_the_runtime(algorithm, world_size, kv_heads, monkeypatch):
+    """Within 10 %, float32, full mask, what a kernel returns in small slabs."""
+    inner = {"hybrid": world_size // 2, "double_ring": world_size // 2, "ulysses": world_size}.get(algorithm, 1)
+    if algorithm in ("hybrid", "double_ring") and world_size == 2:
+        pytest.skip("a mesh of two ranks is a plain ring, or Ulysses")
+    monkeypatch.setattr(ringspan.runtime, "_SLAB_BYTES", {"cpu": SLAB_BYTES})
+    options = {"mesh": (2, inner)} if algorithm in ("hybrid", "double_ring") else {}
+    measured = measure(
+        world_size, shard_len=SHARD_LEN, kv_heads=kv_heads, mask=rs.full(), algorithm=algorithm, **options
+    )
+    elements = 2 * kv_heads * HEAD_DIM
+    shard = Shard(BATCH, HEADS, kv_heads, HEAD_DIM, HEAD_DIM, elements, torch.float32.itemsize, "bf16", RINGSPAN)
+    counted = attention_buffers(algorithm, world_size, inner, SHARD_LEN, SHARD_LEN, shard, slab_bytes=SLAB_BYTES)
+    assert counted == pytest.approx(measured.peak, rel=0.1)

@@ -1,0 +1,93 @@
+"""One byte per element: the error stays below what is stated, and everything else is as without."""
+
+import pytest
+import torch
+
+import ringspan as rs
+from conversations import Story, live_through
+from ringspan import quantize
+from ringspan.quantize import FORMATS
+
+FORMAT_NAMES = list(FORMATS)
+
+
+def examples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 70, 16, generator=generator)
+    outliers = x.clone()
+    outliers[0, 1, 5, 3] = 1e4
+    return [
+        x,
+        x * 1e-30,
+        x * 1e30,
+        outliers,
+        torch.zeros(1, 1, 5, 4),
+        x[:, :, :1],
+        x[:, :, :32],
+        x.bfloat16(),
+        x[:, :, :0],
+    ]
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("number", range(len(examples())))
+def test_elements_stay_within_the_bound(name: str, number: int) -> None:
+    form, x = FORMATS[name], examples()[number]
+    values, scales = quantize.encode(x, form)
+    assert values.dtype == form.dtype
+    assert scales.shape == (*x.shape[:3], 1)
+    error = (quantize.decode(values, scales, torch.float64) - x.double()).abs()
+    bound = scales.double().numpy() * form.half_step
+    assert (error.numpy() <= bound * (1 + 1e-6)).all()
+    largest = x.abs().float().amax().item() if x.numel() else 0.0
+    assert (bound <= 1.02 * largest / form.limit * form.half_step + 1e-36).all()
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
+    x = torch.ones(1, 1, 40, 4)
+    x[0, 0, 35, 2] = bad
+    decoded = quantize.decode(*quantize.encode(x, FORMATS[name]), torch.float32)
+    assert decoded[0, 0, 35].isnan().all()
+    assert torch.isfinite(decoded[0, 0, :35]).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bytes_on_the_wire(head_dim: int) -> None:
+    """At most 27 % of float32 and 53 % of bfloat16."""
+    x = torch.zeros(1, 8, 4096, head_dim)
+    nbytes = sum(part.nbytes for part in quantize.encode(x, FORMATS["int8"]))
+    assert nbytes <= 0.27 * 4 * x.numel()
+    assert nbytes <= 0.53 * 2 * x.numel()
+
+
+def test_the_bound_of_the_output_holds_and_is_not_absurd() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, form in FORMATS.items():
+        q, k, v = (torch.randn(1, heads, 200, 32, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+        ks, vs = quantize.encode(k, form), quantize.encode(v, form)
+        k2, v2 = (quantize.decode(*x, torch.float64) for x in (ks, vs))
+        exact, close = (
+            torch.nn.functional.scaled_dot_product_attention(q, a, b, enable_gqa=True) for a, b in ((k, v), (k2, v2))
+        )
+        error = (exact - close).abs().amax((0, 2, 3))
+        largest = [x[1].float().amax((0, 2, 3)) for x in (ks, vs)]
+        bound = quantize.output_bound(q, *largest, form, 32**-0.5)
+        assert (error <= bound).all(), name
+        assert (error > 0).all()
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", *FORMAT_NAMES])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_storage_of_every_type(storage: str, world_size: int) -> None:
+    """Every answer is within what the rounding of K and V can do, whichever side travels."""
+    atol = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3, "int8": 5e-2, "float8_e4m3": 0.3}[storage]
+    story = Story(8, rs.Heads(4, 2), [("causal",)], torch.float32, storage=storage)
+    story.turn({0: 9, 1: 20}, algorithm="pass_kv").turn({1: 7, 0: 3}, algorithm="pass_q").truncate(1, 15)
+    story.turn({0: 1, 1: 1}, query="replicated").turn({1: 1}, algorithm="pass_q").turn(
+        {0: 6, 1: 5}, algorithm="pass_kv"
+    )
+    rs.run_in_process(
+        lambda group: live_through(story, group, tolerance=lambda *_: {"rtol": 0.0, "atol": atol}), world_size
+    )

@@ -1,0 +1,291 @@
+"""`ringspan.training` on ranks as threads: labels, positions, loss and parameter gradients of the unsharded model."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringspan as rs
+from cases import LAYOUTS
+from ringspan.transports.in_process import InProcessRank
+from transformer import Transformer, make_tokens, plain, token_losses, whole_loss
+
+torch.set_num_threads(1)
+
+SEQ_LEN = 23
+IGNORED = -100
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+each_world_size = pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+
+
+def make_layout(name: str, world_size: int) -> rs.Layout:
+    return LAYOUTS[name](SEQ_LEN, world_size, rs.causal())
+
+
+def on_ranks(world_size: int, fn: Callable[[InProcessRank], Any]) -> list[Any]:
+    return rs.run_in_process(fn, world_size)
+
+
+# Labels and positions
+
+
+def test_labels_are_the_next_tokens() -> None:
+    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    assert rs.next_token_labels(tokens).tolist() == [[1, 4, 1, 5, IGNORED], [2, 6, 5, 3, IGNORED]]
+    packed = rs.next_token_labels(tokens, document_lengths=[2, 1, 2])
+    assert packed.tolist() == [[1, IGNORED, IGNORED, 5, IGNORED], [2, IGNORED, IGNORED, 3, IGNORED]]
+    assert rs.next_token_labels(tokens[:, :0]).shape == (2, 0)
+
+
+def test_labels_of_transformers_are_shifted_with_what_they_ignore() -> None:
+    assert rs.next_token_labels(torch.tensor([IGNORED, IGNORED, 4, 1])).tolist() == [IGNORED, 4, 1, IGNORED]
+
+
+@each_layout
+@each_world_size
+def test_positions_are_global(name: str, world_size: int) -> None:
+    layout = make_layout(name, world_size)
+    for rank, positions in enumerate(on_ranks(world_size, lambda group: rs.position_ids(layout, group))):
+        assert positions.dtype == torch.int64
+        assert positions.tolist() == layout.positions(rank).tolist()
+
+
+def test_positions_restart_in_each_document() -> None:
+    layout = rs.zigzag(9, 2)  # 0 1 2 and 7 8; 3 4 and 5 6
+    parts = on_ranks(2, lambda group: rs.position_ids(layout, group, document_lengths=[4, 1, 4]))
+    assert layout.unshard(parts, 0).tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3]
+    shifted = rs.contiguous(3, 1, start=2)
+    assert rs.position_ids(shifted, document_lengths=[3, 2]).tolist() == [2, 0, 1]
+
+
+# Batches
+
+
+@each_layout
+@each_world_size
+def test_a_batch_put_together_again_is_the_whole(name: str, world_size: int) -> None:
+    layout = make_layout(name, world_size)
+    tokens = make_tokens(0, 2, layout.num_positions)
+    batch = {"input_ids": tokens, "weights": torch.rand(*tokens.shape, 3)}
+    parts = on_ranks(world_size, lambda group: rs.shard_batch(batch, layout, group))
+    assert all(set(part) == {"input_ids", "weights", "labels", "position_ids"} for part in parts)
+    whole = {name: layout.unshard([part[name] for part in parts], 1) for name in parts[0]}
+    assert torch.equal(whole["input_ids"], tokens)
+    assert torch.equal(whole["weights"], batch["weights"])
+    assert torch.equal(whole["labels"][:, :-1], tokens[:, 1:])
+    assert (whole["labels"][:, -1] == IGNORED).all()
+    assert whole["position_ids"].tolist() == [layout.all_positions().tolist()] * 2
+    # A token that several ranks hold counts once.
+    assert sum(int((part["labels"] != IGNORED).sum()) for part in parts) == tokens[:, 1:].numel()
+
+
+def test_what_a_batch_brings_is_kept() -> None:
+    tokens = torch.arange(6)
+    labels = torch.tensor([IGNORED, IGNORED, 12, 13, 14, 15])
+    batch = {"input_ids": tokens, "labels": labels, "position_ids": tokens * 10}
+    part = rs.shard_batch(batch, rs.zigzag(6, 1), document_lengths=[4, 2])
+    assert part["labels"].tolist() == [IGNORED, 12, 13, IGNORED, 15, IGNORED]
+    assert part["position_ids"].tolist() == [0, 10, 20, 30, 40, 50]
+    assert batch["labels"] is labels
+    assert labels.tolist() == [IGNORED, IGNORED, 12, 13, 14, 15]
+
+
+IDS = torch.zeros(2, 6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        ({"labels": IDS}, {}, "batch has labels; it needs input_ids"),
+        ({"input_ids": IDS, "attention_mask": IDS}, {}, "attention_mask: a rank sees a part of it only"),
+        ({"input_ids": IDS[:, :5]}, {}, "batch['input_ids'].shape=(2, 5)"),
+        ({"input_ids": IDS, "weights": IDS.T}, {}, "batch['weights'].shape=(6, 2)"),
+        ({"input_ids": IDS, "weights": IDS[0]}, {}, "batch['weights'].shape=(6,)"),
+        ({"input_ids": IDS}, {"document_lengths": [3, 2]}, "expected a sum of 6"),
+        ({"input_ids": IDS}, {"document_lengths": [6, 0]}, "at least one token"),
+    ],
+)
+def test_batches_that_are_refused(batch: dict[str, torch.Tensor], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(rs.ShapeError, match=re.escape(message)):
+        rs.shard_batch(batch, rs.zigzag(6, 1), **options)
+
+
+def test_layouts_for_other_groups_are_refused() -> None:
+    layout = rs.zigzag(6, 2)
+    for call in (partial(rs.shard_batch, {"input_ids": IDS}), rs.position_ids):
+        with pytest.raises(rs.LayoutError, match="the layout is for 2 ranks and the group has 1"):
+            call(layout)
+
+
+# The loss
+
+
+def random_losses(world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Uneven shards; the first rank has no valid label, with a loss there that must not count; the last has no rows."""
+    generator = torch.Generator().manual_seed(world_size)
+    lengths = [2 + 3 * rank for rank in range(world_size - 1)] + [0 if world_size > 1 else 2]
+    losses = [torch.randn(2, length, generator=generator, dtype=torch.float64) for length in lengths]
+    labels = [torch.where(loss > 0.5, IGNORED, 1) for loss in losses]
+    if world_size > 1:
+        labels[0].fill_(IGNORED)
+        losses[0].fill_(torch.inf)
+    return losses, labels
+
+
+@each_world_size
+def test_the_mean_loss_and_its_gradient(world_size: int) -> None:
+    losses, labels = random_losses(world_size)
+
+    def on_rank(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
+        own = losses[group.rank].clone().requires_grad_()
+        loss = rs.cross_rank_mean_loss(own, labels[group.rank], group)
+        (grad,) = torch.autograd.grad(loss, own)
+        return loss.detach(), grad
+
+    every_loss, every_label = torch.cat(losses, 1), torch.cat(labels, 1)
+    valid = every_label != IGNORED
+    results = on_ranks(world_size, on_rank)
+    assert len({loss.item() for loss, _ in results}) == 1
+    if valid.any():
+        torch.testing.assert_close(results[0][0], every_loss[valid].mean())
+    grads = torch.cat([grad for _, grad in results], 1)
+    torch.testing.assert_close(grads, valid.double() / max(1, int(valid.sum())))
+
+
+def test_a_batch_without_labels_is_no_nan() -> None:
+    def on_rank(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
+        own = torch.ones(3, requires_grad=True)
+        loss = rs.cross_rank_mean_loss(own, torch.full((3,), IGNORED), group)
+        return loss.detach(), torch.autograd.grad(loss, own)[0]
+
+    for loss, grad in on_ranks(2, on_rank):
+        assert loss.item() == 0.0
+        assert grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_sums_are_wide_and_equal_to_the_bit() -> None:
+    """bf16 losses: a sum in their own type would stop growing at 256."""
+    ones = torch.ones(1000, dtype=torch.bfloat16)
+    losses = on_ranks(3, lambda group: rs.cross_rank_mean_loss(ones * (group.rank + 1), ones.long(), group))
+    assert all(loss.dtype == torch.float32 and loss.item() == 2.0 for loss in losses)
+
+
+def test_a_mean_where_losses_are_expected_is_refused_on_all_ranks() -> None:
+    def on_rank(group: InProcessRank) -> str:
+        losses, labels = torch.ones(3), torch.ones(3, dtype=torch.int64)
+        with pytest.raises(rs.RingspanError) as raised:
+            rs.cross_rank_mean_loss(losses.mean() if group.rank else losses, labels, group)
+        return f"{raised.type.__name__}: {raised.value}"
+
+    first, second = on_ranks(2, on_rank)
+    assert second.startswith("ShapeError: losses.shape=()")
+    assert 'reduction="none"' in second
+    assert first.startswith("TransportError: attention was refused, on rank 1: ShapeError: losses.shape=()")
+
+
+# The model
+
+
+def sum_over_ranks(group: InProcessRank, x: torch.Tensor) -> torch.Tensor:
+    each = rs.contiguous(group.world_size, group.world_size)
+    return rs.gather(x[None], each, group, dim=0).sum(0)
+
+
+def differentiate(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def sharded_loss(model: nn.Module, tokens: torch.Tensor, layout: rs.Layout, group: Any) -> torch.Tensor:
+    batch = rs.shard_batch({"input_ids": tokens}, layout, group)
+    logits = model(batch["input_ids"], batch["position_ids"])
+    return rs.cross_rank_mean_loss(token_losses(logits, batch["labels"]), batch["labels"], group)
+
+
+def attend_on(layout: rs.Layout, group: Any, mask: rs.Mask | None = None) -> Callable[..., Any]:
+    return partial(rs.attention, mask=mask or rs.causal(), layout=layout, group=group)
+
+
+@each_layout
+@each_world_size
+def test_loss_and_parameter_gradients_are_those_of_one_process(name: str, world_size: int) -> None:
+    layout = make_layout(name, world_size)
+    tokens = make_tokens(1, 2, layout.num_positions)
+
+    def on_rank(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Transformer(attend_on(layout, group), dtype=torch.float64)
+        loss = sharded_loss(model, tokens, layout, group)
+        return loss.detach(), differentiate(model, loss)
+
+    model = Transformer(dtype=torch.float64)
+    expected = whole_loss(model, tokens, torch.from_numpy(layout.all_positions()))
+    results = on_ranks(world_size, on_rank)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+    total = sum(grad for _, grad in results)
+    torch.testing.assert_close(total, differentiate(model, expected), rtol=0, atol=1e-12)
+
+
+def test_packed_documents_are_trained_as_if_apart() -> None:
+    lengths, layout = [9, 1, 13], rs.zigzag(SEQ_LEN, 3)
+    tokens = make_tokens(2, 1, SEQ_LEN)
+    mask = rs.causal() & rs.documents(lengths)
+
+    def on_rank(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Transformer(attend_on(layout, group, mask), dtype=torch.float64)
+        batch = rs.shard_batch({"input_ids": tokens}, layout, group, document_lengths=lengths)
+        losses = token_losses(model(batch["input_ids"], batch["position_ids"]), batch["labels"])
+        loss = rs.cross_rank_mean_loss(losses, batch["labels"], group)
+        return loss.detach(), differentiate(model, loss)
+
+    model = Transformer(dtype=torch.float64)
+    expected = sum(
+        whole_loss(model, part) * (part.shape[1] - 1) for part in tokens.split(lengths, 1) if part.numel() > 1
+    )
+    expected = expected / (SEQ_LEN - len(lengths))
+    results = on_ranks(3, on_rank)
+    torch.testing.assert_close(results[0][0], expected.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(sum(grad for _, grad in results), differentiate(model, expected), rtol=0, atol=1e-12)
+
+
+STEPS = 50
+
+
+def train(
+    model: nn.Module, loss_of: Callable[[int], torch.Tensor], reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> list[float]:
+    """The losses of all steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(step)
+        grads = reduce(differentiate(model, loss))
+        sizes = [weights.numel() for weights in model.parameters()]
+        for weights, grad in zip(model.parameters(), grads.split(sizes), strict=True):
+            weights.grad = grad.view_as(weights)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_fifty_steps_of_training_are_the_same_on_any_number_of_ranks() -> None:
+    seq_len = 48
+    batches = [make_tokens(step, 4, seq_len) for step in range(STEPS)]
+
+    def on_rank(group: InProcessRank) -> list[float]:
+        layout = rs.zigzag(seq_len, group.world_size)
+        model = Transformer(attend_on(layout, group))
+        return train(
+            model, lambda step: sharded_loss(model, batches[step], layout, group), partial(sum_over_ranks, group)
+        )
+
+    model = Transformer(plain)
+    expected = train(model, lambda step: whole_loss(model, batches[step]), lambda grads: grads)
+    assert expected[-1] < 0.5 * expected[0]
+    for world_size in (1, 2, 3):
+        for losses in on_ranks(world_size, on_rank):
+            assert losses == pytest.approx(expected, rel=0, abs=1e-5)

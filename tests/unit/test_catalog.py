@@ -1,0 +1,214 @@
+"""Models and devices by name, from config.json and from lines; what is missing or wrong is refused by name."""
+
+import json
+
+import pytest
+
+from ringspan.catalog import load_device, load_link, load_model, model_names, parse_devices
+from ringspan.catalog.files import plain, read_data
+from ringspan.errors import RingspanError
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+}
+
+
+def write(tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def loadable(kind):
+    for entry in read_data("models.toml")[kind]:
+        try:
+            yield plain(entry), load_model(entry["id"])
+        except RingspanError:
+            continue
+
+
+def test_the_cache_is_as_large_as_the_catalogue_says():
+    known = [(figures, model) for figures, model in loadable("llm") if "kv_bytes_per_token_bf16" in figures]
+    assert len(known) > 5
+    for figures, model in known:
+        assert model.layers * model.kv_elements * 2 == figures["kv_bytes_per_token_bf16"]
+
+
+def test_videos_have_as_many_tokens_as_the_catalogue_says():
+    known = [(figures, model) for figures, model in loadable("video_dit") if "video_tokens" in figures]
+    assert len(known) > 4
+    for figures, model in known:
+        text = figures["text_tokens"] if figures["text_mode"] == "joint" else 0
+        assert model.video.count_tokens(*model.video.usual) == figures["video_tokens"] + text
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("llama-3.1-405b", 405.9)])
+def test_parameters_are_those_of_the_release_but_for_the_embeddings(name, billions):
+    model = load_model(name)
+    embeddings = 2 * 128256 * model.hidden_size
+    assert (model.counted_parameters + embeddings) / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_a_config_of_transformers(tmp_path):
+    model = load_model(write(tmp_path, LLAMA))
+    assert (model.layers, model.num_heads, model.num_kv_heads, model.head_dim) == (32, 32, 8, 128)
+    assert model.counted_parameters / 1e9 == pytest.approx(8.03, rel=0.001)
+
+
+def test_a_nested_text_config_with_sliding_layers(tmp_path):
+    types = (["sliding_attention"] * 5 + ["full_attention"]) * 8
+    text = LLAMA | {"num_hidden_layers": 48, "head_dim": 256, "sliding_window": 1024, "layer_types": types}
+    model = load_model(write(tmp_path, {"model_type": "gemma3", "text_config": text}))
+    assert (model.window.tokens, model.full_layers, model.head_dim) == (1024, 8, 256)
+
+
+def test_latent_attention_and_experts(tmp_path):
+    model = load_model(write(tmp_path, DEEPSEEK))
+    assert model.layers * model.kv_elements * 2 == 70272  # the catalogue's figure
+    assert model.counted_parameters / 1e9 == pytest.approx(671, rel=0.01)  # as the release is called
+    active = model.layers * model.attention_parameters + model.active_mlp_parameters + 2 * 129280 * 7168
+    assert active / 1e9 == pytest.approx(37, rel=0.05)
+
+
+def test_a_config_of_diffusers(tmp_path):
+    config = {
+        "_class_name": "WanTransformer3DModel",
+        "num_layers": 40,
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "ffn_dim": 13824,
+        "patch_size": [1, 2, 2],
+    }
+    model = load_model(write(tmp_path, config))
+    assert model.video.count_tokens(81, 720, 1280) == 75600
+    assert model.counted_parameters == load_model("wan2.1-14b").counted_parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": None}, "no num_attention_heads or n_head"),
+        ({"num_attention_heads": -1}, "num_attention_heads=-1 is no whole number"),
+        ({"vocab_size": None}, "no vocab_size"),
+        ({"hidden_size": 4095}, "gives no whole head_dim"),
+        ({"num_key_value_heads": 5}, "32 query heads over 5 KV heads"),
+        ({"num_local_experts": 8}, "no num_experts_per_tok"),
+        ({"kv_lora_rank": 512}, "no q_lora_rank"),
+        ({"sliding_window": 4096}, "without layer_types"),
+        ({"ssm_cfg": {"d": 1}}, "no plain attention"),
+    ],
+)
+def test_a_config_that_lacks_something_is_refused_by_its_name(tmp_path, change, message):
+    with pytest.raises(RingspanError, match=message):
+        load_model(write(tmp_path, LLAMA | change))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"_class_name": "NoSuchModel"}'])
+def test_what_is_no_config_is_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(RingspanError):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lama-3.1-8b", "did you mean llama-3.1-8b"),
+        ("deepseek-v3", "q_lora_rank"),
+        ("mixtral-8x7b", "experts, experts_per_token not found"),
+        ("dense:layers=2,heads=4", "head_dim, mlp is missing"),
+        ("dense:layers=2,heads=-4,head_dim=8,mlp=8", "num_heads=-4"),
+        ("dense:layers=2,wings=4", "wings=4"),
+        ("no/such/config.json", "No such file"),
+    ],
+)
+def test_models_that_cannot_be_used_say_why(name, message):
+    with pytest.raises(RingspanError, match=message):
+        load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node"), [("8xh100", 1, 8), ("16x8xh100", 16, 8), ("16xa100", 2, 8), ("3xl40s", 1, 3)]
+)
+def test_devices_are_counted_in_nodes(text, nodes, per_node):
+    assert parse_devices(text)[:2] == (nodes, per_node)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100", "names no devices"),
+        ("0xh100", "at least 1"),
+        ("-8xh100", "names no devices"),
+        ("9xh100", "do not fill nodes of 8"),
+        ("8xh1000", "did you mean"),
+        ("8xtpu-v4", "no memory_bytes_per_s"),
+        ("2xno_such.toml", "No such file"),
+        ("9999999x8xh100", "at most"),
+    ],
+)
+def test_devices_that_cannot_be_used_say_why(text, message):
+    with pytest.raises(RingspanError, match=message):
+        parse_devices(text)
+
+
+def test_every_device_reaches_no_more_than_its_peaks():
+    for entry in read_data("devices.toml")["device"]:
+        figures = plain(entry)
+        if "memory_bytes_per_s" not in figures:
+            continue
+        device = load_device(entry["id"])
+        peak = figures.get("peak_bf16_dense_flops_per_s", figures.get("peak_fp16_dense_flops_per_s"))
+        assert device.dense_flops_per_s < peak
+        assert device.memory_bytes_per_s < figures["memory_bytes_per_s"]
+        assert device.near.bytes_per_s <= device.near.line_bytes_per_s
+
+
+def test_links_are_one_way_and_every_figure_has_a_source():
+    data = read_data("devices.toml")
+    for entry in (*data["device"], *data["link"]):
+        for key, figure in entry.items():
+            if isinstance(figure, dict):
+                assert figure["source"] in data["sources"], key
+                if "one_way" in key:
+                    assert figure["direction"] == "one_way"
+    assert load_link("infiniband-ndr").line_bytes_per_s == 400e9 / 8
+    models = read_data("models.toml")
+    for entry in (*models["llm"], *models["video_dit"]):
+        assert all(figure["source"] in models["sources"] for figure in entry.values() if isinstance(figure, dict))
+    assert len(set(model_names())) == len(model_names())
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width"), [(80, 720, 1280), (81, 721, 1280), (81, 720, 8), (0, 720, 1280)]
+)
+def test_sizes_a_video_model_cannot_take_are_refused(frames, height, width):
+    with pytest.raises(RingspanError, match=r"frames|height|width"):
+        load_model("wan2.1-14b").video.count_tokens(frames, height, width)

@@ -1,0 +1,141 @@
+"""The command as a stranger would use it."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from click.testing import CliRunner
+
+from ringspan.cli import main
+from ringspan.cli.plan import EXAMPLES
+
+SMALL = ["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "128K"]
+
+
+def run(*words):
+    return CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1"}).invoke(main, ["plan", *words])
+
+
+def test_a_plan_answers_all_questions():
+    result = run(*SMALL)
+    assert result.exit_code == 0, result.output
+    for text in (
+        "time to first token",
+        "tokens per second",
+        "bottleneck",
+        "KV cache",
+        "✓ fits",
+        "longest sequence that fits",
+        "All ways, ranked",
+        "Not possible: double-ring",
+        "of 2 devices is faster",
+        "pass-Q",
+        "rs.attention(",
+    ):
+        assert text in result.output
+    assert "The formulas" not in result.output
+    assert re.search(r"to first token +\S+ m?s to \S+ m?s", result.output)
+
+
+def test_the_examples_of_the_help_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from test_catalog import LLAMA
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    lines = [line.strip() for line in EXAMPLES.splitlines() if line.strip().startswith("ringspan plan --model")]
+    examples = [line for line in lines if "mine.toml" not in line]
+    assert len(examples) == 5
+    for line in examples:
+        result = run(*line.split()[2:])
+        assert result.exit_code == 0, (line, result.output)
+
+
+def test_explain_shows_numbers_in_formulas():
+    output = run(*SMALL, "--explain").output
+    assert "limit · d/(d + softmax_dims) · n/(n + ramp)" in output
+    assert "FLOP/s (fa3)" in output
+
+
+def test_json_has_every_option():
+    data = json.loads(run(*SMALL, "--json").output)
+    assert len(data["options"]) > 20
+    best = data["options"][0]
+    assert best["memory_bytes"]["total"] == pytest.approx(sum(list(best["memory_bytes"].values())[:-1]))
+    assert data["low"] < 1 < data["high"]
+    assert data["request"]["model"]["num_kv_heads"] == 8
+    assert data["request"]["cluster"]["device"]["near"]["id"] == "nvlink4"
+    assert best["setup"]["tp"] * best["setup"]["cp"] == 8
+
+
+def test_the_trace_has_the_schema_of_measured_runs(tmp_path):
+    path = tmp_path / "trace.json"
+    assert run(*SMALL, "--tp", "1", "--trace", str(path)).exit_code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == set(range(8))
+    assert {event["cat"] for event in slices} == {"attend", "send", "receive"}
+    starts, ends = ([event["id"] for event in events if event["ph"] == kind] for kind in "sf")
+    assert starts
+    assert sorted(starts) == sorted(ends)
+    names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
+    assert names == {"compute", "communication"}
+
+
+def test_the_plot_is_svg_with_a_line_for_every_algorithm(tmp_path):
+    path = tmp_path / "plot.svg"
+    assert run(*SMALL, "--plot", str(path)).exit_code == 0
+    root = ET.fromstring(path.read_text())
+    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
+    texts = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert len(lines) >= 6
+    assert {"tokens", "devices", "pass-kv", "ulysses"} <= texts
+    for line in lines:
+        numbers = [float(number) for number in re.split("[ ,]", line.get("points"))]
+        assert all(0 <= number <= 840 for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--model is missing"),
+        (["--model", "llama-3.1-8b"], "--devices is missing"),
+        (["--model", "llama-3.1-8b", "--devices", "8xh100"], "--tokens is missing"),
+        (["--model", "llama3", "--devices", "8xh100", "--tokens", "1K"], "did you mean llama-3.1"),
+        (["--model", "llama-3.1-8b", "--devices", "8xh10", "--tokens", "1K"], "did you mean h100"),
+        (["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "-5"], "is no number of tokens"),
+        ([*SMALL, "--batch", "-1"], "--batch"),
+        ([*SMALL, "--tp", "3"], "tp=3"),
+        ([*SMALL, "--network", "carrier-pigeon"], "is no link of the catalogue"),
+        ([*SMALL, "--phase", "denoise"], "phase='denoise'"),
+        ([*SMALL, "--frames", "81"], "is no video model"),
+        ([*SMALL, "--trace", "/no/such/place/x.json"], "cannot be written"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "big"], "is no size"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "80"], "frames=80"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "81", "--tokens", "9"], "give one of them"),
+        (["--model", "./none.json", "--devices", "8xh100", "--tokens", "1K"], "No such file"),
+        (["--model", "llama-3.1-8b", "--devices", "64x8xh100", "--tokens", "1M", "--tp", "1", "--trace", "x"], "64"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(words, message):
+    result = run(*words)
+    assert result.exit_code == 2, result.output
+    lines = result.output.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("Error: ")
+    assert message in lines[0]
+
+
+def test_a_config_without_heads_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "x", "hidden_size": 64, "num_hidden_layers": 2}))
+    result = run("--model", str(path), "--devices", "8xh100", "--tokens", "1K")
+    assert result.exit_code == 2
+    assert "num_attention_heads" in result.output
+
+
+def test_what_does_not_fit_says_so_and_the_way_out():
+    result = run("--model", "llama-3.1-405b", "--devices", "1xh100", "--tokens", "1K")
+    assert result.exit_code == 0
+    assert "✗ does not fit" in result.output
+    assert "--weights fp8" in result.output
