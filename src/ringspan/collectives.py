@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ringspan.arguments import check_world_size
+from ringspan.arguments import check_timeout, check_world_size
 from ringspan.contract import Signature
 from ringspan.errors import RingspanError, ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
-from ringspan.transports.base import Receive, Send, deadline_of
+from ringspan.transports.base import Receive, Send
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def gather(
     session = session_of(group)
     deadline_s = session.transport.timeout_s
     try:
-        deadline_s = deadline_of(timeout_s, session.transport)
+        deadline_s = check_timeout(timeout_s, deadline_s)
         check_world_size(layout, session.transport.world_size)
         _check_part(part, layout, session.transport.rank, dim)
     except RingspanError as error:

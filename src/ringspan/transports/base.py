@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ringspan.errors import ShapeError
-
 
 class Send(NamedTuple):
     """A contiguous tensor that nobody writes to until the send is done."""
@@ -67,14 +65,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of threads and buffers; the group itself belongs to the caller."""
-
-
-def deadline_of(timeout_s: float | None, transport: Transport) -> float:
-    """The deadline of a call's waits: what the caller gives, or the transport's own."""
-    if timeout_s is None:
-        return transport.timeout_s
-    if not timeout_s > 0:
-        raise ShapeError(
-            f"timeout_s={timeout_s}: a deadline is a number of seconds above 0; leave it out for the group's"
-        )
-    return float(timeout_s)
