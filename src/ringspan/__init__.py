@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ringspan.calibrate import measure_machine, use_machine
     from ringspan.call import attention
     from ringspan.collectives import gather, shard
-    from ringspan.inference import Attended, Turn, decode, error_bound, prefill, store
+    from ringspan.inference import Turn, decode, error_bound, prefill, store
     from ringspan.kv_cache import KVCache
     from ringspan.training import cross_rank_mean_loss, next_token_labels, position_ids, shard_batch
     from ringspan.transports.in_process import run_in_process
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _NEED_TORCH = {
-    "Attended": "ringspan.inference",
     "Attention": "ringspan.attend",
     "KVCache": "ringspan.kv_cache",
     "Turn": "ringspan.inference",
@@ -62,7 +61,6 @@ _NEED_TORCH = {
 }
 
 __all__ = [
-    "Attended",
     "Attention",
     "CacheError",
     "Coverage",

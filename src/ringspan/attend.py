@@ -38,7 +38,7 @@ Pass = Literal["forward", "forward, to be differentiated", "backward"]
 
 
 class Attention(NamedTuple):
-    """What `attention` returns with `return_lse`: out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq)."""
+    """What a call returns with `return_lse`: out (batch, heads, seq, v_head_dim) and lse (batch, heads, seq)."""
 
     out: torch.Tensor
     lse: torch.Tensor

@@ -50,13 +50,14 @@ def attention(
         kv_layout: Who holds which key, if not as the queries.
         group: A ProcessGroup, a DeviceMesh (two dimensions for hybrid and double_ring, the last one inner), a rank of
             `run_in_process`, an MPI communicator; None is the default process group, or one rank if there is none.
-        algorithm: "auto", "pass_kv", "pass_q", "all_gather", "ulysses", "hybrid" or "double_ring".
+        algorithm: "pass_kv", "pass_q", "all_gather", "ulysses", "hybrid" or "double_ring"; "auto" is the one of the
+            first two that should be faster here, measured if need be, with the reason in the log.
         mesh: (outer, inner) for hybrid and double_ring, if the group itself has one dimension.
         direction: "forward" or "reverse", which way a ring turns.
         kernel: "auto" or the name of a kernel.
         scale: Of the scores before the softmax; 1/sqrt(head_dim) by default.
         sinks: (heads,), a logit per head that takes its share of the softmax and gives nothing.
-        wire: How K and V are encoded on their way; None is as they are.
+        wire: "int8" or "float8_e4m3" rounds K and V for all ranks alike and sends bytes; None sends them as they are.
         reproducible: The same bits for any number of ranks.
         return_lse: Also return the log-sum-exp, sinks included.
         timeout_s: The deadline of every wait for another rank; by default that of the group.

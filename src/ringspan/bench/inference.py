@@ -17,12 +17,11 @@ from ringspan.bench.inference_result import (
     WAYS,
     DecodePoint,
     InferenceResult,
-    InferenceSettings,
     PrefillPoint,
 )
 from ringspan.bench.launch import Progress
 from ringspan.bench.result import Timing
-from ringspan.bench.settings import Job
+from ringspan.bench.settings import InferenceSettings, Job
 from ringspan.calibrate import measure_machine
 from ringspan.inference import Turn, decode, prefill, store
 from ringspan.inference.cached import CachedRows, TurnArithmetic

@@ -1,41 +1,15 @@
 """What is to be measured of a cache, and what was found: plain data, without torch."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ringspan.bench.result import Timing
-from ringspan.errors import ShapeError
+from ringspan.bench.settings import InferenceSettings
 
 MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # percent of all tokens that are new
 WAYS = ("pass_kv", "pass_q", "auto")
 PARTS = ("attention", "sendrecv", "all_to_all", "pass_q", "one_shot")
 """Of decode: a rank's part of the cache, a block of queries to the next rank, partial results to all others; and the
 whole, with the queries sharded by sequence and with all of them on every rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceSettings:
-    """Prefill: `seq_len` tokens in all. Decode: contexts up to `seq_len`, batches of 1 and of `batch`."""
-
-    phase: Literal["prefill", "decode"]
-    seq_len: int
-    batch: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    kernel: str
-    repeats: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ShapeError(
-                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the same number "
-                "of query heads; use a number of KV heads that divides the query heads"
-            )
-        if self.seq_len < 128:
-            raise ShapeError(f"{self.seq_len} tokens: give 128 or more, so that 1 % of them is something")
 
 
 @dataclass(frozen=True, slots=True)

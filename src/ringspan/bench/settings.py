@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ringspan.algorithms import Direction, Mesh, Side, build_schedule
-from ringspan.bench.inference_result import InferenceSettings
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -26,6 +25,27 @@ DTYPES = {
     "bfloat16": _Sizes(2, 4),
     "float16": _Sizes(2, 4),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSettings:
+    """Prefill: `seq_len` tokens in all. Decode: contexts up to `seq_len`, batches of 1 and of `batch`."""
+
+    phase: Literal["prefill", "decode"]
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kernel: str
+    repeats: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads)
+        if self.seq_len < 128:
+            raise ShapeError(f"{self.seq_len} tokens: give 128 or more, so that 1 % of them is something")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +72,7 @@ class Settings:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ShapeError(
-                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the same number "
-                "of query heads; use a number of KV heads that divides the query heads"
-            )
+        check_heads(self.num_heads, self.num_kv_heads)
         visible = visible_blocks(self.mask, self.layout, self.layout)
         for side in self.passes():
             build_schedule(
@@ -101,3 +117,12 @@ class Job:
     def num_processes(self) -> int:
         """Ranks that are threads share a process."""
         return 1 if self.carrier == "threads" else self.world_size
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse KV heads that cannot be shared evenly."""
+    if num_heads % num_kv_heads:
+        raise ShapeError(
+            f"{num_heads} query heads over {num_kv_heads} KV heads: every KV head serves the same number of query "
+            "heads; use a number of KV heads that divides the query heads"
+        )

@@ -11,7 +11,8 @@ import click
 from click.core import ParameterSource
 
 from ringspan import __version__
-from ringspan.bench.inference_result import InferenceResult, InferenceSettings
+from ringspan.bench.inference_result import InferenceResult
+from ringspan.bench.settings import InferenceSettings
 
 _OPTIONS = {
     "ranks", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "kernel", "carrier", "repeats", "seed",

@@ -5,11 +5,11 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ringspan import quantize
+from ringspan.attend import Attention
 from ringspan.errors import CacheError, ShapeError, TransportError
 from ringspan.execute import RankState, Value, execute
 from ringspan.inference.cached import CachedRows, TurnArithmetic, TurnWire
@@ -19,14 +19,7 @@ from ringspan.schedule import ALL, Block
 from ringspan.softmax import Partial
 from ringspan.tiles import softmax_scale
 
-__all__ = ["Attended", "Turn", "decode", "error_bound", "prefill", "store"]
-
-
-class Attended(NamedTuple):
-    """What a layer returns with `return_lse`: out in the shape of q, and lse without its last dim."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
+__all__ = ["Turn", "decode", "error_bound", "prefill", "store"]
 
 
 def prefill(
@@ -38,7 +31,7 @@ def prefill(
     layer: int,
     scale: float | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | Attended:
+) -> torch.Tensor | Attention:
     """Store this rank's new keys and values of a layer and attend its new queries to all that they see.
 
     Args:
@@ -55,7 +48,7 @@ def prefill(
         out (1, heads, rows, v_head_dim) in q's type, or (out, lse).
     """
     out, lse = _run_layer(q, k, v, turn, layer, scale)
-    return Attended(out, lse) if return_lse else out
+    return Attention(out, lse) if return_lse else out
 
 
 def decode(
@@ -67,7 +60,7 @@ def decode(
     layer: int,
     scale: float | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | Attended:
+) -> torch.Tensor | Attention:
     """`prefill` for one new token per sequence, with the sequences as the batch.
 
     Args:
@@ -92,7 +85,7 @@ def decode(
     q, k, v = (x.permute(2, 1, 0, 3) for x in (q, k, v))
     out, lse = _run_layer(q, k, v, turn, layer, scale)
     out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
-    return Attended(out, lse) if return_lse else out
+    return Attention(out, lse) if return_lse else out
 
 
 def store(k: torch.Tensor, v: torch.Tensor, turn: Turn, *, layer: int) -> None:
