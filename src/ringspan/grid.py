@@ -49,7 +49,9 @@ class Strip(NamedTuple):
     rows: slice
     positions: Positions
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
+        """How many tokens: TILE, or fewer in a tile that is not all there."""
         return len(self.positions)
 
 
@@ -98,7 +100,7 @@ def _nearest(layout: Layout) -> str:
             return f"rs.striped({seq_len}, {layout.world_size}, block=rs.TILE) = {near}"
     most: dict[int, Strip] = {}
     for strip in strips(layout):
-        if strip.tile not in most or len(strip) > len(most[strip.tile]):
+        if strip.tile not in most or strip.length > most[strip.tile].length:
             most[strip.tile] = strip
     spans: list[list[Span]] = [[] for _ in range(layout.world_size)]
     tiles = positions // TILE
@@ -148,7 +150,7 @@ class Grid:
 
     def cut(self, q: int, kv: int) -> tuple[Piece, ...]:
         """The pieces of a cell."""
-        height, width = len(self.q[q]), len(self.kv[kv])
+        height, width = self.q[q].length, self.kv[kv].length
         if self.pairs[q, kv] == height * width * self.num_rows:
             return (Piece(slice(0, height), slice(0, width), PieceKind.FULL, None, None),)
         return cut_pieces(self.mask, self.q[q].positions, self.kv[kv].positions)
@@ -260,7 +262,7 @@ class _Binder:
         """The rows of nodes of these tiles, one after the other."""
         stop = 0
         for index in indices:
-            start, stop = stop, stop + len(self.grid.strips_of(block)[index])
+            start, stop = stop, stop + self.grid.strips_of(block)[index].length
             yield slice(start, stop)
 
     def _leave(self, block: Block) -> Iterator[Root]:
@@ -297,20 +299,21 @@ class _Binder:
 
     def _tile(self, q: Block, kv: Block) -> Tile:
         backward = q.kind == "q_grad"
-        kinds = (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads)) if backward else ()
-        sums = kinds or (Block("out", q.owner, q.heads),)
+        of_q = Block("dq" if backward else "out", q.owner, q.heads)
+        of_kv = Block("dkv", kv.owner, kv.heads)
         cells, pairs, whole = [], 0, 0
         for i, q_strip in self.grid.strips_of(q).items():
             for j, kv_strip in self.grid.strips_of(kv).items():
-                whole += len(q_strip) * len(kv_strip) * self.grid.num_rows
+                whole += q_strip.length * kv_strip.length * self.grid.num_rows
                 if not self.grid.pairs[i, j]:
                     continue
                 pairs += int(self.grid.pairs[i, j])
-                rises = [self._leaf(sums[0], i, kv_strip.tile)]
+                rises = [self._leaf(of_q, i, kv_strip.tile)]
                 if backward:
-                    rises.append(self._leaf(sums[1], j, q_strip.tile))
+                    rises.append(self._leaf(of_kv, j, q_strip.tile))
                 cells.append(Cell(q_strip.rows, kv_strip.rows, self.grid.cut(i, j), tuple(rises)))
         coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
+        sums = (of_q, of_kv) if backward else (of_q,)
         return Tile(q, kv, (), coverage, pairs, sums, (), False, tuple(cells))
 
     def _leaf(self, block: Block, index: int, tile: int) -> Rise:

@@ -195,8 +195,8 @@ class TorchArithmetic:
 
     def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
         """Backward: what the kernel returns for a piece that is all there is."""
-        queries, dout, out, lse = q_grad
-        part = self.kernel.backward(queries, *kv, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+        (queries, dout, out, lse), (keys, values) = q_grad, kv
+        part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
         return (part.dq,), (part.dk, part.dv)
 
     def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:

@@ -11,6 +11,7 @@ things around it do not, and are seen to here:
 
 import torch
 
+from ringspan.execute import Value
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece
 from ringspan.runtime import TorchArithmetic
@@ -24,6 +25,11 @@ class SteadyArithmetic(TorchArithmetic):
 
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
         super().__init__(kernel if torch.get_num_threads() == 1 else _NeverAlone(kernel), scale, like)
+
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Attend a piece of all queries; the lse in order, as every merge wants it."""
+        out, lse = super().begin(piece, q, kv)
+        return out, lse.contiguous()
 
 
 class _NeverAlone:
