@@ -54,9 +54,12 @@ def prepare(
     mesh: Mesh | None,
     direction: Direction | None,
     backward: Side | None = None,
-    reproducible: bool = False,
+    at_once: int | None = None,
 ) -> Prepared:
-    """Build, prove, compile and bind the schedule of a signature."""
+    """Build, prove, compile and bind the schedule of a signature.
+
+    With `at_once` sums are trees over the tiles of the grid, and a kernel call takes up to so many tiles of queries.
+    """
     visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
     schedule = build_schedule(
         algorithm,
@@ -65,11 +68,11 @@ def prepare(
         mesh=mesh,
         direction=direction,
         backward=backward,
-        route="straight" if reproducible else "follow",
+        route="follow" if at_once is None else "straight",
     )
     validate(schedule, visible)
-    if reproducible:
-        return Prepared(problem, schedule, *bind_grid(schedule, rank, problem))
+    if at_once is not None:
+        return Prepared(problem, schedule, *bind_grid(schedule, rank, problem, at_once))
     return Prepared(problem, schedule, bind(compile_rank(schedule, rank), problem))
 
 

@@ -57,8 +57,9 @@ def steadily(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> 
     There the vectorised functions of PyTorch give other bits; so they do in strided memory.
     """
     shape, size = operands[0].shape, operands[0].numel()
-    if size % LANES == 0 and size <= ONE_THREAD and all(x.is_contiguous() for x in operands):
-        return function(*operands)
-    flat = [torch.nn.functional.pad(x.reshape(-1), (0, -size % LANES)) for x in operands]
+    dense = [x.contiguous() for x in operands]
+    if size % LANES == 0 and size <= ONE_THREAD:
+        return function(*dense)
+    flat = [torch.nn.functional.pad(x.view(-1), (0, -size % LANES)) for x in dense]
     chunks = range(0, max(1, size), ONE_THREAD)
     return torch.cat([function(*(x[at : at + ONE_THREAD] for x in flat)) for at in chunks])[:size].view(shape)
