@@ -283,7 +283,7 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
         "sinks": "none" if looks.sinks is None else "given",
         "reproducible": options.reproducible,
     }
-    at_once = tiles_at_once(kernel, request) if options.reproducible else None
+    at_once = tiles_at_once(kernel.name, request) if options.reproducible else None
     side = problem.lighter_side() if which == "backward" else None
     prepared = prepare(problem, rank, algorithm, mesh, direction, side, at_once)
     return _Plan(prepared, kernel, scale, form, Signature.of(fields))

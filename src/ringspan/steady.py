@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 
 from ringspan.execute import Value
+from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece, PieceKind
 from ringspan.runtime import TorchArithmetic
@@ -43,8 +44,9 @@ AT_ONCE = 4
 
 
 @lru_cache(maxsize=64)
-def tiles_at_once(kernel: Kernel, request: Request) -> int:
+def tiles_at_once(name: str, request: Request) -> int:
     """How many tiles of queries one call may attend: several, if on this machine that gives the bits of one by one."""
+    kernel = choose_kernel(name, request)
     dtype = accumulator_dtype(request.dtype)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -57,10 +59,11 @@ def tiles_at_once(kernel: Kernel, request: Request) -> int:
         piece = Piece(slice(0, queries.shape[2]), slice(0, TILE), PieceKind.FULL, None, None)
         return kernel.forward(queries, k, v, piece, scale)
 
-    parts = [attend(x) for x in q.split(TILE, dim=2)]
     whole = attend(q)
-    is_same = all(torch.equal(torch.cat(each, 2), together) for each, together in zip(zip(*parts), whole, strict=True))
-    return AT_ONCE if is_same else 1
+    for tile in (slice(i * TILE, (i + 1) * TILE) for i in range(AT_ONCE)):
+        if not all(torch.equal(x, y[:, :, tile]) for x, y in zip(attend(q[:, :, tile]), whole, strict=True)):
+            return 1
+    return AT_ONCE
 
 
 class _NeverAlone:
