@@ -230,15 +230,15 @@ def bound_bytes(problem: Problem, way: str, side: str | None) -> tuple[int, int,
 @pytest.mark.parametrize("layout", [rs.zigzag, rs.contiguous])
 @pytest.mark.parametrize("spec", [CAUSAL, ("full",)], ids=str)
 def test_sums_that_travel_and_nodes_that_wait_are_few(layout: Any, spec: attention_cases.MaskSpec) -> None:
-    for num_tiles in (32, 64):
-        for world_size in (2, 3, 4, 5, 8):
-            held = layout(num_tiles * rs.TILE, world_size, align=rs.TILE)
-            problem = Problem(make_mask(spec), held, held, Shapes((1,), rs.Heads(16, 16), 64, 64, 4, 4))
-            for way, side in (("pass_kv", None), ("pass_kv", "kv"), ("pass_q", None), ("pass_kv reverse", "q")):
-                nbytes, default, pending = bound_bytes(problem, way, side)
-                assert pending <= 2 * math.log2(num_tiles) + 8, (num_tiles, world_size, way, side)
-                if world_size & (world_size - 1) == 0:
-                    assert nbytes <= 2 * default, (num_tiles, world_size, way, side)
+    num_tiles = 32
+    for world_size in (2, 3, 4, 8):
+        held = layout(num_tiles * rs.TILE, world_size, align=rs.TILE)
+        problem = Problem(make_mask(spec), held, held, Shapes((1,), rs.Heads(8, 8), 64, 64, 4, 4))
+        for way, side in (("pass_kv", None), ("pass_kv", "kv"), ("pass_q", None), ("pass_kv reverse", "q")):
+            nbytes, default, pending = bound_bytes(problem, way, side)
+            assert pending <= 2 * math.log2(num_tiles) + 8, (world_size, way, side)
+            if world_size != 3:
+                assert nbytes <= 2 * default, (world_size, way, side)
 
 
 # The simulator
