@@ -148,14 +148,14 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     # Sums are kept in a type of our choice.
     as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
-    wire = TransportWire(transport, session.buffers, prepared.problem, q, timeout_s)
+    wire = TransportWire(transport, session.buffers, q, timeout_s)
     try:
         with as_it_is:
             if form is not None:
                 k, v = tensors
                 tensors = encode_kv(k, v, form)
                 arithmetic = EncodedArithmetic(kernel, scale, q)
-                wire = EncodedWire(transport, session.buffers, prepared.problem, q, timeout_s, encoded_dtypes(form))
+                wire = EncodedWire(transport, session.buffers, q, timeout_s, encoded_dtypes(form))
             result = run(
                 prepared,
                 q,

@@ -185,8 +185,8 @@ def _dissect(bench: _Bench) -> Dissected:
     timed_arithmetic = TimedSteadyArithmetic if bench.settings.reproducible else TimedArithmetic
     arithmetic = timed_arithmetic(TimedKernel(bench.kernel, watch), bench.scale, q)
 
-    def wire(prepared: Prepared) -> TimedWire:
-        timed = TimedWire(transport, bench.session.buffers, prepared.problem, q, bench.settings.timeout_s)
+    def wire() -> TimedWire:
+        timed = TimedWire(transport, bench.session.buffers, q, bench.settings.timeout_s)
         timed.watch = watch
         return timed
 
@@ -194,12 +194,12 @@ def _dissect(bench: _Bench) -> Dissected:
     common: dict[str, Any] = {"arithmetic": arithmetic, "rank": bench.rank, "record": watch.note}
     meet(bench.session.transport, bench.settings.timeout_s)
     start_s = watch.now()
-    out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(forward), **common)
+    out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(), **common)
     for prepared in backward:
         assert bench.drawn.dout is not None
         watch.first_step = forward.schedule.num_steps
         merged = Merged(bench.drawn.dout, out.to(q.dtype), lse)
-        run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(prepared), **common)
+        run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(), **common)
     call = Interval(start_s, watch.now())
     return Dissected(socket.gethostname(), call, tuple(watch.activities), sum(transport.bytes_sent))
 
