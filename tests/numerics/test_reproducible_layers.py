@@ -61,6 +61,29 @@ def test_a_plain_linear_with_an_all_reduce_does_change_bits() -> None:
     assert not torch.equal(halves, whole)
 
 
+def test_every_matrix_product_is_the_same_one_wherever_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product with other rows may have other bits, though not on every machine: so its shape is what is tested."""
+    shapes: list[tuple[object, ...]] = []
+
+    def record(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+            shapes.append((multiply.__name__, *(tuple(x.shape) for x in tensors), options.get("beta")))
+            return multiply(*tensors, **options)
+
+        return run
+
+    monkeypatch.setattr(torch, "mm", record(torch.mm))
+    monkeypatch.setattr(torch, "addmm", record(torch.addmm))
+    monkeypatch.setattr(torch.Tensor, "addmm_", record(torch.Tensor.addmm_))
+    shapes_by_world_size = []
+    for world_size in (1, 3):
+        on_ranks(LAYOUTS["zigzag"](world_size), torch.float32)
+        shapes_by_world_size.append(sorted(shapes, key=repr))
+        shapes.clear()
+    assert shapes_by_world_size[0] == shapes_by_world_size[1]
+    assert {shape[0] for shape in shapes_by_world_size[0]} == {"mm", "addmm", "addmm_"}
+
+
 @pytest.mark.parametrize("layout", [rs.contiguous(TILE + 1, 1, start=5), rs.contiguous(1, 1), rs.contiguous(0, 1)])
 def test_short_sequences(layout: rs.Layout) -> None:
     x = torch.randn(2, layout.num_positions, 6).requires_grad_()
