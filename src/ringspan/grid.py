@@ -15,20 +15,19 @@ from ringspan.span import Span
 from ringspan.tree import TILE
 
 
-class TileRows(NamedTuple):
-    """The rows of one tile in the shard of the rank that holds it."""
+class Strip(NamedTuple):
+    """The tokens of one tile: as which rows of the shard of the rank that holds them."""
 
     tile: int
-    start: int
-    stop: int
+    rows: slice
 
 
 @functools.lru_cache(maxsize=512)
-def tile_rows(layout: Layout, rank: int) -> tuple[TileRows, ...]:
+def strips_of(layout: Layout, rank: int) -> tuple[Strip, ...]:
     """The tiles of a rank, ascending, as rows of its shard; the layout lies on the grid."""
     tiles, firsts = np.unique(layout.positions(rank) // TILE, return_index=True)
     stops = [*firsts.tolist()[1:], layout.shard_len(rank)]
-    return tuple(map(TileRows, tiles.tolist(), firsts.tolist(), stops))
+    return tuple(map(Strip, tiles.tolist(), map(slice, firsts.tolist(), stops)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 import pytest
 
 import ringspan as rs
-from ringspan.grid import check_on_grid, tile_rows
+from ringspan.grid import check_on_grid, strips_of
 from ringspan.tree import TILE
 
 SEQ_LEN = 5 * TILE + 77
@@ -19,10 +19,12 @@ def test_aligned_layouts_lie_on_the_grid_and_their_tiles_are_all_rows(world_size
     ):
         check_on_grid(layout)
         for rank in range(world_size):
-            rows = tile_rows(layout, rank)
+            rows = strips_of(layout, rank)
             positions = layout.positions(rank)
-            assert [row for part in rows for row in range(part.start, part.stop)] == list(range(len(positions)))
-            assert all((positions[part.start : part.stop] // TILE == part.tile).all() for part in rows)
+            assert [row for part in rows for row in range(part.rows.start, part.rows.stop)] == list(
+                range(len(positions))
+            )
+            assert all((positions[part.rows] // TILE == part.tile).all() for part in rows)
             assert len({part.tile for part in rows}) == len(rows)
 
 

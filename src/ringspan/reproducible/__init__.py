@@ -8,9 +8,10 @@ tile of the global grid, and take the tiles' gradients together in one tree over
 Forward sends nothing (but for the loss); backward sends once for each call, and all ranks must make it.
 """
 
+from ringspan.reproducible.convert import convert
 from ringspan.reproducible.embedding import embedding
 from ringspan.reproducible.linear import linear
 from ringspan.reproducible.loss import cross_entropy
 from ringspan.reproducible.norms import layer_norm, rms_norm
 
-__all__ = ["cross_entropy", "embedding", "layer_norm", "linear", "rms_norm"]
+__all__ = ["convert", "cross_entropy", "embedding", "layer_norm", "linear", "rms_norm"]

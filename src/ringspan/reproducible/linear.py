@@ -70,10 +70,10 @@ class _Linear(torch.autograd.Function):
         transposed = _aligned(weight, dtype).T
         added = None if bias is None else bias.to(dtype)
         out = x.new_empty(*x.shape[:2], weight.shape[0])
-        for rows in ranks.tiles:
+        for strip in ranks.tiles:
             for x_row, out_row in zip(x, out, strict=True):
-                tile = _aligned(x_row[rows.start : rows.stop], dtype)
-                _multiply(tile, transposed, added, out_row[rows.start : rows.stop])
+                tile = _aligned(x_row[strip.rows], dtype)
+                _multiply(tile, transposed, added, out_row[strip.rows])
         return out
 
     @staticmethod
@@ -96,10 +96,10 @@ class _Linear(torch.autograd.Function):
 def _x_gradient(ranks: Ranks, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     matrix = _aligned(weight, accumulator_dtype(weight.dtype))
     dx = dout.new_empty(*dout.shape[:2], weight.shape[1])
-    for rows in ranks.tiles:
+    for strip in ranks.tiles:
         for dout_row, dx_row in zip(dout, dx, strict=True):
-            tile = _aligned(dout_row[rows.start : rows.stop], matrix.dtype)
-            _multiply(tile, matrix, None, dx_row[rows.start : rows.stop])
+            tile = _aligned(dout_row[strip.rows], matrix.dtype)
+            _multiply(tile, matrix, None, dx_row[strip.rows])
     return dx
 
 
@@ -107,14 +107,14 @@ def _weight_gradients(
     ranks: Ranks, x: torch.Tensor, dout: torch.Tensor, like: torch.Tensor, num_weights: int
 ) -> Iterator[torch.Tensor]:
     """For each tile: that of the weight, if wanted, and that of the bias, if wanted, in one flat tensor."""
-    for rows in ranks.tiles:
+    for strip in ranks.tiles:
         part = torch.empty_like(like)
         dweight = part[:num_weights].view(-1, x.shape[2])
         dbias = part[num_weights:].zero_()
         for i, (x_row, dout_row) in enumerate(zip(x, dout, strict=True)):
-            dtile = _aligned(dout_row[rows.start : rows.stop], like.dtype)
+            dtile = _aligned(dout_row[strip.rows], like.dtype)
             if num_weights:
-                dweight.addmm_(dtile.T, _aligned(x_row[rows.start : rows.stop], like.dtype), beta=min(i, 1))
+                dweight.addmm_(dtile.T, _aligned(x_row[strip.rows], like.dtype), beta=min(i, 1))
             if len(dbias):
                 dbias += dtile.sum(dim=0)
         yield part

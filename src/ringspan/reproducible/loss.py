@@ -75,25 +75,25 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels = ctx.saved_tensors
         scale = (dloss.to(torch.float64) / ctx.count).to(dloss.dtype)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows in ctx.ranks.tiles:
+        for strip in ctx.ranks.tiles:
             for logits_row, labels_row, dlogits_row in zip(logits, labels, dlogits, strict=True):
-                tile, targets = logits_row[rows.start : rows.stop], labels_row[rows.start : rows.stop, None].long()
+                tile, targets = logits_row[strip.rows], labels_row[strip.rows, None].long()
                 counts = targets != IGNORE_INDEX
                 dtile = tile.to(dloss.dtype).softmax(dim=-1)
                 dtile.scatter_add_(-1, targets.clamp(min=0), -torch.ones_like(dtile[:, :1]))
-                dlogits_row[rows.start : rows.stop] = dtile.mul_(scale).masked_fill_(~counts, 0)
+                dlogits_row[strip.rows] = dtile.mul_(scale).masked_fill_(~counts, 0)
         return dlogits, None, None, None
 
 
 def _sums(ranks: Ranks, logits: torch.Tensor, labels: torch.Tensor) -> Iterator[torch.Tensor]:
     """For each tile: the sum of the losses, and their number."""
     dtype = accumulator_dtype(logits.dtype)
-    for rows in ranks.tiles:
+    for strip in ranks.tiles:
         part = logits.new_zeros(2, dtype=torch.float64)
         for logits_row, labels_row in zip(logits, labels, strict=True):
-            targets = labels_row[rows.start : rows.stop, None].long()
+            targets = labels_row[strip.rows, None].long()
             counts = targets != IGNORE_INDEX
-            logs = logits_row[rows.start : rows.stop].to(dtype).log_softmax(dim=-1)
+            logs = logits_row[strip.rows].to(dtype).log_softmax(dim=-1)
             losses = -logs.gather(-1, targets.clamp(min=0))
             part[0] += losses.masked_fill_(~counts, 0).sum(dtype=torch.float64)
             part[1] += counts.sum()

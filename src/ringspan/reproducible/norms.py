@@ -89,11 +89,11 @@ class _Norm(torch.autograd.Function):
         dtype = accumulator_dtype(x.dtype)
         scales, shifts = weight.to(dtype), None if bias is None else bias.to(dtype)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for rows in ranks.tiles:
+        for strip in ranks.tiles:
             for x_row, out_row in zip(x, out, strict=True):
-                normal = _normalise(_rows(x_row[rows.start : rows.stop], dtype), kind).normal.mul_(scales)
+                normal = _normalise(_rows(x_row[strip.rows], dtype), kind).normal.mul_(scales)
                 normal = normal if shifts is None else normal.add_(shifts)
-                out_row[rows.start : rows.stop] = normal.view_as(out_row[rows.start : rows.stop])
+                out_row[strip.rows] = normal.view_as(out_row[strip.rows])
         return out
 
     @staticmethod
@@ -134,11 +134,11 @@ def _gradients(
 ) -> Iterator[torch.Tensor]:
     """For each tile: the gradients of weight and bias in one flat tensor; on the way, that of x into `dx`."""
     scales = weight.to(accumulator_dtype(weight.dtype))
-    for rows in ranks.tiles:
+    for strip in ranks.tiles:
         part = scales.new_zeros(2, len(weight))
         for i, dout_row in enumerate(dout):
-            normal, inverse = _normalise(_rows(x[i, rows.start : rows.stop], scales.dtype), kind)
-            dtile = _rows(dout_row[rows.start : rows.stop], scales.dtype)
+            normal, inverse = _normalise(_rows(x[i, strip.rows], scales.dtype), kind)
+            dtile = _rows(dout_row[strip.rows], scales.dtype)
             part[0] += (dtile * normal).sum(dim=0)
             part[1] += dtile.sum(dim=0)
             if dx is not None:
@@ -146,5 +146,5 @@ def _gradients(
                 along = normal * (dnormal * normal).mean(dim=-1, keepdim=True)
                 mean = dnormal.mean(dim=-1, keepdim=True) if kind.is_centred else 0
                 dtile = (dnormal - along - mean) * inverse
-                dx[i, rows.start : rows.stop] = dtile.view(-1, *x.shape[2:])
+                dx[i, strip.rows] = dtile.view(-1, *x.shape[2:])
         yield part.view(-1)

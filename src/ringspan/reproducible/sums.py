@@ -17,7 +17,7 @@ from ringspan.arguments import check_timeout, check_world_size
 from ringspan.collectives import exchange
 from ringspan.contract import Signature
 from ringspan.errors import LayoutError, RingspanError
-from ringspan.grid import TileRows, check_on_grid, tile_rows
+from ringspan.grid import Strip, check_on_grid, strips_of
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tree import Node, Tree
@@ -42,7 +42,7 @@ def tile_layout(layout: Layout) -> Tiling:
             "gradients; give each of them one owner"
         )
     check_on_grid(layout)
-    tiles = [[rows.tile for rows in tile_rows(layout, rank)] for rank in range(layout.world_size)]
+    tiles = [[strip.tile for strip in strips_of(layout, rank)] for rank in range(layout.world_size)]
     tree = Tree(itertools.chain.from_iterable(tiles))
     return Tiling(layout, layout.fingerprint(), tree, tuple(map(tree.unfinished, tiles)))
 
@@ -60,9 +60,9 @@ class Ranks(NamedTuple):
         return self.session.transport.rank
 
     @property
-    def tiles(self) -> tuple[TileRows, ...]:
+    def tiles(self) -> tuple[Strip, ...]:
         """The tiles of this rank."""
-        return tile_rows(self.tiling.layout, self.rank)
+        return strips_of(self.tiling.layout, self.rank)
 
     def agree(self, what: str, **fields: object) -> None:
         """All ranks are in the same call."""
@@ -78,8 +78,8 @@ class Ranks(NamedTuple):
             like: An empty tensor of the parts' dtype and device, for ranks without tiles; its length is theirs.
         """
         held = _Held(self.tiling.tree, {})
-        for rows, part in zip(self.tiles, parts, strict=True):
-            held.add(self.tiling.tree.leaf(rows.tile), part)
+        for strip, part in zip(self.tiles, parts, strict=True):
+            held.add(self.tiling.tree.leaf(strip.tile), part)
         self.agree(what, length=len(like), dtype=like.dtype)
         if not self.tiling.tree.tiles:
             return like.zero_()
