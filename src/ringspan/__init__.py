@@ -26,6 +26,7 @@ from ringspan.schedule import Heads, Schedule, Visible, format_schedule, parse_s
 from ringspan.simulate import Gradients, RankStep, Simulation, simulate_attention
 from ringspan.span import Span
 from ringspan.teaching import ring_attention_context_parallel, ring_attention_simulate
+from ringspan.tree import TILE
 from ringspan.work import Work
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ _NEED_TORCH = {
 }
 
 __all__ = [
+    "TILE",
     "Attention",
     "CacheError",
     "Coverage",

@@ -16,8 +16,8 @@ import torch
 from ringspan.arguments import check_timeout, check_world_size
 from ringspan.collectives import exchange
 from ringspan.contract import Signature
-from ringspan.errors import LayoutError, RingspanError
-from ringspan.grid import Strip, check_on_grid, strips_of
+from ringspan.errors import RingspanError
+from ringspan.grid import Strip, check_on_grid, strips
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tree import Node, Tree
@@ -29,22 +29,21 @@ class Tiling(NamedTuple):
     layout: Layout
     fingerprint: str
     tree: Tree
+    strips: tuple[tuple[Strip, ...], ...]
+    """By rank: its tiles, ascending."""
     unfinished: tuple[tuple[Node, ...], ...]
     """By rank: the nodes its own tiles leave."""
 
 
 @functools.lru_cache(maxsize=64)
 def tile_layout(layout: Layout) -> Tiling:
-    """The tree over the tiles of a layout; refused if a tile, or a token, is on several ranks."""
-    if layout.replicated:
-        raise LayoutError(
-            f"layout has {len(layout.replicated_positions())} replicated positions, which every rank would add to the "
-            "gradients; give each of them one owner"
-        )
-    check_on_grid(layout)
-    tiles = [[strip.tile for strip in strips_of(layout, rank)] for rank in range(layout.world_size)]
-    tree = Tree(itertools.chain.from_iterable(tiles))
-    return Tiling(layout, layout.fingerprint(), tree, tuple(map(tree.unfinished, tiles)))
+    """The tree over the tiles of a layout, which must lie on the grid."""
+    check_on_grid("layout", layout)
+    everything = strips(layout)
+    by_rank = [tuple(strip for strip in everything if strip.owner == rank) for rank in range(layout.world_size)]
+    tree = Tree(strip.tile for strip in everything)
+    unfinished = tuple(tree.unfinished(strip.tile for strip in own) for own in by_rank)
+    return Tiling(layout, layout.fingerprint(), tree, tuple(by_rank), unfinished)
 
 
 class Ranks(NamedTuple):
@@ -62,7 +61,7 @@ class Ranks(NamedTuple):
     @property
     def tiles(self) -> tuple[Strip, ...]:
         """The tiles of this rank."""
-        return strips_of(self.tiling.layout, self.rank)
+        return self.tiling.strips[self.rank]
 
     def agree(self, what: str, **fields: object) -> None:
         """All ranks are in the same call."""
