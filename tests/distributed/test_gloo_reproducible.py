@@ -12,6 +12,8 @@ from ranks import run_ranks, values
 
 import ringspan as rs
 from reproducible_layers import SEQ_LEN, run_layers
+from reproducible_training import SEQ_LEN as TRAINED
+from reproducible_training import train
 from ringspan.tree import TILE
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
@@ -34,6 +36,16 @@ def test_layers_on_processes_have_the_bits_of_one(world_size: int) -> None:
 
 def run_on_layouts(rank: int, layouts: list[rs.Layout]) -> list[dict[str, torch.Tensor]]:
     return [run_layers(layout, rank, None, torch.float32) for layout in layouts]
+
+
+def test_training_on_processes_ends_in_the_weights_of_one() -> None:
+    alone = train(rs.contiguous(TRAINED, 1), None, steps=8)
+    for weights in values(run_ranks(run_training, 2)):
+        assert [name for name, x in alone.items() if not torch.equal(weights[name], x)] == []
+
+
+def run_training(rank: int) -> dict[str, torch.Tensor]:
+    return train(rs.zigzag(TRAINED, 2, align=TILE), None, steps=8)
 
 
 def test_the_number_of_threads_does_not_change_a_bit_if_mkl_is_told_so() -> None:
