@@ -2,21 +2,25 @@
 
 The text is what every machine has: the sources of Python's standard library. All ranks together form a mesh of two
 dimensions: `cp` ranks share a sequence, by ring attention, and each such group trains on sequences of its own. Weights
-and optimizer are sharded over all ranks (FSDP2). A checkpoint can be resumed on any number of ranks.
+and optimizer are sharded over all ranks (FSDP2). A checkpoint can be resumed on any number of ranks. With
+`--reproducible` losses and weights are the same to the bit; every rank then holds all weights.
 
     python examples/train_long_context.py --losses one.json
     torchrun --nproc-per-node 2 examples/train_long_context.py --compare one.json --plot losses.svg
     torchrun --nproc-per-node 4 examples/train_long_context.py --cp 2 --compare one.json
     torchrun --nproc-per-node 2 examples/train_long_context.py --steps 20 --save half
     python examples/train_long_context.py --resume half --compare one.json
+    python examples/train_long_context.py --reproducible --losses bits.json
+    torchrun --nproc-per-node 2 examples/train_long_context.py --reproducible --compare bits.json
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,23 +41,21 @@ LEAST = 1e-9  # that a logarithmic axis shows of a difference; smaller ones are 
 
 
 class Layer(nn.Module):
-    """Attention and an MLP; nothing in it knows of ranks but the one call."""
+    """Attention, which is all that knows of ranks, and an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         super().__init__()
+        self.attend = attend
         self.norm, self.mlp_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor, layout: rs.Layout, group: DeviceMesh
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, x (batch, seq, WIDTH)."""
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
         q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        q, k = rotate(q, position_ids), rotate(k, position_ids)
-        out = rs.attention(q, k, v, mask=rs.causal(), layout=layout, group=group)
+        out = self.attend(rotate(q, position_ids), rotate(k, position_ids), v)
         x = x + self.out(out.transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.mlp_norm(x))))
 
@@ -61,18 +63,18 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A decoder of bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(attend) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
-    def forward(self, batch: dict[str, torch.Tensor], layout: rs.Layout, group: DeviceMesh) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's tokens."""
-        x = self.embedding(batch["input_ids"])
+        x = self.embedding(input_ids)
         for layer in self.layers:
-            x = layer(x, batch["position_ids"], layout, group)
+            x = layer(x, position_ids)
         return self.head(self.norm(x))
 
 
@@ -97,22 +99,41 @@ def take_sequences(text: torch.Tensor, step: int, args: argparse.Namespace, mesh
     return batch.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
 
 
-def train(args: argparse.Namespace, mesh: DeviceMesh) -> list[float]:
-    """The losses of all steps; those before a checkpoint come with it."""
+def build(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    """The model on this rank, and its loss(logits, labels) over the labels of all ranks."""
     torch.manual_seed(0)  # the same weights on all ranks
-    model = Model()
+    on = {"layout": layout_of(args, mesh), "group": mesh["cp"]}
+    model = Model(functools.partial(rs.attention, mask=rs.causal(), reproducible=args.reproducible, **on))
+    if args.reproducible:
+        return rs.reproducible.convert(model, **on), functools.partial(rs.reproducible.cross_entropy, **on)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh._flatten("all"))
     fully_shard(model, mesh=mesh["all"])
+
+    def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return rs.cross_rank_mean_loss(losses, labels, mesh)
+
+    return model, mean_loss
+
+
+def layout_of(args: argparse.Namespace, mesh: DeviceMesh) -> rs.Layout:
+    """Who holds which token; for the same bits in whole tiles."""
+    return rs.zigzag(args.tokens, mesh["cp"].size(), align=rs.TILE if args.reproducible else 1)
+
+
+def train(args: argparse.Namespace, mesh: DeviceMesh) -> list[float]:
+    """The losses of all steps; those before a checkpoint come with it."""
+    model, loss_of = build(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     losses = load(args.resume, model, optimizer) if args.resume else []
-    text, layout = read_text(), rs.zigzag(args.tokens, mesh["cp"].size())
+    text, layout = read_text(), layout_of(args, mesh)
+    # What ranks have of a gradient is to be summed. FSDP takes the average; reproducible layers have summed already.
+    factor = 1 if args.reproducible else mesh.size()
     for step in range(len(losses), args.steps):
         batch = rs.shard_batch({"input_ids": take_sequences(text, step, args, mesh)}, layout, mesh["cp"])
-        logits = model(batch, layout, mesh["cp"])
-        each = cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
-        loss = rs.cross_rank_mean_loss(each, batch["labels"], mesh)  # over the labels of all ranks
-        (loss * mesh.size()).backward()  # FSDP takes the average over all ranks, where the sum is meant
+        loss = loss_of(model(batch["input_ids"], batch["position_ids"]), batch["labels"])
+        (loss * factor).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -137,7 +158,7 @@ def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
     return list(state["losses"])
 
 
-def compare(losses: list[float], others: list[float], plot: str | None) -> bool:
+def compare(losses: list[float], others: list[float], limit: float, plot: str | None) -> bool:
     """Whether two runs have the same losses; draws both, and how far they are apart."""
     steps = range(1, min(len(losses), len(others)) + 1)
     apart = [abs(a - b) for a, b in zip(losses, others, strict=False)]
@@ -147,15 +168,12 @@ def compare(losses: list[float], others: list[float], plot: str | None) -> bool:
 
         lines = [Line(name, list(zip(steps, run, strict=False))) for name, run in (("this", losses), ("other", others))]
         seen = [(step, max(difference, LEAST)) for step, difference in zip(steps, apart, strict=True)]
-        limit = Line(f"limit {CLOSE:g}", [(steps[0], CLOSE), (steps[-1], CLOSE)])
         charts = [
             Chart("Loss of the two runs", "step", "loss", lines, format_y="{:g}".format),
-            Chart(
-                "How far they are apart", "step", "difference", [Line("difference", seen), limit], None, "{:g}".format
-            ),
+            Chart("How far they are apart", "step", "difference", [Line("difference", seen)], format_y="{:g}".format),
         ]
         Path(plot).write_text(draw_charts(charts))
-    return max(apart) <= CLOSE
+    return max(apart) <= limit
 
 
 def tell(text: str) -> None:
@@ -171,16 +189,21 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step, over all replicas")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--cp", type=int, help="ranks that share a sequence; all by default")
+    parser.add_argument("--reproducible", action="store_true", help="the same bits on any number of ranks")
     parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint after the last step")
     parser.add_argument("--resume", metavar="FOLDER", help="begin with a checkpoint, from any number of ranks")
     parser.add_argument("--losses", metavar="FILE", help="write all losses as JSON")
     parser.add_argument("--compare", metavar="FILE", help="with the losses of another run: exit code 1 if they differ")
     parser.add_argument("--plot", metavar="FILE", help="with --compare: draw both, an SVG file")
     args = parser.parse_args(argv)
+    if args.plot and not args.compare:
+        parser.error("--plot draws two runs; give the losses of the other with --compare")
     world_size = dist.get_world_size()
     cp = args.cp or world_size
     if world_size % cp or args.batch % (world_size // cp):
         parser.error(f"{world_size} ranks, --cp {cp}, --batch {args.batch}: cp divides the ranks, replicas the batch")
+    if args.reproducible and cp != world_size:
+        parser.error(f"--reproducible, --cp {cp}: all {world_size} ranks share a sequence; leave out --cp")
     mesh = init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
     tell(f"{mesh['dp'].size()} replicas of {cp} ranks, {args.tokens} tokens, batch {args.batch}")
     losses = train(args, mesh)
@@ -188,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
         Path(args.losses).write_text(json.dumps(losses))
     tell(f"bits per byte: {losses[-1] / math.log(2):.2f}")
     if args.compare:
-        return compare(losses, json.loads(Path(args.compare).read_text()), args.plot if dist.get_rank() == 0 else None)
+        others = json.loads(Path(args.compare).read_text())
+        return compare(losses, others, 0.0 if args.reproducible else CLOSE, args.plot if dist.get_rank() == 0 else None)
     return True
 
 

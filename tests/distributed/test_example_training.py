@@ -33,6 +33,8 @@ def run_example(rank: int, argv: list[str], breakage: str = "") -> bool:
         rs.attention = attend_own
     if breakage == "optimizer":
         module.dcp = SimpleNamespace(load=load_without_moments)
+    if breakage == "limit":
+        module.CLOSE = 0.0
     is_well: bool = module.main(argv)
     return is_well
 
@@ -81,6 +83,15 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
             1, "--steps", "6", "--resume", str(tmp_path / "half"), "--compare", alone, breakage="optimizer"
         )
         assert not forgetful
+
+
+def test_reproducible_losses_are_the_same_to_the_bit_and_so_is_a_resume(tmp_path: Path) -> None:
+    tiles = ["--reproducible", "--tokens", "1100", "--batch", "1", "--steps"]
+    losses, half = str(tmp_path / "bits.json"), str(tmp_path / "half")
+    assert train(1, *tiles, "4", "--losses", losses)
+    assert train(2, *tiles, "2", "--save", half, "--compare", losses)
+    assert train(1, *tiles, "4", "--resume", half, "--compare", losses)
+    assert not train(2, "--tokens", "1100", "--batch", "1", "--steps", "4", "--compare", losses, breakage="limit")
 
 
 def test_a_broken_ring_has_other_losses(alone: str) -> None:
