@@ -60,7 +60,7 @@ def test_half_types_on_gloo_for_people_to_read() -> None:
     for words in (
         "2 layers, 4 heads over 2 KV heads, head_dim 8, width 32, MLP 40",
         "products and attention in float32",
-        "of the ideal",
+        "of the ideal in processor time",
         "MLP, projections",
         "activations kept",
         "16×h100",

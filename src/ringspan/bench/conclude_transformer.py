@@ -10,7 +10,7 @@ from ringspan.bench.check_model import Checked
 from ringspan.bench.conclude import Dissected, machine_of, middle_run, on_one_clock
 from ringspan.bench.decoder import Decoder
 from ringspan.bench.result import Breakdown, Ratio, Timing
-from ringspan.bench.settings import Job, TransformerSettings
+from ringspan.bench.settings import Job
 from ringspan.bench.transformer_result import ANSWER, PHASES, ModelMemory, Phase, PhaseResult, TransformerResult
 
 Times = dict[tuple[Phase, str], list[float]]
@@ -21,6 +21,7 @@ class Found(NamedTuple):
     """What one rank has found. The times of one process are those of rank 0; the others were idle then."""
 
     seconds: Times
+    cpu_seconds: Times
     dissected: dict[Phase, list[Dissected]]
     memory: ModelMemory
     chosen: list[list[int]]
@@ -44,7 +45,7 @@ def conclude_transformer(
         machine=machine_of(device),
         kernel=kernel,
         num_parameters=sum(x.numel() for x in model.parameters()),
-        phases={phase: _conclude_phase(job.transformer, phase, everyone) for phase in PHASES},
+        phases={phase: _conclude_phase(job, phase, everyone) for phase in PHASES},
         one_process_memory=one_process,
         memory_by_rank=tuple(found.memory for found in everyone),
         checks=checked.checks,
@@ -53,7 +54,9 @@ def conclude_transformer(
     )
 
 
-def _conclude_phase(settings: TransformerSettings, phase: Phase, everyone: Sequence[Found]) -> PhaseResult:
+def _conclude_phase(job: Job, phase: Phase, everyone: Sequence[Found]) -> PhaseResult:
+    settings = job.transformer
+    assert settings is not None
     one = Timing.of(everyone[0].seconds[phase, "one"])
     ranks, ideal = _slowest(phase, "ranks", everyone), _slowest(phase, "ideal", everyone)
     assert ranks is not None
@@ -64,6 +67,7 @@ def _conclude_phase(settings: TransformerSettings, phase: Phase, everyone: Seque
         ideal=ideal,
         speedup=Ratio.of(one, ranks),
         share_of_ideal=None if ideal is None else Ratio.of(ideal, ranks),
+        share_of_ideal_cpu=_share_of_cpu(phase, everyone) if job.carrier in ("gloo", "mpi") else None,
         by_rank=_break_down(phase, everyone),
     )
 
@@ -73,6 +77,19 @@ def _slowest(phase: Phase, who: str, everyone: Sequence[Found]) -> Timing | None
     if (phase, who) not in everyone[0].seconds:
         return None
     return Timing.of([max(seconds) for seconds in zip(*(found.seconds[phase, who] for found in everyone), strict=True)])
+
+
+def _share_of_cpu(phase: Phase, everyone: Sequence[Found]) -> Ratio | None:
+    """Of the processor time of all ranks."""
+    if (phase, "ideal") not in everyone[0].cpu_seconds:
+        return None
+    ideal, ranks = (
+        Timing.of(
+            [sum(seconds) for seconds in zip(*(found.cpu_seconds[phase, who] for found in everyone), strict=True)]
+        )
+        for who in ("ideal", "ranks")
+    )
+    return Ratio.of(ideal, ranks)
 
 
 def _break_down(phase: Phase, everyone: Sequence[Found]) -> tuple[Breakdown, ...]:

@@ -48,7 +48,7 @@ def measure_transformer(
     bench.tell("the check")
     assert bench.outcome is not None
     chosen = [logits.argmax(-1).tolist() for logits in bench.outcome.answer]
-    found = Found(dict(bench.seconds), dict(bench.dissected), memory, chosen)
+    found = Found(dict(bench.seconds), dict(bench.cpu_seconds), dict(bench.dissected), memory, chosen)
     everyone = gather_values(bench.transport, found, bench.settings.timeout_s)
     if bench.alone is None or one_memory is None or expected is None:
         return None
@@ -80,6 +80,7 @@ class _Bench:
         self.num_dissected = min(DISSECTED, settings.repeats)
         self.tell = Steps(report, 3 + 6 * settings.repeats + 2 * self.num_dissected)
         self.seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
+        self.cpu_seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
         self.dissected: defaultdict[Phase, list[Dissected]] = defaultdict(list)
         self.given: list[torch.Tensor] = []
         self.outcome: Outcome | None = None  # of the ranks, the last time
@@ -131,10 +132,11 @@ class _Bench:
         """Call when all ranks are ready."""
         meet(self.transport, self.settings.timeout_s)
         self._finish()
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         value = call()
         self._finish()
         taken_s = time.perf_counter() - start_s
+        self.cpu_seconds[phase, who].append(time.process_time() - start_cpu_s)
         self.seconds[phase, who].append(taken_s / ANSWER if phase == "decode" else taken_s)
         return value
 

@@ -26,6 +26,7 @@ class PhaseResult:
     ideal: Timing | None
     speedup: Ratio
     share_of_ideal: Ratio | None
+    share_of_ideal_cpu: Ratio | None  # in processor time, where a rank is a process that computes and carries messages
     by_rank: tuple[Breakdown, ...]  # other_s: projections, MLP and whatever else works token by token
 
     @property

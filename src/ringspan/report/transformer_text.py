@@ -56,12 +56,16 @@ def _print_times(page: Page, result: TransformerResult) -> None:
             _spread(it.share_of_ideal, "{:.0%}"),
         )
     page.show(table)
+    shares = {NAMES[phase]: result.phases[phase].share_of_ideal_cpu for phase in PHASES}
+    cpu = [f"{name} {format_spread(share, '{:.0%}')}" for name, share in shares.items() if share is not None]
+    if cpu:
+        page.facts([("of the ideal in processor time", ", ".join(cpu))])
     repeats = format_count(result.settings.repeats, "repeat")
     page.prose(
         f"Medians of {repeats}, interleaved, with the lowest and the highest ratio; a rank computes with one thread, "
-        "and so does the one process. Ideal: every rank its own tokens and tiles, with no messages. A training step is "
-        "forward, loss, backward and the sum of gradients over the ranks, without an update. A token is one of every "
-        "sequence."
+        "and so does the one process. Ideal: every rank its own tokens and tiles, with no messages; where other programs "
+        "run too, processor time tells more. A training step is forward, loss, backward and the sum of gradients over the "
+        "ranks, without an update. A token is one of every sequence."
     )
 
 
