@@ -30,7 +30,7 @@ from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, 
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
 from ringspan.softmax import Partial, steadily
-from ringspan.steady import SteadyArithmetic
+from ringspan.steady import SteadyArithmetic, tiles_at_once
 from ringspan.tiles import Problem, check_kinds, softmax_scale
 
 _LOG = logging.getLogger("ringspan")
@@ -265,9 +265,8 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
     takes = ALGORITHMS[algorithm].options
     mesh = asked_mesh or (group_mesh if "mesh" in takes else None)
     direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
-    kernel = choose_kernel(
-        options.kernel, Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
-    )
+    request = Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
+    kernel = choose_kernel(options.kernel, request)
     scale = softmax_scale(options.scale, shapes.head_dim)
     fields = {
         "pass": which,
@@ -285,6 +284,7 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
         "sinks": "none" if looks.sinks is None else "given",
         "reproducible": options.reproducible,
     }
+    at_once = tiles_at_once(kernel.name, request) if options.reproducible else None
     side = problem.lighter_side() if which == "backward" else None
-    prepared = prepare(problem, rank, algorithm, mesh, direction, side, options.reproducible)
+    prepared = prepare(problem, rank, algorithm, mesh, direction, side, at_once)
     return _Plan(prepared, kernel, scale, form, Signature.of(fields))

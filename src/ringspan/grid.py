@@ -49,7 +49,9 @@ class Strip(NamedTuple):
     rows: slice
     positions: Positions
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
+        """How many tokens: TILE, or fewer in a tile that is not all there."""
         return len(self.positions)
 
 
@@ -103,7 +105,7 @@ def _nearest(layout: Layout) -> str:
             return f"rs.striped({seq_len}, {layout.world_size}, block=rs.TILE) = {near}"
     most: dict[int, Strip] = {}
     for strip in strips(layout):
-        if strip.tile not in most or len(strip) > len(most[strip.tile]):
+        if strip.tile not in most or strip.length > most[strip.tile].length:
             most[strip.tile] = strip
     spans: list[list[Span]] = [[] for _ in range(layout.world_size)]
     tiles = positions // TILE
@@ -151,12 +153,16 @@ class Grid:
             for node in tree.unfinished(tile for tile in tiles if tile in present):
                 yield index, node
 
-    def cut(self, q: int, kv: int) -> tuple[Piece, ...]:
-        """The pieces of a cell."""
-        height, width = len(self.q[q]), len(self.kv[kv])
-        if self.pairs[q, kv] == height * width * self.num_rows:
+    def is_uniform(self, qs: list[int], kv: int) -> bool:
+        """Whether these are whole tiles, all of whose queries see all keys of a whole tile."""
+        return all(self.pairs[q, kv] == TILE * TILE * self.num_rows for q in qs)
+
+    def cut(self, qs: list[int], kv: int) -> tuple[Piece, ...]:
+        """The pieces of a cell; several tiles of queries are uniform."""
+        height, width = sum(self.q[q].length for q in qs), self.kv[kv].length
+        if self.pairs[qs, kv].sum() == height * width * self.num_rows:
             return (Piece(slice(0, height), slice(0, width), PieceKind.FULL, None, None),)
-        return cut_pieces(self.mask, self.q[q].positions, self.kv[kv].positions)
+        return cut_pieces(self.mask, self.q[qs[0]].positions, self.kv[kv].positions)
 
 
 def _by_owner(all_strips: tuple[Strip, ...], layout: Layout) -> list[dict[int, Strip]]:
@@ -205,17 +211,22 @@ class Grown(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def bind_grid(schedule: Schedule, rank: int, problem: Problem) -> Grown:
-    """The program of one rank with its cells, nodes and message sizes filled in, cached."""
-    return _Binder(schedule, rank, problem).bind()
+def bind_grid(schedule: Schedule, rank: int, problem: Problem, at_once: int = 1) -> Grown:
+    """The program of one rank with its cells, nodes and message sizes filled in, cached.
+
+    In a forward pass up to `at_once` neighbouring tiles of queries that see all of a tile of keys are one cell, for
+    kernels that compute rows one like the other however many there are.
+    """
+    return _Binder(schedule, rank, problem, at_once).bind()
 
 
 class _Binder:
     """Follows one rank's program and the nodes it holds."""
 
-    def __init__(self, schedule: Schedule, rank: int, problem: Problem) -> None:
+    def __init__(self, schedule: Schedule, rank: int, problem: Problem, at_once: int) -> None:
         check_grid(problem)
         self.rank = rank
+        self.at_once = at_once
         self.problem = problem
         self.grid = _grid(problem.mask, problem.layout, problem.kv_layout)
         self.program = compile_rank(schedule, rank)
@@ -265,7 +276,7 @@ class _Binder:
         """The rows of nodes of these tiles, one after the other."""
         stop = 0
         for index in indices:
-            start, stop = stop, stop + len(self.grid.strips_of(block)[index])
+            start, stop = stop, stop + self.grid.strips_of(block)[index].length
             yield slice(start, stop)
 
     def _leave(self, block: Block) -> Iterator[Root]:
@@ -302,21 +313,21 @@ class _Binder:
 
     def _tile(self, q: Block, kv: Block) -> Tile:
         backward = q.kind == "q_grad"
-        kinds = (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads)) if backward else ()
-        sums = kinds or (Block("out", q.owner, q.heads),)
-        cells, pairs, whole = [], 0, 0
-        for i, q_strip in self.grid.strips_of(q).items():
-            for j, kv_strip in self.grid.strips_of(kv).items():
-                whole += len(q_strip) * len(kv_strip) * self.grid.num_rows
-                if not self.grid.pairs[i, j]:
-                    continue
-                pairs += int(self.grid.pairs[i, j])
-                rises = [self._leaf(sums[0], i, kv_strip.tile)]
-                if backward:
-                    rises.append(self._leaf(sums[1], j, q_strip.tile))
-                cells.append(Cell(q_strip.rows, kv_strip.rows, self.grid.cut(i, j), tuple(rises)))
+        of_q, of_kv = Block("dq" if backward else "out", q.owner, q.heads), Block("dkv", kv.owner, kv.heads)
+        q_strips, kv_strips = self.grid.strips_of(q), self.grid.strips_of(kv)
+        cells = []
+        for rows in _groups(list(q_strips), 1 if backward else self.at_once):
+            for j, kv_strip in kv_strips.items():
+                for each in [rows] if self.grid.is_uniform(rows, j) else ([i] for i in rows if self.grid.pairs[i, j]):
+                    rises = [self._leaf(of_q, i, kv_strip.tile) for i in each]
+                    if backward:
+                        rises.append(self._leaf(of_kv, j, q_strips[each[0]].tile))
+                    at = slice(q_strips[each[0]].rows.start, q_strips[each[-1]].rows.stop)
+                    cells.append(Cell(at, kv_strip.rows, self.grid.cut(each, j), tuple(rises)))
+        pairs = int(self.grid.pairs[np.ix_(list(q_strips), list(kv_strips))].sum())
+        whole = len(self.problem.positions(q)) * len(self.problem.positions(kv)) * self.grid.num_rows
         coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
-        return Tile(q, kv, (), coverage, pairs, sums, (), False, tuple(cells))
+        return Tile(q, kv, (), coverage, pairs, (of_q, of_kv) if backward else (of_q,), (), False, tuple(cells))
 
     def _leaf(self, block: Block, index: int, tile: int) -> Rise:
         return self._rise(block, index, self.grid.tree(block, index).leaf(tile))
@@ -344,6 +355,11 @@ class _Binder:
                 )
             (node,) = held
             yield Root(block, self.grid.strips_of(block)[index].rows, self.slots[block, index, node])
+
+
+def _groups(indices: list[int], at_once: int) -> Iterator[list[int]]:
+    for first in range(0, len(indices), at_once):
+        yield indices[first : first + at_once]
 
 
 @lru_cache(maxsize=64)

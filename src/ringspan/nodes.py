@@ -8,6 +8,7 @@ from ringspan.execute import Arithmetic, RankState, Value, view_heads
 from ringspan.grid import Growth
 from ringspan.schedule import Block, Transfer
 from ringspan.tiles import Cell, Rise, Sizes, Tile
+from ringspan.tree import TILE
 
 
 class TreeState(RankState):
@@ -23,11 +24,16 @@ class TreeState(RankState):
     def attend(self, tile: Tile) -> None:
         """Compute the cells of a tile; what each gives is a leaf of its sums."""
         q, kv = self.input(tile.q), self.input(tile.kv)
-        compute = self._attend_cell if tile.q.kind == "q" else self._differentiate_cell
         for cell in tile.cells:
-            leaves = compute(tile, cell, _rows(q, cell.q), _rows(kv, cell.kv))
-            for block, rise, leaf in zip(tile.sums, cell.rises, leaves, strict=True):
-                self._rise(block, rise, leaf)
+            at_q, at_kv = _rows(q, cell.q), _rows(kv, cell.kv)
+            if tile.q.kind == "q":
+                out = self._attend_cell(tile, cell, at_q, at_kv)
+                for rise, leaf in zip(cell.rises, _split(out, len(cell.rises)), strict=True):
+                    self._rise(tile.sums[0], rise, leaf)
+            else:
+                leaves = self._differentiate_cell(tile, cell, at_q, at_kv)
+                for block, rise, leaf in zip(tile.sums, cell.rises, leaves, strict=True):
+                    self._rise(block, rise, leaf)
 
     def take(self, step: int, transfer: Transfer) -> Value:
         """What a message carries: a copy of an input's name, or the nodes of a sum's part, one after the other."""
@@ -57,18 +63,18 @@ class TreeState(RankState):
                 _copy(self.nodes[slot], _rows(view_heads(total, at.heads), rows))
         return total
 
-    def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> tuple[Value, ...]:
+    def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> Value:
         first, *others = cell.pieces
         height = cell.q.stop - cell.q.start
         if not others and first.rows is None and first.q.stop - first.q.start == height:
-            return (self.arithmetic.begin(first, q, kv),)
+            return self.arithmetic.begin(first, q, kv)
         *lead, _ = q[0].shape
         out = self.arithmetic.new_sum(tile.sums[0], ((*lead, kv[1].shape[-1]), (*lead, 1)))
         for piece in cell.pieces:
             self.arithmetic.attend(piece, q, kv, out, False)
-        return (out,)
+        return out
 
-    def _differentiate_cell(self, tile: Tile, cell: Cell, q_grad: Value, kv: Value) -> tuple[Value, ...]:
+    def _differentiate_cell(self, tile: Tile, cell: Cell, q_grad: Value, kv: Value) -> tuple[Value, Value]:
         first, *others = cell.pieces
         size = cell.q.stop - cell.q.start, cell.kv.stop - cell.kv.start
         if not others and first.rows is None and (first.q, first.kv) == (slice(0, size[0]), slice(0, size[1])):
@@ -95,6 +101,13 @@ class TreeState(RankState):
 
 def _rows(value: Value, rows: slice) -> Value:
     return tuple(x[..., rows, :] for x in value)
+
+
+def _split(value: Value, num_tiles: int) -> list[Value]:
+    """A value of several whole tiles, tile by tile."""
+    if num_tiles == 1:
+        return [value]
+    return [_rows(value, slice(i * TILE, (i + 1) * TILE)) for i in range(num_tiles)]
 
 
 def _copy(value: Value, into: Value) -> None:

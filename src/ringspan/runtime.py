@@ -54,9 +54,12 @@ def prepare(
     mesh: Mesh | None,
     direction: Direction | None,
     backward: Side | None = None,
-    reproducible: bool = False,
+    at_once: int | None = None,
 ) -> Prepared:
-    """Build, prove, compile and bind the schedule of a signature."""
+    """Build, prove, compile and bind the schedule of a signature.
+
+    With `at_once` sums are trees over the tiles of the grid, and a kernel call takes up to so many tiles of queries.
+    """
     visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
     schedule = build_schedule(
         algorithm,
@@ -65,11 +68,11 @@ def prepare(
         mesh=mesh,
         direction=direction,
         backward=backward,
-        route="straight" if reproducible else "follow",
+        route="follow" if at_once is None else "straight",
     )
     validate(schedule, visible)
-    if reproducible:
-        return Prepared(problem, schedule, *bind_grid(schedule, rank, problem))
+    if at_once is not None:
+        return Prepared(problem, schedule, *bind_grid(schedule, rank, problem, at_once))
     return Prepared(problem, schedule, bind(compile_rank(schedule, rank), problem))
 
 
@@ -195,8 +198,8 @@ class TorchArithmetic:
 
     def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
         """Backward: what the kernel returns for a piece that is all there is."""
-        queries, dout, out, lse = q_grad
-        part = self.kernel.backward(queries, *kv, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+        (queries, dout, out, lse), (keys, values) = q_grad, kv
+        part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
         return (part.dq,), (part.dk, part.dv)
 
     def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:

@@ -56,11 +56,10 @@ def steadily(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> 
 
     There the vectorised functions of PyTorch give other bits; so they do in strided memory.
     """
-    first, size = operands[0], operands[0].numel()
-    flat = [x.reshape(-1) for x in operands]
-    if size % LANES:
-        flat = [torch.nn.functional.pad(x, (0, -size % LANES)) for x in flat]
-    parts = zip(*(x.split(ONE_THREAD) for x in flat), strict=True)
-    results = [function(*part) for part in parts]
-    result = results[0] if len(results) == 1 else torch.cat(results)
-    return result[:size].view(first.shape)
+    shape, size = operands[0].shape, operands[0].numel()
+    dense = [x.contiguous() for x in operands]
+    if size % LANES == 0 and size <= ONE_THREAD:
+        return function(*dense)
+    flat = [torch.nn.functional.pad(x.view(-1), (0, -size % LANES)) for x in dense]
+    chunks = range(0, max(1, size), ONE_THREAD)
+    return torch.cat([function(*(x[at : at + ONE_THREAD] for x in flat)) for at in chunks])[:size].view(shape)

@@ -7,14 +7,22 @@ things around it do not, and are seen to here:
   contiguous numbers without a remainder, no more at a time than one thread takes (`merge_steadily`).
 - A call for a single head is one task, in which the matrix products themselves use all threads and give other bits than
   on one. With a second head beside it each product stays on its thread; the second is a copy of the first.
+
+One call for several tiles of queries is faster, and rows come out the same however many there are; but no library says
+so, and therefore that is tried first (`tiles_at_once`).
 """
+
+from functools import lru_cache
 
 import torch
 
+from ringspan.execute import Value
+from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
-from ringspan.pieces import Piece
+from ringspan.pieces import Piece, PieceKind
 from ringspan.runtime import TorchArithmetic
-from ringspan.softmax import Partial, merge_steadily
+from ringspan.softmax import Partial, accumulator_dtype, merge_steadily
+from ringspan.tree import TILE
 
 
 class SteadyArithmetic(TorchArithmetic):
@@ -24,6 +32,38 @@ class SteadyArithmetic(TorchArithmetic):
 
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
         super().__init__(kernel if torch.get_num_threads() == 1 else _NeverAlone(kernel), scale, like)
+
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Attend a piece of all queries; the lse in order, as every merge wants it."""
+        out, lse = super().begin(piece, q, kv)
+        return out, lse.contiguous()
+
+
+AT_ONCE = 4
+"""From 768 rows on the CPU operator takes larger blocks; with more than 2,048 there is nothing more to gain."""
+
+
+@lru_cache(maxsize=64)
+def tiles_at_once(name: str, request: Request) -> int:
+    """How many tiles of queries one call may attend: several, if on this machine that gives the bits of one by one."""
+    kernel = choose_kernel(name, request)
+    dtype = accumulator_dtype(request.dtype)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 2, rows, dim, dtype=dtype, generator=generator)
+        for rows, dim in ((AT_ONCE * TILE, request.head_dim), (TILE, request.head_dim), (TILE, request.v_head_dim))
+    )
+    scale = request.head_dim**-0.5
+
+    def attend(queries: torch.Tensor) -> Partial:
+        piece = Piece(slice(0, queries.shape[2]), slice(0, TILE), PieceKind.FULL, None, None)
+        return kernel.forward(queries, k, v, piece, scale)
+
+    whole = attend(q)
+    for tile in (slice(i * TILE, (i + 1) * TILE) for i in range(AT_ONCE)):
+        if not all(torch.equal(x, y[:, :, tile]) for x, y in zip(attend(q[:, :, tile]), whole, strict=True)):
+            return 1
+    return AT_ONCE
 
 
 class _NeverAlone:

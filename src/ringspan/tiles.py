@@ -183,9 +183,10 @@ class Rise(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One tile of the grid of queries against one of keys: rows of the two blocks, and pieces counted from there.
+    """One tile of queries against one of keys: rows of the two blocks, and pieces counted from there.
 
-    What it gives to each of its sums is a leaf of a tree.
+    What it gives to its sums are leaves of trees, whose rises stand here: forward that of out, backward those of dq and
+    dkv. A forward cell may be several whole tiles of queries, and then has as many rises.
     """
 
     q: slice

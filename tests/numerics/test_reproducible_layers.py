@@ -105,6 +105,56 @@ def test_a_tensor_that_is_aligned_otherwise_has_the_same_bits() -> None:
         assert torch.equal(rs.reproducible.linear(other, weight, layout=layout), expected)
 
 
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "power": lambda x: x.abs().pow(0.3),
+    "gate": lambda x, y=None: F.silu(x) * (x if y is None else y),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_elementwise_functions_have_the_same_bits_wherever_a_number_stands(name: str) -> None:
+    """At any place of tensors of any length, also those that several threads share; and these are torch's numbers."""
+    fn = ACTIVATIONS[name]
+    x = torch.randn(70_007, generator=torch.Generator().manual_seed(0))
+
+    def run(x: torch.Tensor, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        out = compute(x)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, x, torch.full_like(out, 0.37))])
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return rs.reproducible.elementwise(fn, x)
+
+    whole = run(x, ours)
+    torch.testing.assert_close(whole, run(x, fn))
+    for first, last in ((0, 1), (3, 67), (1, 40_000), (5, 70_001)):
+        assert torch.equal(run(x[first:last], ours), whole[:, first:last])
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(run(x, ours), whole)
+        assert torch.equal(run(x[5:], ours), whole[:, 5:])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_elementwise_of_several_tensors_of_which_one_has_no_gradient() -> None:
+    x, y = torch.randn(2, 3, 7, requires_grad=True), torch.randn(7, 3, 2).permute(2, 1, 0)
+    out = rs.reproducible.elementwise(ACTIVATIONS["gate"], x, y)
+    torch.testing.assert_close(out, F.silu(x) * y)
+    torch.testing.assert_close(*(torch.autograd.grad(z.sum(), x) for z in (out, F.silu(x) * y)))
+    assert rs.reproducible.elementwise(torch.sigmoid, x[:, :0]).shape == (2, 0, 7)
+
+
+def test_what_is_not_elementwise_is_refused() -> None:
+    for fn, tensors in ((torch.sigmoid, (X, X[0])), (torch.sum, (X,)), (torch.sigmoid, (X.long(),))):
+        with pytest.raises(rs.ShapeError, match="dtype"):
+            rs.reproducible.elementwise(fn, *tensors)
+
+
 # Numbers
 
 

@@ -121,5 +121,10 @@ def test_a_model_with_anything_else_is_refused_as_a_whole(module: nn.Module, mes
     assert model[1](torch.ones(4)).shape == (3,)  # still a plain one
 
 
-def test_modules_without_weights_are_left_alone() -> None:
-    rs.reproducible.convert(nn.Sequential(nn.GELU(), nn.Dropout(0.0), nn.ReLU()), layout=rs.contiguous(5, 1))
+def test_activations_are_converted_and_modules_without_weights_left_alone() -> None:
+    model = nn.Sequential(nn.SiLU(), nn.GELU(approximate="tanh"), nn.Dropout(0.0), nn.ReLU())
+    x = torch.randn(1, 5, 7)
+    expected = model(x)
+    rs.reproducible.convert(model, layout=rs.contiguous(5, 1))
+    assert ["forward" in vars(module) for module in model] == [True, True, False, False]
+    torch.testing.assert_close(model(x), expected)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout
+from ringspan.reproducible.activations import elementwise
 from ringspan.reproducible.embedding import embedding
 from ringspan.reproducible.linear import linear
 from ringspan.reproducible.norms import layer_norm, rms_norm
@@ -26,8 +27,9 @@ def convert(
 ) -> Model:
     """Let the Linear, Embedding, LayerNorm and RMSNorm modules of a model compute as this package does, in place.
 
-    Weights, names and state_dict stay what they are. Call it again for another layout. Modules without weights are left
-    alone; attention is the model's own, to be called with `reproducible=True`.
+    Weights, names and state_dict stay what they are. Call it again for another layout. Activations that are modules
+    (GELU, Mish, Sigmoid, SiLU, Softplus) become `elementwise`; others, and functions, are left alone. Attention is the
+    model's own, to be called with `reproducible=True`.
 
     Args:
         model: Its modules get (batch, seq, …) with this rank's tokens in the order of the layout.
@@ -46,6 +48,10 @@ def convert(
         if forward is not None:
             module.forward = partial(forward, module, layout=layout, group=group, timeout_s=timeout_s)
     return model
+
+
+def _activation(module: nn.Module, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    return elementwise(partial(type(module).forward, module), x)
 
 
 def _linear(module: nn.Linear, x: torch.Tensor, **on: Any) -> torch.Tensor:
@@ -70,6 +76,7 @@ _FORWARDS: Forwards = {
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
 }
+_ACTIVATIONS = (nn.GELU, nn.Mish, nn.Sigmoid, nn.SiLU, nn.Softplus)
 _REFUSED_OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}  # of Embedding
 
 
@@ -77,6 +84,8 @@ def _find(name: str, module: nn.Module, forwards: Forwards) -> Callable[..., tor
     """What computes a module; None if it may stay as it is."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         raise UnsupportedError(f"{name} is {module}: which numbers it draws depends on the ranks; set p=0")
+    if isinstance(module, _ACTIVATIONS):
+        return _activation
     if not any(True for _ in module.parameters(recurse=False)):
         return None
     forward = forwards.get(type(module))

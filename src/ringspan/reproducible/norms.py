@@ -91,8 +91,7 @@ class _Norm(torch.autograd.Function):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for strip in ranks.tiles:
             for x_row, out_row in zip(x, out, strict=True):
-                normal = _normalise(_rows(x_row[strip.rows], dtype), kind).normal.mul_(scales)
-                normal = normal if shifts is None else normal.add_(shifts)
+                normal = _normalise(_rows(x_row[strip.rows], dtype), kind, scales, shifts).normal
                 out_row[strip.rows] = normal.view_as(out_row[strip.rows])
         return out
 
@@ -114,7 +113,10 @@ class _Norm(torch.autograd.Function):
 
 
 class _Normal(NamedTuple):
+    """Of rows: the normal ones, scaled and shifted if asked for; and the mean and the inverse size of each."""
+
     normal: torch.Tensor
+    mean: torch.Tensor | None
     inverse: torch.Tensor
 
 
@@ -122,11 +124,14 @@ def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).reshape(-1, x.shape[-1])
 
 
-def _normalise(x: torch.Tensor, kind: _Kind) -> _Normal:
-    """Of rows: the normal ones, and what each was multiplied by."""
-    centred = x - x.mean(dim=-1, keepdim=True) if kind.is_centred else x
-    inverse = (centred * centred).mean(dim=-1, keepdim=True).add_(kind.eps).rsqrt_()
-    return _Normal(centred * inverse, inverse)
+def _normalise(
+    x: torch.Tensor, kind: _Kind, scales: torch.Tensor | None = None, shifts: torch.Tensor | None = None
+) -> _Normal:
+    if kind.is_centred:
+        return _Normal(*torch.native_layer_norm(x, x.shape[-1:], scales, shifts, kind.eps))
+    inverse = (x * x).mean(dim=-1, keepdim=True).add_(kind.eps).rsqrt_()
+    normal = x * inverse
+    return _Normal(normal if scales is None else normal.mul_(scales), None, inverse)
 
 
 def _gradients(
@@ -137,14 +142,22 @@ def _gradients(
     for strip in ranks.tiles:
         part = scales.new_zeros(2, len(weight))
         for i, dout_row in enumerate(dout):
-            normal, inverse = _normalise(_rows(x[i, strip.rows], scales.dtype), kind)
+            rows = _rows(x[i, strip.rows], scales.dtype)
             dtile = _rows(dout_row[strip.rows], scales.dtype)
-            part[0] += (dtile * normal).sum(dim=0)
+            normal = _normalise(rows, kind)
+            part[0] += (dtile * normal.normal).sum(dim=0)
             part[1] += dtile.sum(dim=0)
             if dx is not None:
-                dnormal = dtile * scales
-                along = normal * (dnormal * normal).mean(dim=-1, keepdim=True)
-                mean = dnormal.mean(dim=-1, keepdim=True) if kind.is_centred else 0
-                dtile = (dnormal - along - mean) * inverse
-                dx[i, strip.rows] = dtile.view(-1, *x.shape[2:])
+                dx[i, strip.rows] = _row_gradients(rows, dtile, scales, normal).view(-1, *x.shape[2:])
         yield part.view(-1)
+
+
+def _row_gradients(x: torch.Tensor, dout: torch.Tensor, scales: torch.Tensor, normal: _Normal) -> torch.Tensor:
+    if normal.mean is not None:  # not the weight's from here: it would be a sum by threads
+        dx: torch.Tensor = torch.ops.aten.native_layer_norm_backward(
+            dout, x, x.shape[-1:], normal.mean, normal.inverse, scales, None, [True, False, False]
+        )[0]
+        return dx
+    dnormal = dout * scales
+    along = (dnormal * normal.normal).mean(dim=-1, keepdim=True)
+    return dnormal.sub_(normal.normal * along).mul_(normal.inverse)
