@@ -201,9 +201,9 @@ def _dissect(bench: _Bench) -> Dissected:
 def _scheduled_bytes(bench: _Bench) -> int:
     """What the schedules have this rank send."""
     return sum(
-        problem.block_bytes(transfer.block)
-        for problem, schedule, _ in bench.passes
-        for step in schedule.steps
+        prepared.problem.block_bytes(transfer.block)
+        for prepared in bench.passes
+        for step in prepared.schedule.steps
         for transfer in step.transfers
         if transfer.src == bench.rank
     )

@@ -63,9 +63,9 @@ def _print_times(page: Page, result: TransformerResult) -> None:
     repeats = format_count(result.settings.repeats, "repeat")
     page.prose(
         f"Medians of {repeats}, interleaved, with the lowest and the highest ratio; a rank computes with one thread, "
-        "and so does the one process. Ideal: every rank its own tokens and tiles, with no messages; where other programs "
-        "run too, processor time tells more. A training step is forward, loss, backward and the sum of gradients over the "
-        "ranks, without an update. A token is one of every sequence."
+        "and so does the one process. Ideal: every rank its own tokens and tiles, with no messages; where other "
+        "programs run too, processor time tells more. A training step is forward, loss, backward and the sum of "
+        "gradients over the ranks, without an update. A token is one of every sequence."
     )
 
 
