@@ -73,18 +73,23 @@ def strips(layout: Layout) -> tuple[Strip, ...]:
 
 def check_grid(problem: Problem) -> None:
     """Refuse layouts that do not lie on the grid, with the nearest that does."""
-    for name, layout in (("layout", problem.layout), ("kv_layout", problem.kv_layout)):
-        if layout.replicated:
-            raise UnsupportedError(
-                f"reproducible=True, {name}={layout}: each rank has only its share of the gradients of replicated "
-                "positions, and adding the shares up would depend on the number of ranks; give every position one owner"
-            )
-        tiles = [strip.tile for strip in strips(layout)]
-        if len(set(tiles)) < len(tiles):
-            raise LayoutError(
-                f"reproducible=True, {name}={layout}: no tile of {TILE} positions (rs.TILE) may be on two ranks; the "
-                f"nearest such layout is {_nearest(layout)}"
-            )
+    check_on_grid("layout", problem.layout)
+    check_on_grid("kv_layout", problem.kv_layout)
+
+
+def check_on_grid(name: str, layout: Layout) -> None:
+    """Refuse a layout that does not lie on the grid, with the nearest that does."""
+    if layout.replicated:
+        raise UnsupportedError(
+            f"reproducible=True, {name}={layout}: each rank has only its share of the gradients of replicated "
+            "positions, and adding the shares up would depend on the number of ranks; give every position one owner"
+        )
+    tiles = [strip.tile for strip in strips(layout)]
+    if len(set(tiles)) < len(tiles):
+        raise LayoutError(
+            f"reproducible=True, {name}={layout}: no tile of {TILE} positions (rs.TILE) may be on two ranks; the "
+            f"nearest such layout is {_nearest(layout)}"
+        )
 
 
 def _nearest(layout: Layout) -> str:
