@@ -105,6 +105,16 @@ def test_keys_in_a_layout_of_their_own() -> None:
         assert all(map(torch.equal, attend(world_size), expected))
 
 
+@pytest.mark.parametrize(("q_len", "kv_len", "batch"), [(0, 0, 1), (600, 600, 0), (600, 0, 1), (0, 600, 1)])
+def test_nothing_to_attend(q_len: int, kv_len: int, batch: int) -> None:
+    layout, kv_layout = (rs.zigzag(length, 2, align=rs.TILE) for length in (q_len, kv_len))
+    job = attention_cases.make_job(
+        "empty", ("full",), layout, rs.Heads(2, 1), kv_layout=kv_layout, batch=batch, algorithm="pass_q"
+    )
+    both = attention_cases.run_both(job, reproducible=True)
+    attention_cases.check_gradients(job, [gradients for _, gradients in both])
+
+
 def test_sinks() -> None:
     call = Call("window", heads=rs.Heads(4, 2))
     sinks = torch.tensor([0.0, 1.5, -2.0, -math.inf])
