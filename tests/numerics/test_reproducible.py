@@ -30,7 +30,7 @@ from ringspan.grid import bind_grid
 from ringspan.nodes import TreeState
 from ringspan.schedule import Block
 from ringspan.softmax import steadily
-from ringspan.tiles import Exchange, Problem, Rise, Shapes
+from ringspan.tiles import Exchange, Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 
@@ -179,15 +179,12 @@ def test_the_default_mode_has_other_bits() -> None:
 
 
 def test_joins_in_order_of_arrival_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join_as_they_come(state: TreeState, block: Block, rise: Rise, node: Value) -> None:
-        for slot, _ in rise.siblings:
-            other = state.nodes.pop(slot)
-            state.arithmetic.merge(block, other, node)
-            node = other
-        state.nodes[rise.slot] = node
+    def join_as_they_come(state: TreeState, block: Block, node: Value, other: Value, is_left: bool) -> Value:
+        state.arithmetic.merge(block, other, node)
+        return other
 
     call = Call("full", heads=rs.Heads(4, 2))
-    monkeypatch.setattr(TreeState, "_rise", join_as_they_come)
+    monkeypatch.setattr(TreeState, "_joined", join_as_they_come)
     one, two = (run(call, LAYOUTS["contiguous"](n)) for n in (1, 2))
     assert "out" in different(one, two)
     monkeypatch.undo()
