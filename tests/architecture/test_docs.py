@@ -22,7 +22,7 @@ def fences(document: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "document",
-    [*DOCUMENTS, ROOT / "docs" / "inference.md", ROOT / "docs" / "reproducible_model.md"],
+    [*DOCUMENTS, *(ROOT / "docs" / f"{name}.md" for name in ("inference", "reproducible", "reproducible_model"))],
     ids=lambda path: path.name,
 )
 def test_python_snippets_print_what_is_shown(document):
