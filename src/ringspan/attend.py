@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -127,6 +127,8 @@ def _prepare(
         timeout_s = check_timeout(call.timeout_s, timeout_s)
         looks = look_at(q, k, v, sinks)
         check_kinds(options.mask, options.layout, options.kv_layout)
+        if options.reproducible and sinks is not None and sinks.requires_grad and which != "forward":
+            refuse_sink_gradients()
         options = _without_auto(options, looks, session)
         plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
     except TransportError:
@@ -147,14 +149,14 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     # Sums are kept in a type of our choice.
     as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
-    wire = TransportWire(transport, session.buffers, prepared.problem, q, timeout_s)
+    wire = TransportWire(transport, session.buffers, q, timeout_s)
     try:
         with as_it_is:
             if form is not None:
                 k, v = tensors
                 tensors = encode_kv(k, v, form)
                 arithmetic = EncodedArithmetic(kernel, scale, q)
-                wire = EncodedWire(transport, session.buffers, prepared.problem, q, timeout_s, encoded_dtypes(form))
+                wire = EncodedWire(transport, session.buffers, q, timeout_s, encoded_dtypes(form))
             result = run(
                 prepared,
                 q,
@@ -189,6 +191,14 @@ def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp_().nan_to_num_(nan=0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def refuse_sink_gradients() -> NoReturn:
+    """In the reproducible mode; a compiled call knows only in its backward pass that they are asked for."""
+    raise UnsupportedError(
+        "reproducible=True, sinks that require a gradient: each rank has only its share of it, and the sum of the "
+        "shares would depend on the number of ranks; use sinks.detach()"
+    )
 
 
 def _check_wire(options: Options, which: Pass) -> Format | None:
