@@ -90,6 +90,10 @@ class SameHost:
         self._links[src].receive(message)
         return message
 
+    def advance(self) -> None:
+        """Take what has arrived already, without waiting, so that its sender need not wait."""
+        self._serve(0)
+
     def wait(self, message: "_Message", timeout_s: float) -> None:
         """Return when a message is through; TransportError if its peer is gone, or late."""
         link = self._links[message.peer]
@@ -101,8 +105,12 @@ class SameHost:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TransportError(f"timed out after {timeout_s:g} s")
-            for descriptor, _ in self._poll.poll(left_s * 1000):
-                self._by_descriptor[descriptor].advance()
+            self._serve(left_s)
+
+    def _serve(self, timeout_s: float) -> None:
+        """Wait for any link to have something to do, and do it."""
+        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+            self._by_descriptor[descriptor].advance()
 
     def close(self) -> None:
         """This rank is of no more use to its peers. Any thread may say so; a wait in another one ends."""
@@ -203,8 +211,10 @@ class _Link:
         nbytes, source = arrived
         into = message.tensor.data_ptr()
         if nbytes != message.tensor.nbytes:
-            sizes = f"{nbytes} bytes, where {message.tensor.nbytes} are expected"
-            raise TransportError(f"rank {self.peer} sends {sizes}; sizes must be the same on both ranks")
+            raise TransportError(
+                f"{nbytes} bytes from rank {self.peer}, where {message.tensor.nbytes} are expected; sizes must be the same "
+                "on both ranks"
+            )
         if isinstance(source, bytes):
             ctypes.memmove(into, source, nbytes)
             message.is_through = True
@@ -212,7 +222,7 @@ class _Link:
         try:
             self._memory.read(source, into, nbytes)
         except OSError as error:
-            raise TransportError(f"the memory of rank {self.peer} cannot be read ({error})") from error
+            raise TransportError(f"{nbytes} bytes from rank {self.peer} cannot be read ({error.strerror})") from error
         self._write(_HEADER.pack(_TAKEN, 0, 0, 0), message)
 
     def _write(self, packet: bytes, message: _Message | None) -> None:

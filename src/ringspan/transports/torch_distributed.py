@@ -71,6 +71,10 @@ class TorchDistributed:
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive], tag: int) -> Posted:
         incoming = [self._start("recv", src, buffer, tag) for src, buffer in receives]
         outgoing = [self._start("send", dst, tensor, tag) for dst, tensor in sends]
+        try:
+            self._same_host.advance()
+        except TransportError as error:
+            raise self._failure(f"rank {self.rank} looked for messages", error) from None
         return Posted(outgoing, incoming)
 
     def _start(self, way: Literal["send", "recv"], peer: int, tensor: torch.Tensor, tag: int) -> "_Handle":
