@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -25,8 +26,6 @@ _NOWHERE = bytes(_ID_BYTES)
 _HELLO = struct.Struct(f"<IQ{_ID_BYTES}s")  # rank, the word's address, the word
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE_S = 5.0  # with ranks that are known to be in the same place
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-_PR_SET_PTRACER = 0x59616D61
 
 
 def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Peer]:
@@ -45,11 +44,16 @@ def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Pe
         listener.listen(socket.SOMAXCONN)
         cards = gather(host + name)
         names = {peer: card[_ID_BYTES:] for peer, card in enumerate(cards) if peer != rank and card.startswith(host)}
-        peers = _greet(rank, names, listener, _HELLO.pack(rank, ctypes.addressof(word), word.raw))
-    linked = gather(bytes(other in peers for other in range(len(cards))))
-    for other in [other for other in peers if not linked[other][rank]]:
-        peers.pop(other).socket.close()
-    return list(peers.values())
+        sockets = _connect(rank, names, listener)
+        for it in sockets:
+            with suppress(OSError):
+                it.send(_HELLO.pack(rank, ctypes.addressof(word), word.raw))
+        readable = {peer.rank: peer for peer in map(_meet, sockets) if peer is not None}
+    linked = gather(bytes(other in readable for other in range(len(cards))))
+    peers = [peer for peer in readable.values() if linked[peer.rank][rank]]
+    for it in set(sockets) - {peer.socket for peer in peers}:
+        it.close()
+    return peers
 
 
 def _is_possible() -> bool:
@@ -67,44 +71,27 @@ def _address(name: bytes) -> bytes:
     return b"\0ringspan-" + name.hex().encode()
 
 
-def _greet(rank: int, names: dict[int, bytes], listener: socket.socket, hello: bytes) -> dict[int, Peer]:
-    """Connect to all lower ranks and be connected to by all higher ones; nobody, if anything goes wrong."""
-    _allow_reading()
-    sockets = []
-    try:
+def _connect(rank: int, names: dict[int, bytes], listener: socket.socket) -> list[socket.socket]:
+    """To all lower ranks, and from all higher ones."""
+    sockets: list[socket.socket] = []
+    with suppress(OSError):
         for name in [name for peer, name in names.items() if peer < rank]:
             sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            sockets[-1].settimeout(_PATIENCE_S)
             sockets[-1].connect(_address(name))
         listener.settimeout(_PATIENCE_S)
         while len(sockets) < len(names):
             sockets.append(listener.accept()[0])
-            sockets[-1].settimeout(_PATIENCE_S)
-        for it in sockets:
-            it.send(hello)
-        peers = [_meet(it) for it in sockets]
-    except OSError:
-        for it in sockets:
-            it.close()
-        return {}
-    return {peer.rank: peer for peer in peers}
+    return sockets
 
 
-def _meet(link: socket.socket) -> Peer:
-    """Who is at the other end; OSError if its memory cannot be read."""
+def _meet(link: socket.socket) -> Peer | None:
+    """Who is at the other end, if its memory can be read."""
+    link.settimeout(_PATIENCE_S)
     pid, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.getuid():
-        raise PermissionError(f"process {pid} is of another user")
-    rank, address, word = _HELLO.unpack(link.recv(_HELLO.size))
-    read = ctypes.create_string_buffer(_ID_BYTES)
-    memory = Memory(pid)
-    memory.read(address, ctypes.addressof(read), _ID_BYTES)
-    if read.raw != word:
-        raise OSError(f"what is read of process {pid} is not what is there")
-    return Peer(rank, link, memory)
-
-
-def _allow_reading() -> None:
-    """Linux with Yama keeps processes from reading their siblings; those of one launcher may read this one's memory."""
-    if _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    memory, read = Memory(pid), ctypes.create_string_buffer(_ID_BYTES)
+    try:
+        rank, address, word = _HELLO.unpack(link.recv(_HELLO.size))
+        memory.read(address, ctypes.addressof(read), _ID_BYTES)
+    except (OSError, struct.error):
+        return None
+    return Peer(rank, link, memory) if user == os.getuid() and read.raw == word else None

@@ -210,10 +210,10 @@ class _Link:
     def _take(self, message: _Message, arrived: _Arrived) -> None:
         nbytes, source = arrived
         into = message.tensor.data_ptr()
-        if nbytes != message.tensor.nbytes:
+        expected = message.tensor.nbytes
+        if nbytes != expected:
             raise TransportError(
-                f"{nbytes} bytes from rank {self.peer}, where {message.tensor.nbytes} are expected; sizes must be the same "
-                "on both ranks"
+                f"{nbytes} bytes from rank {self.peer}, where {expected} are expected; sizes must be the same on both"
             )
         if isinstance(source, bytes):
             ctypes.memmove(into, source, nbytes)

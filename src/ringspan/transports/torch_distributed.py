@@ -15,6 +15,7 @@ NCCL takes one batch per rank and step. That path has not been run here.
 """
 
 import contextlib
+import logging
 import re
 import threading
 import time
@@ -32,6 +33,7 @@ from ringspan.transports.base import Posted, Receive, Send
 from ringspan.transports.neighbours import find_peers
 from ringspan.transports.same_host import SameHost
 
+_LOG = logging.getLogger("ringspan")
 _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
 _STORE_PATIENCE_S = 2.0
@@ -100,8 +102,9 @@ class TorchDistributed:
         """The first time, ranks find out as well who shares their host: now all of them are here."""
         everyone = self._gather(payload, timeout_s)
         if not self._has_met:
-            self._same_host = SameHost(find_peers(self.rank, partial(self._gather, timeout_s=timeout_s)))
-            self._has_met = True
+            peers = find_peers(self.rank, partial(self._gather, timeout_s=timeout_s))
+            self._same_host, self._has_met = SameHost(peers), True
+            _LOG.info("rank %d reads the memory of ranks %s", self.rank, sorted(peer.rank for peer in peers) or "none")
         return everyone
 
     def _gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
