@@ -5,53 +5,19 @@ tensors the size of lse come and go while parts are merged; they are the slack o
 mark of real processes is in tests/distributed.
 """
 
-import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ringspan as rs
 import ringspan.runtime
+from ringspan.bench.memory import LiveStorages
 from ringspan.transports.in_process import InProcessRank
 
 torch.set_num_threads(1)
 
 BATCH, HEADS, HEAD_DIM, SHARD_LEN = 2, 8, 64, 64
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the storages made by operations of this thread that are still alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = self.largest = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor):
-                self._seen.add(x.untyped_storage()._cdata)  # made elsewhere, or counted already
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self._count(x.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.now += nbytes
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, nbytes)
-        weakref.finalize(storage, self._forget, key, nbytes)
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
-        self.now -= nbytes
 
 
 class Sizes(NamedTuple):
@@ -88,7 +54,7 @@ def measure(
             torch.randn(BATCH, heads, shard_len, HEAD_DIM, generator=generator).to(dtype)
             for heads in (HEADS, kv_heads, kv_heads)
         )
-        with Live() as live:
+        with LiveStorages() as live:
             out, lse = rs.attention(
                 q, k, v, mask=mask or rs.causal(), layout=layout, group=group, return_lse=True, **options
             )
@@ -103,7 +69,7 @@ def slack(sizes: Sizes) -> int:
 
 
 def test_the_measure_itself() -> None:
-    with Live() as live:
+    with LiveStorages() as live:
         a = torch.empty(1000, dtype=torch.uint8)
         b = a.view(10, 100)[2:].clone()
         del a
@@ -190,7 +156,7 @@ def test_a_second_call_makes_no_new_buffers() -> None:
 
     def on_rank(group: InProcessRank) -> tuple[int, int]:
         x = torch.randn(BATCH, HEADS, SHARD_LEN, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-        with Live() as live:
+        with LiveStorages() as live:
             rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
             kept = live.now
             for _ in range(3):
@@ -205,7 +171,7 @@ def test_buffers_of_other_lengths_do_not_pile_up() -> None:
     """As in serving, where every request has another length."""
 
     def on_rank(group: InProcessRank) -> tuple[int, int]:
-        with Live() as live:
+        with LiveStorages() as live:
             for length in range(SHARD_LEN, SHARD_LEN + 16):
                 layout = rs.contiguous(3 * length, 3)
                 x = torch.ones(1, HEADS, length, HEAD_DIM)
