@@ -19,7 +19,7 @@ from ringspan.choose import RingWork, choose_by_time
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.inference.plan import Part, plan_problem, ring_work
 from ringspan.inference.saving import fill, read_index, save
-from ringspan.inference.storage import RowSpec
+from ringspan.inference.storage import RowSpec, Stored
 from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room, make_parts, row_sizes
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
@@ -94,6 +94,11 @@ class KVCache:
             max_tokens=max_tokens,
             description=f"{model}, storage {storage or 'as it is'}, kernel {kernel}, max_tokens {max_tokens}",
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, k and v."""
+        return self._state.model.dtype
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -172,6 +177,22 @@ class KVCache:
         self._placement(sequence)
         del self._state.placements[sequence], self._state.stored[sequence]
         self._state.note("drop", sequence)
+
+    def select(self, sources: Sequence[int]) -> None:
+        """Make sequence i what sequence `sources[i]` is now, for every i, and forget all others: beams that move on.
+
+        A sequence that is named more than once is copied, each rank its own part; no message is sent.
+        """
+        state = self._state
+        state.refuse_during_turn("select")
+        placements = [self._placement(source) for source in sources]
+        kept: list[Stored] = []
+        for i, source in enumerate(sources):
+            stored = state.stored[source]
+            kept.append(stored.copy() if source in sources[:i] else stored)
+        state.placements = dict(enumerate(placements))
+        state.stored = dict(enumerate(kept))
+        state.note("select", [*sources])
 
     def save(self, folder: str | Path) -> None:
         """Write all committed tokens into a folder that all ranks can reach; all ranks must."""

@@ -136,9 +136,14 @@ class Turn:
     @property
     def state(self) -> CacheState:
         """The cache's; refused once the turn is over."""
-        if self._state.turn is not self:
+        if not self.is_open:
             raise CacheError("the turn is over; begin another")
         return self._state
+
+    @property
+    def is_open(self) -> bool:
+        """Neither committed nor aborted yet."""
+        return self._state.turn is self
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -215,7 +220,7 @@ class Turn:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if self._state.turn is not self:
+        if not self.is_open:
             return
         if kind is None:
             self.commit()
