@@ -53,10 +53,10 @@ class Handle:
         """This rank's part of a batch that every rank holds, for `model(**handle.shard(batch))`.
 
         Args:
-            batch: `input_ids` or `inputs_embeds`, (batch, seq, …), and if need be `attention_mask` (2-D, padding before or
-                behind a row's tokens), `position_ids`, `token_type_ids`, `labels` as transformers takes them, each beside
-                its own token, and `num_items_in_batch`. Positions that begin anew without an attention_mask are packed
-                documents, which do not see each other, as in transformers without a cache.
+            batch: `input_ids` or `inputs_embeds`, (batch, seq, …), and if need be `attention_mask` (2-D, padding before
+                or behind a row's tokens), `position_ids`, `token_type_ids`, `labels` as transformers takes them, each
+                beside its own token, and `num_items_in_batch`. Positions that begin anew without an attention_mask are
+                packed documents, which do not see each other, as in transformers without a cache.
 
         Returns:
             Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
@@ -133,7 +133,9 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
     if model.training and random is not None:
         raise UnsupportedError(random)
     attention = [
-        (module, module.config._attn_implementation) for module in model.modules() if isinstance(module, PreTrainedModel)
+        (module, module.config._attn_implementation)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
     ]
     wiring = Wiring()
     try:

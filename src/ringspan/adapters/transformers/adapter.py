@@ -1,8 +1,8 @@
 """What happens before and after a forward of a parallelized model?
 
-Before: the arguments are checked, the ranks agree that they mean the same forward, and this rank's part is taken. After:
-the loss is that of all ranks, and outputs of a forward that was given whole sequences are whole again. The model
-itself never sees a label, nor a mask, nor a cache other than ours.
+Before: the arguments are checked, the ranks agree that they mean the same forward, and this rank's part is taken.
+After: the loss is that of all ranks, and outputs of a forward that was given whole sequences are whole again. The
+model itself never sees a label, nor a mask, nor a cache other than ours.
 """
 
 import inspect
@@ -218,9 +218,7 @@ class Adapter:
 
     def _split_whole(self, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
         batch = {name: given[name] for name in _BATCH if name in given}
-        inputs, run = shard_inputs(
-            batch, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels)
-        )
+        inputs, run = shard_inputs(batch, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels))
         num_kept, layout = given.get("logits_to_keep", 0), run.layout
         first = max(0, layout.num_positions - num_kept) if num_kept else 0
         positions = [layout.positions(rank) for rank in range(self.options.world_size)]
@@ -235,10 +233,9 @@ class Adapter:
         found, model = self.found, self.model
         cache = given.get("past_key_values")
         cache = DynamicCache() if cache is None else cache
-        device = given.get("input_ids", given.get("inputs_embeds")).device
         conversation = open_cache(
             cache,
-            lambda: make_kv(found.cached, self.options, _attention_dtype(found.cached[0].dtype, device), model.device),
+            lambda: make_kv(found.cached, self.options, _attention_dtype(found.cached[0], model.device), model.device),
             self,
             len(found.cached),
         )
@@ -260,8 +257,8 @@ class Adapter:
         unknown = sorted(output.keys() - _OUTPUTS)
         if unknown:
             raise UnsupportedError(
-                f"{type(self.model).__name__} returns {', '.join(unknown)}, which is not made token by token; use a model "
-                "without it"
+                f"{type(self.model).__name__} returns {', '.join(unknown)}, which is not made token by token; use a "
+                "model without it"
             )
         fields = dict(output)
         group = self.options.group
@@ -291,8 +288,8 @@ class Adapter:
         return part if forward.keep.replicated else gather(part, forward.keep, group, dim=1)
 
 
-def _attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _attention_dtype(layer: Layer, device: torch.device) -> torch.dtype:
     """In a region of autocast its type."""
-    if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+    if layer.dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    return dtype
+    return layer.dtype

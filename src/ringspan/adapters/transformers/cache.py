@@ -148,7 +148,7 @@ def open_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Co
         )
     if cache.get_seq_length():
         raise CacheError(
-            f"past_key_values has {cache.get_seq_length()} tokens already, whole on this rank; begin with an empty cache"
+            f"past_key_values has {cache.get_seq_length()} tokens, whole on this rank; begin with an empty cache"
         )
     conversation = Conversation(make_kv(), owner)
     cache.layers = [ShardedLayer(conversation, index) for index in range(num_layers)]

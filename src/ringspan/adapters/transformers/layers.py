@@ -40,7 +40,11 @@ class Options(NamedTuple):
 
 def read_options(given: Mapping[str, Any]) -> Options:
     """What a layer passes; refused by name if it is not known."""
-    given = {name: value for name, value in given.items() if value is not None and name not in _OF_NO_USE}
+    given = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in _OF_NO_USE and not (name.startswith("output_") and value is False)
+    }
     options = Options(
         given.pop("scaling", None),
         given.pop("dropout", 0.0),
@@ -48,7 +52,6 @@ def read_options(given: Mapping[str, Any]) -> Options:
         given.pop("s_aux", None),
         given.pop("is_causal", None),
     )
-    given = {name: value for name, value in given.items() if not (name == "output_attentions" and value is False)}
     if given:
         name, value = next(iter(given.items()))
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -126,11 +129,12 @@ def describe_layers(
     """The layers of a model from three dry calls: of one document, of packed ones, and in training."""
     layers: dict[nn.Module, Layer] = {}
     refusals: list[Refusal] = []
+    masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share them
     dropouts = {asked.module: asked.options.get("dropout", 0.0) for asked in trained.asked}
     for asked, asked_packed in zip(plain.asked, packed.asked, strict=True):
         name = names.get(asked.module, type(asked.module).__name__)
         try:
-            layer = _describe(name, asked, asked_packed, packed_ids, dropouts.get(asked.module, 0.0))
+            layer = _describe(name, asked, asked_packed, packed_ids, dropouts.get(asked.module, 0.0), masks)
         except UnsupportedError as error:
             refusals.append(Refusal(name, str(error)))
             continue
@@ -154,9 +158,11 @@ def _some(layers: list[str]) -> str:
     return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} … ({len(layers)} layers)"
 
 
-def _describe(name: str, asked: Asked, packed: Asked, packed_ids: torch.Tensor, dropout: float) -> Layer:
+def _describe(
+    name: str, asked: Asked, packed: Asked, packed_ids: torch.Tensor, dropout: float, masks: dict[Any, Mask | None]
+) -> Layer:
     options = read_options(asked.options)
-    mask = _mask_of(asked, options)
+    mask = _mask_of(asked, options, masks)
     if options.window is not None and mask.allowed([4 * options.window], [0]).any():
         raise UnsupportedError(f"sliding_window={options.window}, but its mask has no such window")
     return Layer(
@@ -180,12 +186,15 @@ def _function_of(asked: Asked) -> MaskFunction | None:
     return function
 
 
-def _mask_of(asked: Asked, options: Options) -> Mask:
+def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> Mask:
     function = _function_of(asked)
     if function is not None:
-        mask = find_mask(function, options.window, asked.q.device)
+        key = (function, options.window)
+        mask = masks[key] = masks[key] if key in masks else find_mask(function, options.window, asked.q.device)
         if mask is None:
-            raise UnsupportedError("its mask is neither full nor causal nor a sliding window (such as chunked attention)")
+            raise UnsupportedError(
+                "its mask is neither full nor causal nor a sliding window (such as chunked attention)"
+            )
         return mask
     is_causal = getattr(asked.module, "is_causal", None) if options.is_causal is None else options.is_causal
     if is_causal is None or options.window is not None:

@@ -205,9 +205,7 @@ def _text(value: Any) -> str:
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
     """The mean over the labels of all ranks, as transformers computes it on one."""
-    losses = cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-    )
+    losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
     return cross_rank_mean_loss(losses.view(labels.shape), labels, group)
 
 
