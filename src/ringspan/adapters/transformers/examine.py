@@ -1,8 +1,8 @@
 """Can this model run on ranks exactly? Everything that can be found out on one rank, before a message is sent.
 
 Dry calls on a few tokens tell what the attention layers ask for. Then the model is run as it is, and once more on two
-ranks in threads of this process, on shards and over a cache; if the numbers differ, something in it joins tokens in a way
-nobody foresaw, and it is refused. So a model need not be known by name, and none is silently wrong.
+ranks in threads of this process, on shards and over a cache; if the numbers differ, something in it joins tokens in a
+way nobody foresaw, and it is refused. So a model need not be known by name, and none is silently wrong.
 """
 
 import inspect
@@ -66,7 +66,7 @@ def check_config(model: PreTrainedModel) -> None:
         for kind in kinds.values() if isinstance(kinds, Mapping) else (kinds,):
             if kind in _DEPENDS_ON_LENGTH:
                 raise UnsupportedError(
-                    f"{path}: rope_type={kind!r} turns tokens by the length of the sequence, and a rank sees a part of it"
+                    f"{path}: rope_type={kind!r} depends on the length of the sequence, and a rank sees a part of it"
                 )
 
 
@@ -107,8 +107,8 @@ def find_random(model: PreTrainedModel, reference: Reference) -> str | None:
     modules = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     where = f"{modules[0]} and {len(modules) - 1} more modules" if modules else "its forward"
     return (
-        f"{type(model).__name__} is random in training ({where}): dropout would differ from that of one process; set all "
-        "dropout of the config to 0, or call model.eval()"
+        f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process; set "
+        "all dropout of the config to 0, or call model.eval()"
     )
 
 
@@ -161,8 +161,8 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
             y = expected[name.split()[0]]
             if not _is_close(x[tokens] if x.ndim else x, y[tokens] if y.ndim else y):
                 raise UnsupportedError(
-                    f"{type(model).__name__}: {name} of a small batch differ by {_difference(x, y, tokens):.1e} between "
-                    f"rank {rank} of two and one process: something besides attention joins tokens, such as a "
+                    f"{type(model).__name__}: {name} of a small batch differ by {_difference(x, y, tokens):.1e} on "
+                    f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
                     "convolution, a recurrence or positions it counts itself"
                 )
 
@@ -231,10 +231,8 @@ def _shifts_labels(model: PreTrainedModel) -> bool | None:
 
 
 def _num_labels(model: PreTrainedModel) -> int:
-    config = model.config
-    return int(
-        config.num_labels if model.loss_type == "ForTokenClassification" else config.get_text_config().vocab_size
-    )
+    is_by_class = model.loss_type == "ForTokenClassification"
+    return model.config.num_labels or 2 if is_by_class else int(model.config.get_text_config().vocab_size)
 
 
 def _is_close(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ def check_columns(
             found = np.flatnonzero(tokens)
             if len(found) and len(found) != found[-1] - found[0] + 1:
                 raise UnsupportedError(
-                    f"attention_mask[{row}] has padding between tokens, which a sliding window would count; put it first"
+                    f"attention_mask[{row}] has padding between tokens, which a sliding window counts; put it first"
                 )
     return whole[:, past.shape[1] :]
 

@@ -97,8 +97,8 @@ def _run_of(wiring: "weakref.ref[Wiring]", by_name: Run | None) -> Run:
     run = by_name or (here.run if here is not None else None)
     if run is None:
         raise UnsupportedError(
-            "attention of a parallelized model outside of its forward: call the model itself, not a part of it; a model "
-            "that shares the config of a parallelized one needs a copy of it; activation checkpoints need a model that "
-            "passes keyword arguments on to its attention"
+            "attention of a parallelized model outside of its forward: call the model itself, not a part of it; a "
+            "model that shares the config of a parallelized one needs a copy of it; activation checkpoints need a "
+            "model that passes keyword arguments on to its attention"
         )
     return run
