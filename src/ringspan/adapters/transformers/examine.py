@@ -98,7 +98,7 @@ def find_random(model: PreTrainedModel, reference: Reference) -> str | None:
     """What makes the model random in training, if anything does: ranks would draw other numbers than one process."""
     batch = {name: x for name, x in reference.batch.items() if name != "labels"}
     runs = []
-    with _mode(model, training=True), _alone(model.device):
+    with _mode(model, training=True), _alone(model):
         for seed in (0, 1):
             torch.manual_seed(seed)
             runs.append(model(**batch, **_without_cache(model))[0])
@@ -185,7 +185,7 @@ def _record(
         options[RUN] = recorder
     wiring.run = recorder
     try:
-        with _mode(model, training=training), _alone(model.device):
+        with _mode(model, training=training), _alone(model):
             model(**inputs, **(_without_cache(model) | options))
     finally:
         wiring.run = None
@@ -193,9 +193,10 @@ def _record(
 
 
 @contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """Without gradients, and without a trace in the random numbers that come later."""
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+def _alone(model: PreTrainedModel) -> Iterator[None]:
+    """Without a trace in the random numbers that come later; with gradients in training, as checkpoints expect."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(model.training):
         yield
 
 

@@ -180,7 +180,7 @@ def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> T
         return None
     if tuple(attention_mask.shape) != (size, seq_len):
         raise UnsupportedError(
-            f"attention_mask.shape={tuple(attention_mask.shape)}: it can only say what is padding, ({size}, {seq_len}); "
+            f"attention_mask.shape={tuple(attention_mask.shape)}: it says what is padding, ({size}, {seq_len}); "
             "leave out others, or use rs.attention with a mask of your own"
         )
     values = attention_mask.cpu().numpy()

@@ -20,6 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringspan.errors import UnsupportedError
 
 RUN = "ringspan"  # the keyword argument
+_OUTSIDE = (
+    "outside of its forward: call the model itself, not a part of it; a model that shares the config of a parallelized "
+    "one needs a copy of it"
+)
 _NAMES = (f"ringspan-{number}" for number in itertools.count(1))
 
 
@@ -32,7 +36,6 @@ class Asked(NamedTuple):
     v: torch.Tensor
     mask: object
     options: dict[str, Any]
-    got_run: bool  # by keyword
 
 
 class Run(Protocol):
@@ -81,24 +84,26 @@ def _attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention, as transformers calls it; out is (batch, seq, heads, dim)."""
-    by_name = options.pop(RUN, None)
-    out = _run_of(wiring, by_name).attend(
-        Asked(module, query, key, value, attention_mask, options, by_name is not None)
-    )
+    run = options.pop(RUN, None) or _run_of(wiring)
+    if run is None:
+        raise UnsupportedError(
+            f"attention of a parallelized model {_OUTSIDE}; activation checkpoints need a model that passes keyword "
+            "arguments on to its attention"
+        )
+    out = run.attend(Asked(module, query, key, value, attention_mask, options))
     return out.transpose(1, 2).contiguous(), None
 
 
 def _make_mask(wiring: "weakref.ref[Wiring]", **options: Any) -> torch.Tensor | None:
-    return _run_of(wiring, None).make_mask(options)
-
-
-def _run_of(wiring: "weakref.ref[Wiring]", by_name: Run | None) -> Run:
-    here = wiring()
-    run = by_name or (here.run if here is not None else None)
+    run = _run_of(wiring)
     if run is None:
         raise UnsupportedError(
-            "attention of a parallelized model outside of its forward: call the model itself, not a part of it; a "
-            "model that shares the config of a parallelized one needs a copy of it; activation checkpoints need a "
-            "model that passes keyword arguments on to its attention"
+            f"a mask of a parallelized model {_OUTSIDE}; for a static cache they are made ahead: leave out "
+            "cache_implementation"
         )
-    return run
+    return run.make_mask(options)
+
+
+def _run_of(wiring: "weakref.ref[Wiring]") -> Run | None:
+    here = wiring()
+    return None if here is None else here.run
