@@ -67,6 +67,7 @@ class Call(NamedTuple):
     timeout_s: float | None
     contract: bool
     record: Callable[[Event], None] | None
+    place: int | None = None  # among the calls of a compiled program, which may run them in another order
 
 
 class _Plan(NamedTuple):
@@ -134,7 +135,7 @@ def _prepare(
             session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
         raise
     if call.contract:
-        session.contract.agree(plan.signature, timeout_s)
+        session.contract.agree(plan.signature if call.place is None else plan.signature.at(call.place), timeout_s)
     return _Ready(plan, session, timeout_s, call.record)
 
 

@@ -8,9 +8,13 @@ operators for compiled ones, which the compiler takes as they are. An operator t
 rest of a call is kept in a table, where the compiled program finds it by its index.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._guards import TracingContext
 
 from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
 from ringspan.balance import balanced
@@ -77,6 +81,7 @@ def _check_grads(out: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tenso
 
 
 _calls: list[Call] = []
+_places: "WeakKeyDictionary[object, Iterator[int]]" = WeakKeyDictionary()  # for each program being compiled
 
 
 def _constant(call: Call) -> int:
@@ -86,7 +91,7 @@ def _constant(call: Call) -> int:
     a variable of a number that changes from call to call, unless told to take it as it is.
     """
     options = call.options._replace(scale=_as_it_is(call.options.scale))
-    return _enter(*options, call.group, _as_it_is(call.timeout_s), *call[3:])
+    return _enter(*options, call.group, _as_it_is(call.timeout_s), call.contract, call.record)
 
 
 def _as_it_is(number: float | None) -> float | None:
@@ -95,11 +100,16 @@ def _as_it_is(number: float | None) -> float | None:
 
 
 def _enter(*fields: Any) -> int:
-    """The index of a call. It stays in the table, since a compiled program may ask for it at any time."""
-    num_options = len(Options._fields)
-    options, (group, *others) = Options(*fields[:num_options]), fields[num_options:]
+    """The index of a call. It stays in the table, since a compiled program may ask for it at any time.
+
+    The compiler may change the order of calls that do not depend on each other, and on each rank in its own way. So a
+    call knows its place in the program as written, and the ranks agree on that too.
+    """
+    *options, group, timeout_s, contract, record = fields
     # While it compiles, torch 2.13 has a stand-in for a process group.
-    _calls.append(Call(options, getattr(group, "real_obj", group), *others))
+    group = getattr(group, "real_obj", group)
+    place = next(_places.setdefault(TracingContext.get(), itertools.count()))
+    _calls.append(Call(Options(*options), group, timeout_s, contract, record, place))
     return len(_calls) - 1
 
 

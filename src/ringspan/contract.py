@@ -15,6 +15,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from ringspan.errors import TransportError
@@ -37,6 +38,15 @@ class Signature(NamedTuple):
         """From values whose text tells them apart."""
         text = json.dumps({name: str(value) for name, value in fields.items()}).encode()
         return cls(text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+
+    def at(self, place: int) -> "Signature":
+        """The same call as the one at this place of a compiled program."""
+        return _at(self, place)
+
+
+@lru_cache(maxsize=4096)
+def _at(signature: Signature, place: int) -> Signature:
+    return Signature.of(json.loads(signature.text) | {"place in the compiled program": place})
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class Rank:
         self.rank = rank
 
 
-STORAGES = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 5e-2, "float8_e4m3": 0.3}
+STORAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3")
 
 
 def tell(storage: str) -> Story:
@@ -34,10 +34,9 @@ def tell(storage: str) -> Story:
 def converse(rank: int) -> list[Any]:
     torch.set_num_threads(1)
     told: list[Any] = []
-    for storage, atol in STORAGES.items():
+    for storage in STORAGES:
         story = tell(storage)
-        tolerance = {"rtol": 0.0, "atol": atol}
-        cache = live_through(story, Rank(rank), story.cache(None), tolerance=lambda *_, bound=tolerance: bound)
+        cache = live_through(story, Rank(rank), story.cache(None))
         turn = cache.begin({0: 3})
         told.append((cache.balance(), turn.reason))
         turn.abort()

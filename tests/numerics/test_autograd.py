@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._guards import TracingContext, tracing
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
 from ringspan import autograd
-from ringspan.attend import Call, Options
+from ringspan.attend import Options
 from ringspan.transports.in_process import InProcessRank
 
 torch.set_num_threads(1)
@@ -156,7 +157,8 @@ def test_a_gradient_by_way_of_lse_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operators_pass_opcheck(dtype: torch.dtype, has_sinks: bool, requires_grad: bool) -> None:
     options = Options(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
-    number = autograd._enter(*options, *Call(options, None, None, True, None)[1:])
+    with tracing(TracingContext(None)):
+        number = autograd._enter(*options, None, None, True, None)
     tensors = [*inputs(requires_grad=requires_grad, dtype=dtype), None]
     if has_sinks:
         tensors[3] = torch.linspace(-1, 1, 4).requires_grad_(requires_grad)
@@ -261,6 +263,38 @@ def test_another_group_is_another_program() -> None:
     expected = forward_and_backward(plain, inputs())
     for world_size in (2, 3, 2):
         check_all(on_ranks(world_size, compiled), expected)
+
+
+def reversing(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+    """A compiler that runs independent attentions the other way round, as a scheduler may."""
+    calls = [node for node in graph.graph.nodes if "ringspan.attend" in str(node.target)]
+    for node in calls[1:]:
+        calls[0].prepend(node)
+    graph.recompile()
+    return graph
+
+
+@pytest.mark.parametrize("reorders", [(), (1,), (0, 1)])
+def test_calls_in_another_order_on_one_rank_are_told_apart(reorders: tuple[int, ...]) -> None:
+    """Both calls look the same from outside: without their places, each rank would attend to the other's keys."""
+    layout = rs.zigzag(SEQ_LEN, 2)
+    expected = plain(*inputs(requires_grad=False))
+
+    def two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: rs.Layout, group: Any) -> Tensors:
+        other = 2 * k
+        return attend(q, k, v, layout, group), attend(q, other, v, layout, group)
+
+    def on_rank(group: InProcessRank) -> torch.Tensor:
+        backend = reversing if group.rank in reorders else "eager"
+        shards = [layout.shard(x, group.rank, 2) for x in inputs(requires_grad=False)]
+        with torch.no_grad():
+            return torch.compile(two, backend=backend, fullgraph=True)(*shards, layout, group)[0]
+
+    if len(reorders) == 1:
+        with pytest.raises(rs.TransportError, match=r"place in the compiled program: rank 0 has 0, rank 1 has 1"):
+            rs.run_in_process(on_rank, 2)
+    else:
+        torch.testing.assert_close(layout.unshard(rs.run_in_process(on_rank, 2), 2), expected)
 
 
 def test_masks_and_layouts_are_built_outside() -> None:

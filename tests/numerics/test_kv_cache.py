@@ -1,7 +1,6 @@
 """A cache on any number of ranks answers as one device would, whatever the conversation."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ CAUSAL = ("causal",)
 WINDOW = ("and", CAUSAL, ("sliding_window", 5, 0))
 SINKS = ("or", ("and", CAUSAL, ("sliding_window", 3, 0)), ("and", CAUSAL, ("prefix", 2)))
 HEADS = [rs.Heads(4, 4), rs.Heads(4, 2), rs.Heads(3, 1)]
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+STORAGES = [None, "float32", "bfloat16", "float16", "int8", "float8_e4m3"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +27,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def stories(draw: st.DrawFn, **options: Any) -> Story:
+def stories(draw: st.DrawFn) -> Story:
     specs = draw(st.sampled_from([[CAUSAL], [CAUSAL, WINDOW], [SINKS]]))
-    story = Story(draw(st.integers(0, 2**16)), draw(st.sampled_from(HEADS)), specs, **options)
+    dtype, storage = draw(st.sampled_from(TYPES)), draw(st.sampled_from(STORAGES))
+    story = Story(draw(st.integers(0, 2**16)), draw(st.sampled_from(HEADS)), specs, dtype, storage=storage)
     for _ in range(draw(st.integers(1, 7))):
         known = sorted(story.held)
         kind = draw(st.sampled_from(["prefill", "decode", "decode", "abort", "truncate", "drop"]))
@@ -49,7 +51,7 @@ def stories(draw: st.DrawFn, **options: Any) -> Story:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(story=stories())
 def test_any_conversation(world_size: int, story: Story) -> None:
     rs.run_in_process(lambda group: live_through(story, group), world_size)

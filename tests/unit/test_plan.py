@@ -1,5 +1,6 @@
 """The answers of a plan: consistent with its own predictions, and with what a reader would work out."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -130,11 +131,24 @@ def test_a_plan_explains_itself_and_gives_settings():
 
 
 def test_settings_say_where_a_library_cannot_express_the_choice():
+    """It then gets the fastest way that it can express, with what that costs."""
+    plan = build_plan(request_for("wan2.1-14b", "8xh100", "denoise", 75600))
+    assert plan.best.setup.tp > 1  # which diffusers does not have
+    diffusers = {recipe.library: recipe for recipe in plan.recipes}["diffusers"]
+    degrees = re.search(r"ring_degree=(\d), ulysses_degree=(\d)", diffusers.settings)
+    assert degrees is not None
+    assert int(degrees[1]) * int(degrees[2]) == 8
+    assert re.search(
+        r"has no setting for .* beside tensor parallelism .* over 8 ranks, \d+\.\d% slower", diffusers.caveat
+    )
+
     plan = build_plan(request_for(devices="2x8xh100", phase="train", tp=1, shards_weights=True))
-    by_library = {recipe.library: recipe for recipe in plan.recipes}
-    assert by_library.keys() == {"ringspan", "accelerate", "torchtitan"}
-    for recipe in by_library.values():
-        assert recipe.settings or "has no setting" in recipe.caveat
+    assert {recipe.library for recipe in plan.recipes} == {"ringspan", "accelerate", "torchtitan"}
+
+
+def test_settings_of_decode_are_those_of_the_cache():
+    plan = build_plan(request_for("llama-3.1-405b", "2x8xh100", "decode", 2**17, tp=8))
+    assert "rs.decode(" in plan.recipes[0].settings
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def build_plan(request: Request) -> Plan:
         longest_tokens=_longest(request, best.setup),
         break_even_tokens=_break_even(request, best.setup),
         crossing=_crossing(request, best.setup),
-        recipes=tuple(list_recipes(request, best.setup)),
+        recipes=tuple(list_recipes(request, [option.prediction for option in options if option.fits == best.fits])),
         explanation=tuple(explain(request, best.prediction, best.memory)),
     )
 

@@ -1,7 +1,10 @@
 """The choice, written the way other libraries want it, where they can express it."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from ringspan.plan.predict import Prediction
 from ringspan.plan.request import Request, Setup
 
 
@@ -13,23 +16,38 @@ class Recipe(NamedTuple):
     caveat: str = ""
 
 
-def list_recipes(request: Request, setup: Setup) -> list[Recipe]:
-    """For the libraries that know this kind of model and phase."""
-    if setup.cp == 1:
+def list_recipes(request: Request, ranked: Sequence[Prediction]) -> list[Recipe]:
+    """For the libraries that know this kind of model and phase: the best way, or the best that they can express."""
+    best = ranked[0].setup
+    if best.cp == 1:
         return []
-    recipes = [_ringspan(request, setup)]
+    writers: list[Callable[[Setup], Recipe]] = []
     if request.phase == "denoise":
-        recipes.append(_diffusers(setup))
+        writers = [_diffusers]
     if request.phase == "train":
-        recipes += [_accelerate(setup), _torchtitan(setup)]
+        writers = [_accelerate, _torchtitan]
     if request.phase in ("prefill", "decode"):
-        recipes.append(_vllm(request, setup))
-    return recipes
+        writers = [partial(_vllm, request)]
+    return [_ringspan(request, best), *(_second_best(write, ranked) for write in writers)]
+
+
+def _second_best(write: Callable[[Setup], Recipe], ranked: Sequence[Prediction]) -> Recipe:
+    """The fastest way that a library can express, with what it costs if it is not the fastest of all."""
+    wanted = write(ranked[0].setup)
+    for prediction in ranked:
+        recipe = write(prediction.setup)
+        if recipe.settings and prediction.setup.cp > 1:
+            if prediction is ranked[0]:
+                return recipe
+            more = prediction.total_s / ranked[0].total_s - 1
+            way = f"{wanted.caveat}; this is {prediction.setup} over {prediction.setup.cp} ranks, {more:.1%} slower"
+            return recipe._replace(caveat="; ".join(filter(None, (way, recipe.caveat))))
+    return wanted
 
 
 def _ringspan(request: Request, setup: Setup) -> Recipe:
     if setup.algorithm == "all_merge":
-        return Recipe("ringspan", "ringspan.algorithms.build_decode(visible, query='replicated')")
+        return Recipe("ringspan", 'rs.decode(q, k, v, cache.begin(new_lengths, query="replicated"), layer=i)')
     mask = "rs.causal()" if request.model.is_causal else "rs.full()"
     mesh = f", mesh=({setup.cp // setup.inner}, {setup.inner})" if setup.algorithm in ("hybrid", "double_ring") else ""
     layout = f"rs.{setup.layout}(seq_len, {setup.cp})"

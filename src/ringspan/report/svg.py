@@ -1,7 +1,8 @@
 """Line charts as SVG text: logarithmic axes, a legend, nothing else, and no library."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -28,7 +29,9 @@ class Chart(NamedTuple):
 
 
 def draw_charts(charts: Sequence[Chart]) -> str:
-    """All charts below one another, as one file."""
+    """All charts below one another, as one file; a name has the same colour in all of them."""
+    names = dict.fromkeys(line.name for chart in charts for line in chart.lines)
+    colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
     height = HEIGHT * len(charts)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
@@ -36,7 +39,7 @@ def draw_charts(charts: Sequence[Chart]) -> str:
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
     ]
     for i, chart in enumerate(charts):
-        parts += [f'<g transform="translate(0 {i * HEIGHT})">', *_draw(chart), "</g>"]
+        parts += [f'<g transform="translate(0 {i * HEIGHT})">', *_draw(chart, colours), "</g>"]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -57,7 +60,7 @@ class _Axis(NamedTuple):
         return [float(base) ** k for k in range(first, last + 1, every)]
 
 
-def _draw(chart: Chart) -> list[str]:
+def _draw(chart: Chart, colours: Mapping[str, str]) -> list[str]:
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     x_axis = _Axis(min(xs), max(max(xs), min(xs) * 2), LEFT, WIDTH - RIGHT)
@@ -80,7 +83,7 @@ def _draw(chart: Chart) -> list[str]:
     turned = f'text-anchor="middle" transform="rotate(-90 18 {middle})"'
     parts.append(_text(18, middle, chart.y_name, turned))
     for i, line in enumerate(chart.lines):
-        colour = COLOURS[i % len(COLOURS)]
+        colour = colours[line.name]
         points = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in line.points)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [
