@@ -29,6 +29,7 @@ from ringspan.teaching import ring_attention_context_parallel, ring_attention_si
 from ringspan.work import Work
 
 if TYPE_CHECKING:
+    from ringspan import adapters
     from ringspan.attend import Attention
     from ringspan.calibrate import measure_machine, use_machine
     from ringspan.call import attention
@@ -86,6 +87,7 @@ __all__ = [
     "Visible",
     "Work",
     "__version__",
+    "adapters",
     "attention",
     "balanced",
     "build_decode",
@@ -124,6 +126,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "adapters":
+        return import_module("ringspan.adapters")
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:

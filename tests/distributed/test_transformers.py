@@ -1,13 +1,18 @@
 """Models of transformers on gloo processes, held to themselves on one process without ringspan."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, values
 
-from families import EQUAL, FAMILIES, VOCABULARY, Family
+import ringspan as rs
+from families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
+from ringspan.adapters.transformers import shards, turns
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 
@@ -53,8 +58,6 @@ def measure_alone(model: Any, family: Family) -> Measured:
 
 
 def measure_on_ranks(model: Any, family: Family, handle: Any) -> Measured:
-    import ringspan as rs
-
     batch = make_batch()
     part = handle.shard(batch)
     output = model(**part)
@@ -81,26 +84,103 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=0.1))
 
 
-def compare_families(rank: int) -> dict[str, dict[str, float]]:
-    from ringspan.adapters.transformers import parallelize
+class Compared(NamedTuple):
+    sound: dict[str, float]
+    broken: dict[str, float]
 
+
+def compare_families(rank: int, is_broken_too: bool) -> dict[str, Compared]:
     told = {}
     for name in EQUAL:
         family = FAMILIES[name]
         model = family.make()
         expected = measure_alone(model, family)
-        with parallelize(model) as handle:
-            told[name] = differences(measure_on_ranks(model, family, handle), expected)
-        again = measure_alone(model, Family(**vars(family) | {"generates": False}))
-        assert torch.equal(again.logits, expected.logits), "restored"
+        with rs.adapters.transformers.parallelize(model) as handle:
+            sound = differences(measure_on_ranks(model, family, handle), expected)
+            broken = {}
+            if is_broken_too:
+                with break_attention(rank):
+                    broken = differences(measure_on_ranks(model, family, handle), expected)
+        told[name] = Compared(sound, broken)
+        assert torch.equal(model(**make_batch()).logits, expected.logits), "restored"
     return told
+
+
+@contextlib.contextmanager
+def break_attention(rank: int) -> Iterator[None]:
+    """The values of rank 1 get lost on their way."""
+
+    def lose(attend: Any) -> Any:
+        return lambda q, k, v, *args, **kwargs: attend(q, k, v * (rank != 1), *args, **kwargs)
+
+    with (
+        mock.patch.object(shards, "attention", lose(shards.attention)),
+        mock.patch.object(turns, "prefill", lose(turns.prefill)),
+        mock.patch.object(turns, "decode", lose(turns.decode)),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_family_is_equal_to_one_process(world_size: int) -> None:
-    """Logits, loss, gradients, and 64 tokens with their logits after a prompt of odd length."""
-    for told in values(run_ranks(compare_families, world_size, timeout_s=200)):
-        for name, found in told.items():
-            assert found.keys() >= {"logits", "loss", "gradients"} | ({"tokens"} if FAMILIES[name].generates else set())
-            worst = max(found.values())
-            assert worst < TOLERANCE, f"{name}: {found}"
+    """Logits, loss, gradients, and 64 tokens with their logits after a prompt of odd length.
+
+    On two ranks once more with a ring that is broken on purpose: every comparison must fail.
+    """
+    for told in values(run_ranks(compare_families, world_size, world_size == 2, timeout_s=200)):
+        assert told.keys() == {*EQUAL}
+        for name, (sound, broken) in told.items():
+            kinds = {"logits", "loss", "gradients"}
+            kinds |= {"tokens", "generated logits"} if FAMILIES[name].generates else set()
+            assert sound.keys() == kinds
+            assert max(sound.values()) < TOLERANCE, f"{name}: {sound}"
+            assert broken.keys() == (kinds if world_size == 2 else set())
+            assert all(value > 100 * TOLERANCE for value in broken.values()), f"{name}: {broken}"
+
+
+# Sampling
+
+
+def sample(rank: int, same_seed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    model, prompt = FAMILIES["Mistral"].make(), make_batch()["input_ids"]
+    options = {"do_sample": True, "top_k": 20, "num_return_sequences": 2, "max_new_tokens": 24, "eos_token_id": None}
+    torch.manual_seed(7)
+    alone = model.generate(prompt, **options)
+    with rs.adapters.transformers.parallelize(model):
+        torch.manual_seed(7 if same_seed else rank)
+        return alone, model.generate(prompt, **options)
+
+
+def test_sampling_with_one_seed() -> None:
+    for alone, together in values(run_ranks(sample, 2, True)):
+        assert torch.equal(alone, together)
+
+
+def test_sampling_with_two_seeds_is_noticed() -> None:
+    for ended in run_ranks(sample, 2, False):
+        assert "the ranks do not make the same call; input_ids: rank 0 has" in ended.message
+
+
+# Refusals
+
+
+def refuse(rank: int) -> list[str]:
+    """Every refused family, and then a model that is not: no rank is left waiting."""
+    told = []
+    for name in REFUSED:
+        try:
+            rs.adapters.transformers.parallelize(FAMILIES[name].make())
+        except rs.UnsupportedError as error:
+            told.append(str(error))
+    model, ids = FAMILIES["Llama"].make(), make_batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with rs.adapters.transformers.parallelize(model):
+            assert relative(model(ids).logits, expected) < TOLERANCE
+    return told
+
+
+def test_refused_families() -> None:
+    for told in values(run_ranks(refuse, 2)):
+        for name, reason in zip(REFUSED, told, strict=True):
+            assert FAMILIES[name].refused in reason
