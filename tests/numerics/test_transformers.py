@@ -552,3 +552,37 @@ def test_a_rank_that_fails_within_a_layer_leaves_the_cache_as_it_was() -> None:
 
 def fail(*_: object) -> None:
     raise RuntimeError("broken")
+
+
+@torch.no_grad()
+def test_a_failure_of_all_ranks_leaves_the_group_usable() -> None:
+    """A prompt longer than a model's table of positions."""
+    model = FAMILIES["GPT-2"].make(n_positions=16)
+    expected = model(IDS[:, :16]).logits
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> torch.Tensor:
+        for call in (lambda: mine(IDS), lambda: mine(**handle.shard({"input_ids": IDS}))):
+            with pytest.raises((IndexError, rs.TransportError), match="index out of range"):
+                call()
+        return mine(IDS[:, :16]).logits
+
+    for found in on_ranks(model, run, 2):
+        assert difference(found, expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_failure_of_one_rank_is_told_to_the_others() -> None:
+    model = FAMILIES["Llama"].make()
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> list[str]:
+        if group.rank == 1:
+            mine.model.layers[0].input_layernorm.register_forward_pre_hook(fail)
+        told = []
+        for call in (lambda: mine(IDS), lambda: mine(**handle.shard({"input_ids": IDS}))):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            told.append(str(error.value))
+        return told
+
+    for told in on_ranks(model, run, 3)[::2]:
+        assert all("rank 1: RuntimeError: broken" in text for text in told)

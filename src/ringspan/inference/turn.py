@@ -125,6 +125,7 @@ class Turn:
         self.form = None if wire is None or self.algorithm != "pass_kv" else FORMATS[wire]
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of k and v, (KV heads,)
         self.layers_done: set[int] = set()
+        self.said: Mapping[str, str] = {}  # what else the ranks must agree on, by the caller
         self.is_agreed = False
         for part in parts:
             if part.sequence not in state.stored:
@@ -248,6 +249,7 @@ class Turn:
                 "wire": self.form,
                 "query": self.query,
                 "scale": scale,
+                **self.said,
             }
         )
 

@@ -108,12 +108,11 @@ def parallelize(
     try:
         handle = _parallelize(model, options, verify)
     except RingspanError as error:
-        if session.transport.world_size > 1:
-            session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
+        options.refuse(error)
         raise
     fields = {
         "call": "parallelize",
-        "model": f"{type(model).__name__} with {len(handle.layers)} attention layers",
+        "model": f"{type(model).__name__} with {len(handle.layers)} attention layers #{_short(handle.layers)}",
         "options": options[1:],
         "weights": _digest(model),
     }
@@ -155,12 +154,16 @@ def _set_attention(attention: "list[tuple[PreTrainedModel, str]]") -> None:
         module.set_attn_implementation(name)
 
 
+def _short(value: object) -> str:
+    return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
+
+
 def _digest(model: torch.nn.Module) -> str:
     """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    text = hashlib.blake2b(digest_size=8)
+    said = []
     for name, x in model.named_parameters():
-        text.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        said.append(f"{name} {tuple(x.shape)} {x.dtype}")
         if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
-            text.update(str(int(x.detach().view(integers[x.element_size()]).sum(dtype=torch.int64))).encode())
-    return f"#{text.hexdigest()}"
+            said.append(str(int(x.detach().view(integers[x.element_size()]).sum(dtype=torch.int64))))
+    return f"#{_short(said)}"

@@ -6,6 +6,7 @@ model itself never sees a label, nor a mask, nor a cache other than ours.
 """
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,7 +27,15 @@ from ringspan.adapters.transformers.shards import (
     mean_loss,
     shard_inputs,
 )
-from ringspan.adapters.transformers.turns import Keep, TurnRun, begin_turn, layout_of_positions, make_kv
+from ringspan.adapters.transformers.turns import (
+    Keep,
+    NewTokens,
+    TurnRun,
+    begin_turn,
+    check_new_tokens,
+    layout_of_positions,
+    make_kv,
+)
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.collectives import gather
 from ringspan.contract import Signature
@@ -92,34 +101,35 @@ class Adapter:
         with self._telling():
             given = {name: value for name, value in given.items() if value is not None}
             self._check_arguments(given)
-            is_cached = False
+            new = None
             if run is not None:
                 self._check_part(given, run)
-                said = run.said
-            else:
-                is_cached = self._wants_cache(given)
-                said = describe({name: value for name, value in given.items() if name in _BATCH | {"logits_to_keep"}})
-        self._agree(said | {"cache": str(is_cached)})
-        with self._telling():
-            if run is not None:
                 forward = _Forward(run, False, given.pop("labels", None), given.get("num_items_in_batch"), None, None)
                 inputs = {name: given[name] for name in BY_TOKEN if name in given}
-            elif is_cached:
-                forward, inputs = self._begin(given)
+            elif self._wants_cache(given):
+                new = self._check_turn(given)
             else:
                 forward, inputs = self._split_whole(given)
+        if new is not None:  # which tells others itself what it refuses
+            forward, inputs = self._begin(new, given)
+        else:
+            self._agree(forward.run)
         extra = {"output_hidden_states": True} if given.get("output_hidden_states") else {}
         self._forward, self.wiring.run = forward, forward.run
         inputs = {name: value for name, value in inputs.items() if name != "labels"} | extra
         if "use_cache" in self.parameters:
-            inputs["use_cache"] = is_cached
+            inputs["use_cache"] = isinstance(forward.run, TurnRun)
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
     def after(self, output: Any) -> Any:
-        """The outputs a caller expects; None is the output of a forward that failed."""
+        """The outputs a caller expects; None is the output of a forward that is failing."""
         forward, self._forward, self.wiring.run = self._forward, None, None
         if forward is None:
             return None
+        if output is None:
+            error = sys.exc_info()[1]
+            if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
+                forward.run.fail(error)
         try:
             output = None if output is None else self._finish(forward, output)
         finally:
@@ -129,32 +139,31 @@ class Adapter:
 
     def call(self, **arguments: Any) -> Any:
         """A forward without hooks."""
-        output = None
         inputs = self.before(arguments)
         try:
             output = self.model.forward(**inputs)
-        finally:
-            output = self.after(output)
-        return output
+        except Exception:
+            self.after(None)
+            raise
+        return self.after(output)
 
     # Before
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """A refusal on this rank is told to the others, which would wait for it in vain."""
-        session = self.options.session
         try:
             yield
         except TransportError:
             raise
         except RingspanError as error:
-            if session.transport.world_size > 1:
-                session.contract.refuse(f"{type(error).__name__}: {error}", session.transport.timeout_s)
+            self.options.refuse(error)
             raise
 
-    def _agree(self, said: Mapping[str, str]) -> None:
+    def _agree(self, run: ShardRun | TurnRun) -> None:
+        assert isinstance(run, ShardRun)
         session = self.options.session
-        fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training, **said}
+        fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training, **run.said}
         session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
 
     def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
@@ -229,20 +238,24 @@ class Adapter:
         labels = inputs.pop("labels", None)
         return _Forward(run, True, labels, given.get("num_items_in_batch"), layout, picked), inputs | rows
 
-    def _begin(self, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
-        found, model = self.found, self.model
-        cache = given.get("past_key_values")
-        cache = DynamicCache() if cache is None else cache
+    def _check_turn(self, given: dict[str, Any]) -> NewTokens:
+        layers, device = self.found.cached, self.model.device
         conversation = open_cache(
-            cache,
-            lambda: make_kv(found.cached, self.options, _attention_dtype(found.cached[0], model.device), model.device),
+            given.setdefault("past_key_values", DynamicCache()),
+            lambda: make_kv(layers, self.options, _attention_dtype(layers[0], device), device),
             self,
-            len(found.cached),
+            len(layers),
         )
         batch = {name: given[name] for name in _BATCH if name in given}
-        inputs, run, keep = begin_turn(batch, conversation, self.options, found.layers, given.get("logits_to_keep", 0))
+        return check_new_tokens(batch, conversation, self.found.layers, given.get("logits_to_keep", 0))
+
+    def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
+        inputs, run, keep = begin_turn(new, self.options, self.found.layers)
+        # The ranks agree on it with the turn, before its first message.
+        run.turn.said = describe({**new.batch, "tokens": new.columns, "logits_to_keep": new.num_kept})
         rows, picked = self._keep(keep.by_rank[self.options.rank], is_all=run.is_decode)
-        return _Forward(run, True, None, None, keep, picked), inputs | rows | {"past_key_values": cache}
+        cache = {"past_key_values": given["past_key_values"]}
+        return _Forward(run, True, None, None, keep, picked), inputs | rows | cache
 
     def _keep(self, rows: Any, *, is_all: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Which rows of this rank go through the model's head: as an argument, or to be picked afterwards."""

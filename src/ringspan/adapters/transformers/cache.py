@@ -22,6 +22,9 @@ class Updated(Protocol):
 
     pending: int | None
 
+    def end(self, is_done: bool) -> None:
+        """Count its tokens in, or forget them."""
+
 
 class Conversation:
     """What the layers of one cache share."""
@@ -36,6 +39,11 @@ class Conversation:
     def num_columns(self) -> int:
         """The length of each row, padding included: what transformers calls the length of a cache."""
         return int(self.columns.shape[1])
+
+    def forget_run(self) -> None:
+        """End a run that was interrupted."""
+        if self.run is not None:
+            self.run.end(is_done=False)
 
     def extend(self, new: Tokens) -> None:
         """Columns that were added."""

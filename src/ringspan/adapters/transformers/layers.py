@@ -70,6 +70,7 @@ class Layer:
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    scale: float | None
     window: int | None
     has_sinks: bool
     dropout: float  # in training
@@ -82,12 +83,13 @@ class Layer:
             raise UnsupportedError(f"{self.name}: {error}") from None
         if asked.mask is not None:
             raise UnsupportedError(f"{self.name}: an attention mask that was made elsewhere; give a 2-D attention_mask")
-        expected = (self.window, self.has_sinks, self.heads)
-        found = (options.window, options.sinks is not None, Heads(asked.q.shape[1], asked.k.shape[1]))
+        heads = Heads(asked.q.shape[1], asked.k.shape[1])
+        expected = (self.scale, self.window, self.has_sinks, self.heads)
+        found = (options.scale, options.window, options.sinks is not None, heads)
         if found != expected or options.dropout:
             raise UnsupportedError(
-                f"{self.name}: window, sinks and heads are {found}, dropout {options.dropout}, where {expected} and no "
-                "dropout were found by parallelize; restore the model and parallelize it anew"
+                f"{self.name}: scale, window, sinks and heads are {found}, dropout {options.dropout}, where {expected} "
+                "and no dropout were found by parallelize; restore the model and parallelize it anew"
             )
         return options
 
@@ -108,6 +110,9 @@ class Recorder:
             self.cache_indices[asked.module] = self.pending
             self.pending = None
         return asked.q.new_zeros(*asked.q.shape[:3], asked.v.shape[-1])
+
+    def end(self, is_done: bool) -> None:
+        """Nothing was begun."""
 
     def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor:
         """A mask that leads back to its function, as long as nobody works on it."""
@@ -173,6 +178,7 @@ def _describe(
         asked.q.shape[3],
         asked.v.shape[3],
         asked.q.dtype,
+        options.scale,
         options.window,
         options.sinks is not None,
         dropout,

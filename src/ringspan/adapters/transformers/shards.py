@@ -54,6 +54,11 @@ class Options(NamedTuple):
         """How many ranks."""
         return self.session.transport.world_size
 
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which are about to begin a call, that this one will not."""
+        if self.world_size > 1:
+            self.session.contract.refuse(f"{type(error).__name__}: {error}", self.session.transport.timeout_s)
+
     def layout_of(self, seq_len: int) -> Layout:
         """Who holds which token; a sequence with fewer tokens than ranks is held by all of them."""
         if seq_len < self.world_size:
@@ -77,7 +82,11 @@ class ShardRun:
     def attend(self, asked: Asked) -> torch.Tensor:
         """Attention with the tokens of all ranks."""
         layer = layer_of(self.layers, asked)
-        options = layer.check(asked)
+        try:
+            options = layer.check(asked)
+        except UnsupportedError as error:
+            self.fail(error)
+            raise
         out = attention(
             asked.q,
             asked.k,
@@ -92,6 +101,10 @@ class ShardRun:
         )
         assert isinstance(out, torch.Tensor)
         return out
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others, which wait for this rank's next call."""
+        self.options.refuse(error)
 
     def make_mask(self, options: Mapping[str, Any]) -> None:
         """None: the mask is ours to make."""
@@ -195,6 +208,7 @@ def describe(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     if not isinstance(value, torch.Tensor):
         return str(value)
     if value.numel() <= _SHOWN:

@@ -35,6 +35,7 @@ _TURNS = ("auto", "pass_kv", "pass_q")
 class TurnRun:
     """A forward over new tokens of a conversation."""
 
+    options: Options
     layers: Mapping[nn.Module, Layer]
     conversation: Conversation
     turn: Turn
@@ -46,9 +47,13 @@ class TurnRun:
     def attend(self, asked: Asked) -> torch.Tensor:
         """Store keys and values, and attend to all that is cached."""
         layer = layer_of(self.layers, asked)
-        options = layer.check(asked)
-        if self.pending is None:
-            raise UnsupportedError(f"{layer.name}: it attends without a cache, where others use one; use_cache=False")
+        try:
+            options = layer.check(asked)
+            if self.pending is None:
+                raise UnsupportedError(f"{layer.name}: it attends without the cache; use_cache=False")
+        except UnsupportedError as error:
+            self.fail(error)
+            raise
         index, self.pending = self.pending, None
         run = decode if self.is_decode else prefill
         q, k, v = (x.to(self.dtype) for x in (asked.q, asked.k, asked.v))
@@ -63,6 +68,14 @@ class TurnRun:
     def make_mask(self, options: Mapping[str, Any]) -> None:
         """None: the mask is ours to make."""
         del options
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others: where they agree on the turn, or, if they are in the midst of it, by ending the group."""
+        if not self.turn.is_agreed:
+            self.options.refuse(error)
+        elif self.options.world_size > 1:
+            self.options.session.transport.abort(f"rank {self.options.rank} failed: {error}")
+        self.turn.abort()
 
     def end(self, is_done: bool) -> None:
         """Count the new tokens in, or forget them."""
@@ -130,6 +143,32 @@ def check_columns(
     return whole[:, past.shape[1] :]
 
 
+class NewTokens(NamedTuple):
+    """New tokens of whole rows, found in order."""
+
+    conversation: Conversation
+    batch: dict[str, torch.Tensor]  # (batch, new columns, …) each
+    columns: Tokens  # which of them are tokens
+    num_kept: int  # of the last columns, those whose outputs are asked for; 0 is all
+
+
+def check_new_tokens(
+    batch: Mapping[str, torch.Tensor], conversation: Conversation, layers: Mapping[nn.Module, Layer], num_kept: int
+) -> NewTokens:
+    """Refuse what does not fit the cache."""
+    size, seq_len = check_batch(batch)
+    has_window = any(layer.mask != causal() for layer in layers.values())
+    columns = check_columns(batch.get("attention_mask"), conversation, size, seq_len, has_window)
+    if not columns.any():
+        raise CacheError("attention_mask has no token in any new column")
+    whole = {name: batch[name] for name in BY_TOKEN if name in batch}
+    if "position_ids" not in whole:
+        device = next(iter(whole.values())).device
+        whole["position_ids"] = torch.arange(seq_len, device=device)[None] + conversation.num_columns
+    whole["position_ids"] = whole["position_ids"].expand(size, -1)
+    return NewTokens(conversation, whole, columns, num_kept)
+
+
 class Begun(NamedTuple):
     """This rank's new tokens, the run, and how its outputs become whole."""
 
@@ -138,38 +177,26 @@ class Begun(NamedTuple):
     keep: "Keep"
 
 
-def begin_turn(
-    batch: Mapping[str, torch.Tensor],
-    conversation: Conversation,
-    options: Options,
-    layers: Mapping[nn.Module, Layer],
-    num_kept: int,
-) -> Begun:
-    """Share out the new tokens of whole rows."""
-    size, seq_len = check_batch(batch)
-    has_window = any(layer.mask != causal() for layer in layers.values())
-    columns = check_columns(batch.get("attention_mask"), conversation, size, seq_len, has_window)
+def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Layer]) -> Begun:
+    """Share out new tokens to the ranks."""
+    conversation, batch, columns, num_kept = new
+    conversation.forget_run()
     lengths = {row: int(count) for row, count in enumerate(columns.sum(1)) if count}
-    if not lengths:
-        raise CacheError("attention_mask has no token in any new column")
-    whole = {name: batch[name] for name in BY_TOKEN if name in batch}
-    device = next(iter(whole.values())).device
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(seq_len, device=device)[None] + conversation.num_columns
-    whole["position_ids"] = whole["position_ids"].expand(size, -1)
+    size, seq_len = columns.shape
     turn = _share_out(conversation.kv, lengths, options, is_single=seq_len == 1)
     is_decode = seq_len == 1 and len(lengths) == size
-    run = TurnRun(layers, conversation, turn, columns, is_decode, conversation.kv.dtype)
+    run = TurnRun(options, layers, conversation, turn, columns, is_decode, conversation.kv.dtype)
     conversation.run = run
     asked = columns.copy()
     if num_kept:
         asked[:, :-num_kept] = False
     keep = Keep.of(asked[columns], asked[:, -num_kept:], turn.layout)
     if is_decode:
-        return Begun(whole, run, keep)
+        return Begun(batch, run, keep)
+    device = batch["position_ids"].device
     mine = torch.from_numpy(turn.layout.positions(options.rank)).to(device)
     tokens = torch.from_numpy(columns).to(device)
-    return Begun({name: x[tokens][mine][None] for name, x in whole.items()}, run, keep)
+    return Begun({name: x[tokens][mine][None] for name, x in batch.items()}, run, keep)
 
 
 def _share_out(kv: KVCache, lengths: dict[int, int], options: Options, *, is_single: bool) -> Turn:
