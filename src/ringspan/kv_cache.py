@@ -150,7 +150,8 @@ class KVCache:
             self._check_options(algorithm, query, wire)
             self._check_masks(lengths)
             parts = make_parts(state, lengths)
-            check_room(state, parts)
+            after = state.placements | {part.sequence: part.after for part in parts}
+            check_room(state, after, f"new_lengths={lengths}")
             return Turn(state, parts, query, self._choose(parts, algorithm, query, wire), wire)
         except Exception as error:
             if state.turn is None:
@@ -185,13 +186,13 @@ class KVCache:
         """
         state = self._state
         state.refuse_during_turn("select")
-        placements = [self._placement(source) for source in sources]
+        placements = dict(enumerate(map(self._placement, sources)))
+        check_room(state, placements, f"sources={[*sources]}")
         kept: list[Stored] = []
         for i, source in enumerate(sources):
             stored = state.stored[source]
             kept.append(stored.copy() if source in sources[:i] else stored)
-        state.placements = dict(enumerate(placements))
-        state.stored = dict(enumerate(kept))
+        state.placements, state.stored = placements, dict(enumerate(kept))
         state.note("select", [*sources])
 
     def save(self, folder: str | Path) -> None:

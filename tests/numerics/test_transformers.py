@@ -21,6 +21,7 @@ from transformers import (
 
 import ringspan as rs
 from families import FAMILIES, VOCABULARY
+from live import Live
 from ringspan.adapters.transformers import Handle, parallelize
 
 torch.set_num_threads(1)
@@ -586,3 +587,39 @@ def test_a_failure_of_one_rank_is_told_to_the_others() -> None:
 
     for told in on_ranks(model, run, 3)[::2]:
         assert all("rank 1: RuntimeError: broken" in text for text in told)
+
+
+# Memory
+
+
+LONG = 2048
+
+
+def step_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
+    """The most a training step has alive at once, besides the weights."""
+    ids = tokens(1, LONG)
+    model.requires_grad_(True)
+    with torch.enable_grad():
+        for _ in range(2):  # at first buffers are made that stay
+            part = handle.shard({"input_ids": ids, "labels": ids})
+            with Live() as live:
+                model(**part).loss.backward()
+    return live.peak
+
+
+def kv_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
+    """What a rank keeps of a long prompt."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(tokens(1, 4 * LONG), past_key_values=cache, logits_to_keep=1)
+    return cache.layers[0].conversation.kv.nbytes
+
+
+@pytest.mark.parametrize("measure", [step_bytes, kv_bytes])
+def test_memory_falls_with_the_number_of_ranks(measure: Callable[..., int]) -> None:
+    """Activations and gradients of a step, and keys and values: 1/P of one rank's, within 15 %."""
+    model = FAMILIES["Llama"].make(max_position_embeddings=8192)
+    (alone,) = on_ranks(model, measure, 1, algorithm="pass_kv")
+    for world_size in (2, 4):
+        for found in on_ranks(model, measure, world_size, algorithm="pass_kv"):
+            assert found == pytest.approx(alone / world_size, rel=0.15)

@@ -8,7 +8,7 @@ same cache; a rank that refuses says so there. From then on layers exchange noth
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -303,16 +303,14 @@ def make_parts(state: CacheState, new_lengths: Mapping[int, int]) -> tuple[Part,
     return tuple(parts)
 
 
-def check_room(state: CacheState, parts: Sequence[Part]) -> None:
-    """Refuse new tokens that do not fit on some rank."""
+def check_room(state: CacheState, after: Mapping[int, Placement], asked: str) -> None:
+    """Refuse what is asked for if some rank would then hold too many tokens."""
     if state.max_tokens is None:
         return
-    after = state.placements | {part.sequence: part.after for part in parts}
     held = [sum(placement.counts[rank] for placement in after.values()) for rank in range(state.world_size)]
     fullest = max(range(state.world_size), key=held.__getitem__)
     if held[fullest] > state.max_tokens:
         raise CacheError(
-            f"new_lengths={ {part.sequence: part.num_new for part in parts} }: rank {fullest} would hold "
-            f"{held[fullest]} tokens and max_tokens is {state.max_tokens}; drop or truncate sequences, or make a "
-            "larger cache"
+            f"{asked}: rank {fullest} would hold {held[fullest]} tokens and max_tokens is {state.max_tokens}; drop or "
+            "truncate sequences, or make a larger cache"
         )
