@@ -11,8 +11,6 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     DynamicCache,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaForCausalLM,
     LlamaForTokenClassification,
     LlamaModel,
@@ -20,7 +18,7 @@ from transformers import (
 )
 
 import ringspan as rs
-from families import FAMILIES, VOCABULARY
+from families import FAMILIES, MORE, VOCABULARY
 from live import Live
 from ringspan.adapters.transformers import Handle, parallelize
 
@@ -33,6 +31,9 @@ WITH_AND_WITHOUT_WINDOWS = ["Llama", "gpt-oss"]
 
 def tokens(rows: int = 2, seq_len: int = 23, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+IDS = tokens()
 
 
 def on_ranks(
@@ -338,6 +339,30 @@ def test_layouts_and_algorithms(layout: str, algorithm: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+# More families
+
+
+@pytest.mark.parametrize("name", [name for name, family in MORE.items() if not family.refused])
+def test_more_families(name: str) -> None:
+    model, batch = MORE[name].make(), {"input_ids": IDS, "labels": IDS}
+    expected = model(**batch)
+    sequences, logits = generate(model, IDS)
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> tuple[Any, ...]:
+        return mine(**handle.shard(batch)).loss.detach(), *generate(mine, IDS)
+
+    for found in on_ranks(model, run, 2):
+        torch.testing.assert_close(found[0], expected.loss.detach())
+        assert torch.equal(found[1], sequences)
+        assert difference(found[2], logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name, family in MORE.items() if family.refused])
+def test_more_families_that_are_refused(name: str) -> None:
+    with pytest.raises(rs.UnsupportedError, match=MORE[name].refused):
+        parallelize(MORE[name].make())
+
+
 # Refusals
 
 
@@ -378,23 +403,8 @@ def test_a_refused_model_is_as_it_was() -> None:
 
 def test_masks_are_taken_from_what_a_model_says_far_out() -> None:
     """Chunks of 8192 tokens look causal on a few tokens; a window of 100,000 too."""
-    llama4 = Llama4ForCausalLM(
-        Llama4TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            intermediate_size_mlp=96,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_local_experts=2,
-            attention_chunk_size=8192,
-            pad_token_id=0,
-        )
-    ).eval()
     with pytest.raises(rs.UnsupportedError, match=r"self_attn: its mask is neither .* \(such as chunked attention\)"):
-        parallelize(llama4)
+        parallelize(MORE["Llama 4"].make(attention_chunk_size=8192))
     with parallelize(FAMILIES["Mistral"].make(sliding_window=100_000)) as handle:
         assert {layer.mask for layer in handle.layers} == {rs.sliding_window(99_999, 0)}
 
@@ -417,7 +427,9 @@ def test_whatever_else_joins_tokens_is_noticed() -> None:
     with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* joins tokens"):
         parallelize(model)
     parallelize(model, verify=False).restore()
-    with pytest.raises(rs.UnsupportedError, match="BertModel returns pooler_output"):
+    with pytest.raises(
+        rs.UnsupportedError, match="BertModel fails on two ranks: UnsupportedError: BertModel returns pooler_output"
+    ):
         parallelize(BertModel(FAMILIES["BERT"].make().config))
     with pytest.raises(rs.UnsupportedError, match="nothing that has a row for each token"):
         parallelize(BertForSequenceClassification(FAMILIES["BERT"].make().config))
@@ -438,7 +450,6 @@ def test_base_models_and_models_of_token_classes() -> None:
             torch.testing.assert_close(found, expected_loss)
 
 
-IDS = tokens()
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "gradients": ({"grad": True}, "with gradients: use model.*handle.shard"),
     "weights": ({"output_attentions": True}, "output_attentions=True: attention weights are never in one place"),

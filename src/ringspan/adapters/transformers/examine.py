@@ -20,7 +20,7 @@ from ringspan.adapters.transformers.layers import Layer, Recorder, describe_laye
 from ringspan.adapters.transformers.shards import Options
 from ringspan.adapters.transformers.turns import cached_layers
 from ringspan.adapters.transformers.wiring import RUN, Wiring, is_wired
-from ringspan.errors import RingspanError, UnsupportedError
+from ringspan.errors import UnsupportedError
 from ringspan.transports.in_process import run_in_process
 
 _COLUMNS = 12
@@ -154,8 +154,9 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
     try:
         with _mode(model, training=False), torch.no_grad():
             results = run_in_process(run, 2)
-    except RingspanError as error:
-        raise UnsupportedError(f"a small batch on two ranks: {error}") from error
+    except Exception as error:
+        name = type(model).__name__
+        raise UnsupportedError(f"{name} fails on two ranks: {type(error).__name__}: {error}") from error
     for rank, found_outputs in enumerate(results):
         for name, x in found_outputs.items():
             y = expected[name.split()[0]]
@@ -163,7 +164,7 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
                 raise UnsupportedError(
                     f"{type(model).__name__}: {name} of a small batch differ by {_difference(x, y, tokens):.1e} on "
                     f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
-                    "convolution, a recurrence or positions it counts itself"
+                    "convolution, a recurrence or positions it counts itself; verify=False leaves out this check"
                 )
 
 
@@ -187,6 +188,10 @@ def _record(
     try:
         with _mode(model, training=training), _alone(model):
             model(**inputs, **(_without_cache(model) | options))
+    except Exception as error:
+        raise UnsupportedError(
+            f"a dry call of {type(model).__name__} fails: {type(error).__name__}: {error}"
+        ) from error
     finally:
         wiring.run = None
     return recorder
@@ -209,8 +214,8 @@ def _find_cached(
     conversation = Conversation(None, None)
     cache = DynamicCache()
     cache.layers = [ShardedLayer(conversation, index) for index in range(len(layers))]
-    recorder = record(past_key_values=cache, use_cache=True, conversation=conversation)
     try:
+        recorder = record(past_key_values=cache, use_cache=True, conversation=conversation)
         return cached_layers(layers, recorder.cache_indices), ""
     except UnsupportedError as error:
         return (), str(error)
