@@ -245,3 +245,14 @@ MORE: dict[str, Family] = {
 }
 EQUAL = [name for name, family in FAMILIES.items() if not family.refused]
 REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+
+
+def table() -> str:
+    """What docs/transformers.md says of all of them."""
+    rows = [_row(name, family) for name, family in (FAMILIES | MORE).items()]
+    return "\n".join(rows)
+
+
+def _row(name: str, family: Family) -> str:
+    says = f"refused: {family.refused}" if family.refused else "equal" + (", on threads" if name in MORE else "")
+    return f"| {name} | {family.shows} | {says} |"

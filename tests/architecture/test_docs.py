@@ -20,7 +20,11 @@ def fences(document: Path) -> list[tuple[str, str]]:
     return FENCE.findall(document.read_text())
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "docs" / "inference.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, ROOT / "docs" / "inference.md", ROOT / "docs" / "transformers.md"],
+    ids=lambda path: path.name,
+)
 def test_python_snippets_print_what_is_shown(document):
     blocks = fences(document)
     namespace: dict[str, object] = {}
