@@ -1,4 +1,4 @@
-"""Models of transformers on ranks in threads: masks, training, families, memory. The oracle is the model, unmodified."""
+"""Models of transformers on ranks in threads: masks, training, families, memory. The oracle is the model itself."""
 
 from collections.abc import Callable
 from pathlib import Path
