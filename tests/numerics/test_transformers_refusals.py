@@ -91,6 +91,19 @@ def test_whatever_else_joins_tokens_is_noticed() -> None:
         parallelize(BertForSequenceClassification(FAMILIES["BERT"].make().config))
 
 
+@pytest.mark.parametrize("name", ["Llama", "gpt-oss", "Qwen3-Next", "RoBERTa"])
+def test_half_types_are_told_by_their_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts chosen otherwise because of a rounding are no reason to refuse a model; what joins tokens is."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # for bfloat16 it may use what a CPU lacks
+    family = (FAMILIES | MORE)[name]
+    model = family.make().to(torch.bfloat16)
+    if family.refused:
+        with pytest.raises(rs.UnsupportedError, match=family.refused):
+            parallelize(model)
+    else:
+        parallelize(model).restore()
+
+
 def test_base_models_and_models_of_token_classes() -> None:
     ids = tokens()
     config = FAMILIES["Llama"].make(num_labels=5).config

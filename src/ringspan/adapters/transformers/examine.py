@@ -25,7 +25,7 @@ from ringspan.transports.in_process import run_in_process
 
 _COLUMNS = 12
 _PADDING = 2  # columns of the second row
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 _LABELS = {None: True, "ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}  # are they shifted?
 
@@ -102,7 +102,9 @@ def find_random(model: PreTrainedModel, reference: Reference) -> str | None:
         for seed in (0, 1):
             torch.manual_seed(seed)
             runs.append(model(**batch, **_without_cache(model))[0])
-    if _is_close(*runs):
+    tokens = reference.batch["attention_mask"].bool()
+    first, second = runs
+    if _is_close(_errors(first, second, tokens), model):
         return None
     modules = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     where = f"{modules[0]} and {len(modules) - 1} more modules" if modules else "its forward"
@@ -160,9 +162,10 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
     for rank, found_outputs in enumerate(results):
         for name, x in found_outputs.items():
             y = expected[name.split()[0]]
-            if not _is_close(x[tokens] if x.ndim else x, y[tokens] if y.ndim else y):
+            errors = _errors(x, y, tokens)
+            if not _is_close(errors, model):
                 raise UnsupportedError(
-                    f"{type(model).__name__}: {name} of a small batch differ by {_difference(x, y, tokens):.1e} on "
+                    f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
                     f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
                     "convolution, a recurrence or positions it counts itself; verify=False leaves out this check"
                 )
@@ -241,12 +244,20 @@ def _num_labels(model: PreTrainedModel) -> int:
     return model.config.num_labels or 2 if is_by_class else int(model.config.get_text_config().vocab_size)
 
 
-def _is_close(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return bool((x - y).abs().max() <= _TOLERANCES.get(x.dtype, 0.0) * y.abs().max())  # false for NaN
+def _errors(x: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The largest error of each token, in units of the largest number; of a loss a single one."""
+    x, y = (part.float()[tokens] if part.ndim else part.float() for part in (x, y))
+    errors = (x - y).abs() / y.abs().max()
+    return errors.flatten(1).amax(1) if errors.ndim else errors
 
 
-def _difference(x: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor) -> float:
-    return float((x - y).abs().max() if not x.ndim else (x[tokens] - y[tokens]).abs().max())
+def _is_close(errors: torch.Tensor, model: nn.Module) -> bool:
+    """Within the rounding of the weights' type. In half types a rounding may send a token to another expert."""
+    dtypes = [x.dtype for x in model.parameters() if x.is_floating_point()]
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    is_exact = dtype in (torch.float64, torch.float32)
+    worst = errors.max() if is_exact else errors.quantile(0.75)
+    return bool(worst <= _TOLERANCES.get(dtype, 0.1))  # false for NaN
 
 
 @contextmanager
