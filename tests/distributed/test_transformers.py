@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, values
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
 from families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
@@ -184,3 +187,33 @@ def test_refused_families() -> None:
     for told in values(run_ranks(refuse, 2)):
         for name, reason in zip(REFUSED, told, strict=True):
             assert FAMILIES[name].refused in reason
+
+
+# Data parallel
+
+
+def train_replicas(rank: int, kind: str) -> None:
+    """Two replicas of two ranks, with other batches: the gradient is the mean of theirs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = FAMILIES["Llama"].make().train()
+    batches = [make_batch(seed) for seed in (0, 1)]
+    losses = [model(**batch).loss for batch in batches]
+    expected = differentiate((losses[0] + losses[1]) / 2, model)
+    handle = rs.adapters.transformers.parallelize(model, mesh["cp"])
+    if kind == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    replica = mesh.get_local_rank("dp")
+    loss = wrapped(**handle.shard(batches[replica])).loss
+    (loss * mesh["cp"].size()).backward()
+    assert relative(loss.detach(), losses[replica].detach()) < TOLERANCE
+    for x, grad in zip(model.parameters(), expected, strict=True):
+        assert relative(x.grad if kind == "ddp" else x.grad.full_tensor(), grad) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_replicas_of_two_ranks(kind: str) -> None:
+    values(run_ranks(train_replicas, 4, kind))
