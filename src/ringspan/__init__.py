@@ -26,10 +26,11 @@ from ringspan.schedule import Heads, Schedule, Visible, format_schedule, parse_s
 from ringspan.simulate import Gradients, RankStep, Simulation, simulate_attention
 from ringspan.span import Span
 from ringspan.teaching import ring_attention_context_parallel, ring_attention_simulate
+from ringspan.tree import TILE
 from ringspan.work import Work
 
 if TYPE_CHECKING:
-    from ringspan import adapters
+    from ringspan import adapters, reproducible
     from ringspan.attend import Attention
     from ringspan.calibrate import measure_machine, use_machine
     from ringspan.call import attention
@@ -54,6 +55,7 @@ _NEED_TORCH = {
     "next_token_labels": "ringspan.training",
     "position_ids": "ringspan.training",
     "prefill": "ringspan.inference",
+    "reproducible": "ringspan.reproducible",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.collectives",
     "shard_batch": "ringspan.training",
@@ -62,6 +64,7 @@ _NEED_TORCH = {
 }
 
 __all__ = [
+    "TILE",
     "Attention",
     "CacheError",
     "Coverage",
@@ -109,6 +112,7 @@ __all__ = [
     "position_ids",
     "prefill",
     "prefix",
+    "reproducible",
     "ring_attention_context_parallel",
     "ring_attention_simulate",
     "run_in_process",
@@ -131,12 +135,13 @@ def __getattr__(name: str) -> object:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:
-        value = getattr(import_module(_NEED_TORCH[name]), name)
+        module = import_module(_NEED_TORCH[name])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
             f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
         ) from None
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value  # looked up once, not at every call
     return value

@@ -29,7 +29,8 @@ from ringspan.quantize import Format, encode_kv, encoded_dtypes, find_format
 from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, run_backward, run_forward
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
-from ringspan.softmax import Partial
+from ringspan.softmax import Partial, steadily
+from ringspan.steady import SteadyArithmetic, tiles_at_once
 from ringspan.tiles import Problem, check_kinds, softmax_scale
 
 _LOG = logging.getLogger("ringspan")
@@ -145,7 +146,7 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     device = q.device.type
     # Sums are kept in a type of our choice.
     as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-    arithmetic = TorchArithmetic(kernel, scale, q)
+    arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
     wire = TransportWire(transport, session.buffers, prepared.problem, q, timeout_s)
     try:
         with as_it_is:
@@ -175,9 +176,10 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
 
 def _with_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
     """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
-    lse = torch.logaddexp(part.lse, sinks.to(part.lse.dtype)[:, None])
+    logits = sinks.to(part.lse.dtype)[:, None].expand_as(part.lse)
+    lse = steadily(torch.logaddexp, part.lse, logits)
     # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
-    share = (part.lse - lse).exp_().nan_to_num_(nan=0.0)
+    share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
     return Partial(part.out * share.unsqueeze(-1), lse)
 
 
@@ -189,17 +191,16 @@ def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _refuse_unbuilt(options: Options) -> None:
-    """Options that are designed but not built yet are refused, never ignored."""
-    if options.reproducible:
-        raise UnsupportedError("reproducible=True: not built yet; leave it out")
-
-
 def _check_wire(options: Options, which: Pass) -> Format | None:
     """The format of wire=, where K and V travel and no gradients are wanted."""
     if options.wire is None:
         return None
     form = find_format("wire", options.wire)
+    if options.reproducible:
+        raise UnsupportedError(
+            f"reproducible=True, wire={options.wire!r}: encoded keys and values are not cut on the grid; leave one of "
+            "them out"
+        )
     if which != "forward":
         raise UnsupportedError(
             f"wire={options.wire!r}: gradients through rounded K and V would not be exact; call under torch.no_grad()"
@@ -248,7 +249,6 @@ def _ring_work(options: Options, looks: Looks) -> RingWork:
 @lru_cache(maxsize=256)
 def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: int, group_mesh: Mesh | None) -> _Plan:
     shapes = check_looks(looks)
-    _refuse_unbuilt(options)
     form = _check_wire(options, which)
     if form is not None:
         shapes = replace(shapes, is_encoded=True)
@@ -265,7 +265,8 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
     takes = ALGORITHMS[algorithm].options
     mesh = asked_mesh or (group_mesh if "mesh" in takes else None)
     direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
-    kernel = choose_kernel(options.kernel, Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim))
+    request = Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
+    kernel = choose_kernel(options.kernel, request)
     scale = softmax_scale(options.scale, shapes.head_dim)
     fields = {
         "pass": which,
@@ -281,7 +282,9 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
         "kernel": kernel.name,
         "wire": options.wire or "as it is",
         "sinks": "none" if looks.sinks is None else "given",
+        "reproducible": options.reproducible,
     }
+    at_once = tiles_at_once(kernel.name, request) if options.reproducible else None
     side = problem.lighter_side() if which == "backward" else None
-    prepared = prepare(problem, rank, algorithm, mesh, direction, side)
+    prepared = prepare(problem, rank, algorithm, mesh, direction, side, at_once)
     return _Plan(prepared, kernel, scale, form, Signature.of(fields))

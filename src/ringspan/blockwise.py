@@ -86,6 +86,13 @@ class Blockwise:
                     view = total[..., rows, :]
                     view[...] = result.reshape(view.shape)
 
+    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
+        """Backward: the gradients of a piece that is all there is."""
+        dq = self.new_sum(Block("dq", ALL), (q_grad[0].shape,))
+        dkv = self.new_sum(Block("dkv", ALL), tuple(x.shape for x in kv))
+        self.attend_grad(piece, q_grad, kv, dq, dkv)
+        return dq, dkv
+
     @np.errstate(all="ignore")
     def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
         """Backward: add the piece's share of dq, dk and dv, given the merged out and lse of its queries.

@@ -4,6 +4,7 @@
 gradient of a gathered row goes to the rank that owns it, summed over all ranks, as each of them may have used it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class _Gather(torch.autograd.Function):
         _agree(session, "gather", part, layout, dim, deadline_s)
         part = part.contiguous()
         shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
-        return layout.unshard(_exchange(session, [part] * layout.world_size, shapes, deadline_s), dim)
+        return layout.unshard(exchange(session, [part] * layout.world_size, shapes, deadline_s), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -71,7 +72,7 @@ class _Gather(torch.autograd.Function):
         rank = session.transport.rank
         _agree(session, "gradient of gather", grads[0], layout, dim, deadline_s)
         pieces = [layout.shard(grads[0], peer, dim).contiguous() for peer in range(layout.world_size)]
-        received = _exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
+        received = exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
         grad = torch.stack(received).sum(dim=0)
         if rank > 0 and layout.replicated:
             # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
@@ -93,8 +94,8 @@ def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _exchange(
-    session: Session, sends: list[torch.Tensor], shapes: list[tuple[int, ...]], deadline_s: float
+def exchange(
+    session: Session, sends: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], deadline_s: float
 ) -> list[torch.Tensor]:
     """Send the r-th tensor to rank r and receive one of the r-th shape from it."""
     transport = session.transport

@@ -33,6 +33,9 @@ class Arithmetic(Protocol):
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool, /) -> None:
         """Take a piece's keys into the running output of its queries; the first may overwrite it."""
 
+    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value, /) -> tuple[Value, Value]:
+        """The gradients dq and dkv of a piece that is all of its queries and keys."""
+
     def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value, /) -> None:
         """Add a piece's share of the gradients."""
 
@@ -88,23 +91,41 @@ class RankState:
             return view_heads(self._begun(block.whole), block.heads)
         return self._begun(block)
 
-    def add(self, block: Block, part: Value) -> bool:
+    def add(self, step: int, transfer: Transfer, part: Value) -> bool:  # noqa: ARG002
         """Merge an arrived part into this rank's; False if it was kept as this rank's, since there was none yet."""
+        block = transfer.block
         if block.owner != self.rank and block not in self.sums:
             self.sums[block] = part
             return False
         self.arithmetic.merge(block, self.sum(block), part)
         return True
 
-    def take(self, block: Block) -> Value:
+    def take(self, step: int, transfer: Transfer) -> Value:  # noqa: ARG002
         """What a message carries: a copy of an input's name, or all of a sum's part, which is then begun anew."""
+        block = transfer.block
         if not block.is_sum:
             return self.input(block)
-        if block.owner != ALL:
-            return self.sums.pop(block)
+        return self.sums.pop(block) if block.owner != ALL else self.leave(block)
+
+    def leave(self, block: Block) -> Value:
+        """This rank's part of what all ranks are about to merge."""
         if block not in self.leaving:
             self.leaving[block] = self.sums.pop(block) if block in self.sums else self.new_sum(block)
         return self.leaving[block]
+
+    def attend(self, tile: Tile) -> None:
+        """Compute a tile and add it to its sums."""
+        q, kv = self.input(tile.q), self.input(tile.kv)
+        if tile.begins and tile.q.kind == "q":
+            self.sums[tile.sums[0]] = self.arithmetic.begin(tile.pieces[0], q, kv)
+            return
+        sums = [self.sum(block) for block in tile.sums]
+        if tile.q.kind == "q":
+            for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
+                self.arithmetic.attend(piece, q, kv, sums[0], is_first)
+        else:
+            for piece in tile.pieces:
+                self.arithmetic.attend_grad(piece, q, kv, *sums)
 
     def new_sum(self, block: Block) -> Value:
         """A sum of nothing, of the block's size."""
@@ -128,14 +149,14 @@ def execute(
                 if record is not None:
                     for transfer, _, nbytes in sends:
                         record(Event(rank, step, "send", (transfer.block,), transfer.dst, nbytes))
-                wire.post(step, [(message, state.take(message.transfer.block)) for message in sends], receives)
+                wire.post(step, [(message, state.take(step, message.transfer)) for message in sends], receives)
                 yield step
             case Compute(step, tiles):
                 for tile in tiles:
                     if record is not None:
                         blocks = (tile.q, tile.kv)
                         record(Event(rank, step, "attend", blocks, pairs=tile.pairs, coverage=tile.coverage))
-                    _attend(tile, state)
+                    state.attend(tile)
             case Arrived(posted, transfer):
                 value = wire.receive(posted, transfer)
                 block = transfer.block
@@ -143,7 +164,7 @@ def execute(
                     record(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
                 if not block.is_sum:
                     state.inputs[block] = value
-                elif state.add(block, value):
+                elif state.add(posted, transfer, value):
                     wire.release(value)
             case AllMerged(posted, block):
                 _merge_all(posted, block, state, wire)
@@ -162,24 +183,10 @@ def view_heads(value: Value, heads: range | None) -> Value:
     return value if heads is None else tuple(x[..., heads.start : heads.stop, :, :] for x in value)
 
 
-def _attend(tile: Tile, state: RankState) -> None:
-    q, kv = state.input(tile.q), state.input(tile.kv)
-    if tile.begins and tile.q.kind == "q":
-        state.sums[tile.sums[0]] = state.arithmetic.begin(tile.pieces[0], q, kv)
-        return
-    sums = [state.sum(block) for block in tile.sums]
-    if tile.q.kind == "q":
-        for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
-            state.arithmetic.attend(piece, q, kv, sums[0], is_first)
-    else:
-        for piece in tile.pieces:
-            state.arithmetic.attend_grad(piece, q, kv, *sums)
-
-
 def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     """All ranks' parts in rank order, so that every rank has the same bits; then what was added here since."""
     total = state.new_sum(block)
-    own = state.take(block)
+    own = state.leave(block)
     del state.leaving[block]
     for peer in range(state.problem.world_size):
         part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))

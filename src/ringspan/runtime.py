@@ -15,8 +15,10 @@ import torch
 from ringspan.algorithms import Direction, Mesh, Side, build_schedule
 from ringspan.errors import TransportError
 from ringspan.execute import Arithmetic, Event, RankState, Value, Wire, execute
+from ringspan.grid import Growth, bind_grid
 from ringspan.kernels.base import Gradients, Kernel, Merged
 from ringspan.layout import Layout
+from ringspan.nodes import TreeState
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, validate, visible_blocks
 from ringspan.softmax import Partial, accumulator_dtype, merge_
@@ -30,11 +32,18 @@ of it in one call, while a GPU wants enough work in each."""
 
 
 class Prepared(NamedTuple):
-    """All that one signature needs on one rank."""
+    """All that one signature needs on one rank; `growth` where sums are trees."""
 
     problem: Problem
     schedule: Schedule
     program: BoundProgram
+    growth: Growth | None = None
+
+    def state(self, rank: int, inputs: dict[Block, Value], arithmetic: Arithmetic) -> RankState:
+        """What the rank holds when it begins."""
+        if self.growth is None:
+            return RankState(rank, self.problem, inputs, arithmetic)
+        return TreeState(rank, self.problem, inputs, arithmetic, self.growth)
 
 
 @lru_cache(maxsize=256)
@@ -45,13 +54,25 @@ def prepare(
     mesh: Mesh | None,
     direction: Direction | None,
     backward: Side | None = None,
+    at_once: int | None = None,
 ) -> Prepared:
-    """Build, prove, compile and bind the schedule of a signature."""
+    """Build, prove, compile and bind the schedule of a signature.
+
+    With `at_once` sums are trees over the tiles of the grid, and a kernel call takes up to so many tiles of queries.
+    """
     visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
     schedule = build_schedule(
-        algorithm, visible, heads=problem.shapes.heads, mesh=mesh, direction=direction, backward=backward
+        algorithm,
+        visible,
+        heads=problem.shapes.heads,
+        mesh=mesh,
+        direction=direction,
+        backward=backward,
+        route="follow" if at_once is None else "straight",
     )
     validate(schedule, visible)
+    if at_once is not None:
+        return Prepared(problem, schedule, *bind_grid(schedule, rank, problem, at_once))
     return Prepared(problem, schedule, bind(compile_rank(schedule, rank), problem))
 
 
@@ -69,7 +90,7 @@ def run_forward(
     `kv` is k and v, or the four tensors that stand for them if they are encoded.
     """
     inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, *kv)
-    state = RankState(rank, prepared.problem, inputs, arithmetic)
+    state = prepared.state(rank, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
         pass
     out, lse = state.sum(Block("out", rank))
@@ -93,7 +114,7 @@ def run_backward(
     queries = (q, dout, out, lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
     layout = prepared.problem.kv_layout
     inputs = {Block("q_grad", rank): queries} | _kv_inputs(layout, rank, k, v)
-    state = RankState(rank, prepared.problem, inputs, arithmetic)
+    state = prepared.state(rank, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
         pass
     (dq,) = state.sum(Block("dq", rank))
@@ -127,6 +148,8 @@ def _join(rows: LocalRows, own: Value, replicated: Value) -> Value:
 class TorchArithmetic:
     """Sums of tensors; a kernel attends one piece at a time."""
 
+    merge_parts = staticmethod(merge_)
+
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
         self.kernel = kernel
         self.scale = scale
@@ -143,7 +166,7 @@ class TorchArithmetic:
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place."""
         if block.kind == "out":
-            merge_(Partial(into[0], into[1].squeeze(-1)), Partial(part[0], part[1].squeeze(-1)))
+            self.merge_parts(Partial(into[0], into[1].squeeze(-1)), Partial(part[0], part[1].squeeze(-1)))
         else:
             for total, addend in zip(into, part, strict=True):
                 total += addend
@@ -171,7 +194,13 @@ class TorchArithmetic:
                 total.copy_(part.out)
                 lse.copy_(part.lse.unsqueeze(-1))
             else:
-                merge_(Partial(total, lse.squeeze(-1)), part)
+                self.merge_parts(Partial(total, lse.squeeze(-1)), part)
+
+    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
+        """Backward: what the kernel returns for a piece that is all there is."""
+        (queries, dout, out, lse), (keys, values) = q_grad, kv
+        part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+        return (part.dq,), (part.dk, part.dv)
 
     def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
         """Backward: add a piece's share of dq, dk and dv."""
@@ -221,8 +250,7 @@ def _at(index: _Index, x: torch.Tensor) -> torch.Tensor:
 
 def _rows(value: Value, rows: slice) -> Value:
     """Some rows of a block's tensors, as views; all of them as they are."""
-    length = rows.stop - rows.start
-    return value if length == value[0].shape[-2] else tuple(x.narrow(-2, rows.start, length) for x in value)
+    return value if rows.stop - rows.start == value[0].shape[2] else tuple([x[:, :, rows] for x in value])
 
 
 class Buffers:
@@ -246,7 +274,7 @@ class Buffers:
 
     def put(self, value: Value) -> None:
         """Give tensors back."""
-        self._spare[tuple(x.shape for x in value), tuple(x.dtype for x in value), value[0].device].append(value)
+        self._spare[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device].append(value)
 
     def trim(self) -> None:
         """A call is over: free the buffers that the last few calls had no use for."""
@@ -269,13 +297,13 @@ class TransportWire:
         self.device = like.device
         self.timeout_s = timeout_s
         self._incoming: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
-        self._outgoing: dict[tuple[int, Transfer], Sequence[Handle]] = {}
+        self._outgoing: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
 
     def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
         """Start the messages of a step."""
         if not sends and not receives:
             return
-        outgoing = [(message.transfer, [x.contiguous() for x in value]) for message, value in sends]
+        outgoing = [(message.transfer, tuple([x.contiguous() for x in value])) for message, value in sends]
         incoming = [(message.transfer, self._buffers(message)) for message in receives]
         try:
             posted = self.transport.exchange(
@@ -287,21 +315,20 @@ class TransportWire:
             raise self._failed(step, f"sending {blocks}" if sends else "receiving", error) from None
         send_handles, receive_handles = iter(posted.sends), iter(posted.receives)
         for transfer, tensors in outgoing:
-            self._outgoing[step, transfer] = [next(send_handles) for _ in tensors]
+            self._outgoing[step, transfer] = ([next(send_handles) for _ in tensors], tensors)
         for transfer, value in incoming:
             self._incoming[step, transfer] = ([next(receive_handles) for _ in value], value)
 
     def receive(self, step: int, transfer: Transfer, /) -> Value:
         """Wait for all tensors of a block."""
         handles, value = self._incoming.pop((step, transfer))
-        self._wait(handles, step, transfer, f"waiting for {transfer.block} from rank {transfer.src}")
+        self._wait(handles, step, transfer, value)
         return value
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
         """Wait until all tensors of a block have left."""
-        self._wait(
-            self._outgoing.pop((step, transfer)), step, transfer, f"sending {transfer.block} to rank {transfer.dst}"
-        )
+        handles, value = self._outgoing.pop((step, transfer))
+        self._wait(handles, step, transfer, value)
 
     def release(self, value: Value, /) -> None:
         """Keep the buffers of a block for the next one."""
@@ -314,12 +341,15 @@ class TransportWire:
             dtypes = (*dtypes[:-1], wide)  # the lse
         return self.buffers.take(message.shapes, dtypes, self.device)
 
-    def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, what: str) -> None:
+    def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, value: Value) -> None:
         try:
             for handle in handles:
                 handle.wait(self.timeout_s)
         except TransportError as error:
-            nbytes = self.problem.block_bytes(transfer.block)
+            block, src, dst = transfer
+            is_sender = src == self.transport.rank
+            what = f"sending {block} to rank {dst}" if is_sender else f"waiting for {block} from rank {src}"
+            nbytes = sum(x.nbytes for x in value)
             raise self._failed(step, f"{what} ({nbytes} bytes)", error) from None
 
     def _failed(self, step: int, what: str, error: TransportError) -> TransportError:

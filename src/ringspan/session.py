@@ -3,6 +3,8 @@
 There is one session per group, made when the group is first used and gone with it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,3 +40,14 @@ def session_of(group: Any) -> Session:
         session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers(), {})
         _SESSIONS[key] = session
     return session
+
+
+@contextmanager
+def lend_session(group: Any, session: Session) -> Iterator[None]:
+    """Let a group use another session for a while, such as one that measures; all ranks at the same time."""
+    key, own = find_group(group), session_of(group)
+    _SESSIONS[key] = session
+    try:
+        yield
+    finally:
+        _SESSIONS[key] = own

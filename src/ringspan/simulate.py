@@ -4,7 +4,7 @@ The simulator runs the same bound programs as the runtime through the same execu
 dictionary for a network. Numbers are exact to rounding, and nothing of size seq_len × seq_len is ever made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ from ringspan.algorithms import Direction, Side, build_schedule
 from ringspan.blockwise import Blockwise
 from ringspan.errors import ScheduleError, ShapeError
 from ringspan.execute import Event, RankState, Value, execute
+from ringspan.grid import bind_grid
 from ringspan.layout import Layout
 from ringspan.mask import Mask
+from ringspan.nodes import TreeState
 from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer, compile_rank, validate, visible_blocks
 from ringspan.tiles import Message, Problem, Shapes, bind, check_kinds, local_rows, softmax_scale
 
@@ -30,7 +32,9 @@ class RankStep(NamedTuple):
     step: int
     held: tuple[Block, ...]
     events: tuple[Event, ...]
-    lse: Array | None  # (..., heads, seq) of the rank's own queries after the step; None in a backward pass
+    lse: (
+        Array | None
+    )  # (..., heads, seq) of the rank's own queries after the step; None backward and where out is a tree
 
     @property
     def attended(self) -> tuple[Event, ...]:
@@ -92,6 +96,7 @@ class Case:
     algorithm: str | Schedule
     direction: Direction | None
     mesh: tuple[int, int] | None
+    reproducible: bool
 
     def schedule(self, backward: Side | None = None) -> Schedule:
         """The schedule of the named algorithm, or the one given."""
@@ -103,9 +108,14 @@ class Case:
                 )
             return self.algorithm
         visible = visible_blocks(self.problem.mask, self.problem.layout, self.problem.kv_layout)
-        heads = self.problem.shapes.heads
         return build_schedule(
-            self.algorithm, visible, heads=heads, mesh=self.mesh, direction=self.direction, backward=backward
+            self.algorithm,
+            visible,
+            heads=self.problem.shapes.heads,
+            mesh=self.mesh,
+            direction=self.direction,
+            backward=backward,
+            route="straight" if self.reproducible else "follow",
         )
 
 
@@ -121,16 +131,18 @@ def simulate_attention(
     direction: Direction | None = None,
     mesh: tuple[int, int] | None = None,
     scale: float | None = None,
+    reproducible: bool = False,
 ) -> Simulation:
     """Attention of whole arrays (..., heads, seq, dim) or (seq, dim), sharded over the ranks of the layout.
 
     Row i of q is the i-th position of `layout`, row j of k and v the j-th of `kv_layout` (by default the same).
     `algorithm` is a name or any Schedule; either is proved to compute exactly what the mask shows before it runs.
+    With `reproducible` the results are the same bits for any number of ranks.
     """
     check_kinds(mask, layout, kv_layout or layout)
     q, k, v = (_check_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     problem = Problem(mask, layout, kv_layout or layout, _check_shapes(q, k, v, layout, kv_layout or layout))
-    case = Case(q, k, v, problem, softmax_scale(scale, q.shape[-1]), algorithm, direction, mesh)
+    case = Case(q, k, v, problem, softmax_scale(scale, q.shape[-1]), algorithm, direction, mesh, reproducible)
     return _simulate_forward(case)
 
 
@@ -206,11 +218,17 @@ def _run(
         raise ScheduleError(f"the schedule splits heads {schedule.heads}, but the arrays have {problem.shapes.heads}")
     arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), case.scale)
     network = _Network()
-    states = [RankState(rank, problem, inputs(rank), arithmetic) for rank in range(problem.layout.world_size)]
     events: list[Event] = []
-    runs = [
-        execute(bind(compile_rank(schedule, state.rank), problem), state, network, events.append) for state in states
-    ]
+    states: list[RankState] = []
+    runs: list[Iterator[int]] = []
+    for rank in range(problem.world_size):
+        if case.reproducible:
+            program, growth = bind_grid(schedule, rank, problem)
+            states.append(TreeState(rank, problem, inputs(rank), arithmetic, growth))
+        else:
+            program = bind(compile_rank(schedule, rank), problem)
+            states.append(RankState(rank, problem, inputs(rank), arithmetic))
+        runs.append(execute(program, states[-1], network, events.append))
     held, lses = [], []
     for _ in range(schedule.num_steps):
         for run in runs:

@@ -8,9 +8,16 @@ Accumulators are float32 (float64 for float64 inputs) whatever the inputs are, s
 grow with the number of parts.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+LANES = 64
+"""No loop over a multiple of this many numbers has a remainder, however wide the vectors are."""
+
+ONE_THREAD = 2**15
+"""As many numbers as PyTorch never divides between threads."""
 
 
 class Partial(NamedTuple):
@@ -32,4 +39,27 @@ def merge_(into: Partial, part: Partial) -> None:
     # and 0 · NaN keeps it there.
     share = (part.lse - into.lse).exp_().nan_to_num_(nan=0.0).unsqueeze(-1)
     # Not lerp: it subtracts the two, and the difference of an infinity and anything is no average of them.
-    into.out.mul_(1 - share).addcmul_(part.out.to(into.out.dtype), share)
+    into.out.mul_(torch.rsub(share, 1)).addcmul_(part.out.to(into.out.dtype), share)
+
+
+def merge_steadily(into: Partial, part: Partial) -> None:
+    """The same, and each row's bits depend on its own numbers only."""
+    lse = steadily(torch.logaddexp, into.lse, part.lse)
+    share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
+    into.lse.copy_(lse)
+    # Products, sums and the fused addcmul are rounded alike in every part of a loop.
+    into.out.mul_(torch.rsub(share, 1)).addcmul_(part.out.to(into.out.dtype), share)
+
+
+def steadily(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    """A function of single numbers, applied to operands of one shape so that no number is in the remainder of a loop.
+
+    There the vectorised functions of PyTorch give other bits; so they do in strided memory.
+    """
+    shape, size = operands[0].shape, operands[0].numel()
+    dense = [x.contiguous() for x in operands]
+    if size % LANES == 0 and size <= ONE_THREAD:
+        return function(*dense)
+    flat = [torch.nn.functional.pad(x.view(-1), (0, -size % LANES)) for x in dense]
+    chunks = range(0, max(1, size), ONE_THREAD)
+    return torch.cat([function(*(x[at : at + ONE_THREAD] for x in flat)) for at in chunks])[:size].view(shape)

@@ -168,11 +168,39 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
     return value
 
 
+class Sibling(NamedTuple):
+    """A node that another one is joined with."""
+
+    slot: int
+    is_left: bool
+
+
+class Rise(NamedTuple):
+    """What becomes of a new node: joined with these, one after the other, the result is kept in a slot."""
+
+    siblings: tuple[Sibling, ...]
+    slot: int
+
+
+class Cell(NamedTuple):
+    """One tile of queries against one of keys: rows of the two blocks, and pieces counted from there.
+
+    What it gives to its sums are leaves of trees, whose rises stand here: forward that of out, backward those of dq and
+    dkv. A forward cell may be several whole tiles of queries, and then has as many rises.
+    """
+
+    q: slice
+    kv: slice
+    pieces: tuple[Piece, ...]
+    rises: tuple[Rise, ...]
+
+
 class Tile(NamedTuple):
     """A q block against a kv block: the pieces to compute, how much of it is visible, and the sums it adds to.
 
     `firsts` says of each piece that nothing has been added to its rows before, so that they may be overwritten;
-    `begins` that its one piece is the beginning of the whole sum, which need not exist before.
+    `begins` that its one piece is the beginning of the whole sum, which need not exist before. Where sums are trees
+    there are cells instead of pieces.
     """
 
     q: Block
@@ -183,6 +211,7 @@ class Tile(NamedTuple):
     sums: tuple[Block, ...]
     firsts: tuple[bool, ...]
     begins: bool
+    cells: tuple[Cell, ...] = ()
 
 
 class Message(NamedTuple):

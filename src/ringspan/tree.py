@@ -10,6 +10,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+TILE = 512
+"""Tokens of one tile: position p is in tile p // TILE, whatever the layout; the last tile may be shorter."""
+
 _NEVER = 1 << 30
 """A level that no two tiles meet at."""
 

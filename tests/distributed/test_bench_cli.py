@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from ringspan.bench import result as results
 from ringspan.bench.launch import Done, Ended, Launched, Progress, RanksFailed, _collect, find_launcher
 from ringspan.bench.settings import Job
-from ringspan.cli import main
+from ringspan.cli import bench_ranks, main
 
 command = importlib.import_module("ringspan.cli.bench")  # the attribute of that name is the command itself
 
@@ -304,7 +304,7 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[Job]:
             raise outcome
         return outcome
 
-    monkeypatch.setattr(command, "run_job", run_job)
+    monkeypatch.setattr(bench_ranks, "run_job", run_job)
     return jobs
 
 
@@ -400,7 +400,7 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
     args: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = fake_run(monkeypatch, a_result())
-    monkeypatch.setattr(command, "count_gpus", lambda: 0)
+    monkeypatch.setattr(bench_ranks, "count_gpus", lambda: 0)
     done = invoke(*args)
     assert (done.exit_code, done.stdout, jobs) == (2, "", [])
     assert says in done.stderr

@@ -12,7 +12,7 @@ import torch
 
 import ringspan as rs
 import ringspan.runtime
-from live import Live
+from ringspan.bench.memory import LiveStorages
 from ringspan.transports.in_process import InProcessRank
 
 torch.set_num_threads(1)
@@ -54,7 +54,7 @@ def measure(
             torch.randn(BATCH, heads, shard_len, HEAD_DIM, generator=generator).to(dtype)
             for heads in (HEADS, kv_heads, kv_heads)
         )
-        with Live() as live:
+        with LiveStorages() as live:
             out, lse = rs.attention(
                 q, k, v, mask=mask or rs.causal(), layout=layout, group=group, return_lse=True, **options
             )
@@ -69,7 +69,7 @@ def slack(sizes: Sizes) -> int:
 
 
 def test_the_measure_itself() -> None:
-    with Live() as live:
+    with LiveStorages() as live:
         a = torch.empty(1000, dtype=torch.uint8)
         b = a.view(10, 100)[2:].clone()
         del a
@@ -156,7 +156,7 @@ def test_a_second_call_makes_no_new_buffers() -> None:
 
     def on_rank(group: InProcessRank) -> tuple[int, int]:
         x = torch.randn(BATCH, HEADS, SHARD_LEN, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-        with Live() as live:
+        with LiveStorages() as live:
             rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
             kept = live.now
             for _ in range(3):
@@ -171,7 +171,7 @@ def test_buffers_of_other_lengths_do_not_pile_up() -> None:
     """As in serving, where every request has another length."""
 
     def on_rank(group: InProcessRank) -> tuple[int, int]:
-        with Live() as live:
+        with LiveStorages() as live:
             for length in range(SHARD_LEN, SHARD_LEN + 16):
                 layout = rs.contiguous(3 * length, 3)
                 x = torch.ones(1, HEADS, length, HEAD_DIM)

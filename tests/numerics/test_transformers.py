@@ -14,8 +14,8 @@ from transformers import (
 import ringspan as rs
 from adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
 from families import FAMILIES, MORE, table
-from live import Live
 from ringspan.adapters.transformers import Handle, parallelize
+from ringspan.bench.memory import LiveStorages
 
 # Masks
 
@@ -206,7 +206,7 @@ def step_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
     """The most a training step has alive at once, ring buffers included, besides weights and their gradients."""
     ids = tokens(1, LONG)
     model.requires_grad_(True)
-    with torch.enable_grad(), Live() as live:
+    with torch.enable_grad(), LiveStorages() as live:
         model(**handle.shard({"input_ids": ids, "labels": ids})).loss.backward()
     return live.peak - sum(x.nbytes for x in model.parameters())
 

@@ -134,6 +134,8 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "static cache": ({"cache_implementation": "static"}, "static cache .* leave out cache_implementation"),
     "positions": ({"position_ids": torch.zeros(3, 2, 23, dtype=torch.long)}, "position_ids.shape"),
     "another cache": ({"past_key_values": "filled"}, "has 4 tokens, whole on this rank"),
+    "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may make masks"),
+    "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels beside"),
     "kept": ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
 }
 

@@ -14,7 +14,7 @@ from ringspan.algorithms.pass_q import build_pass_q
 from ringspan.algorithms.ring import Direction, Side
 from ringspan.algorithms.ulysses import build_ulysses
 from ringspan.errors import UnsupportedError
-from ringspan.schedule import Heads, Schedule, Visible
+from ringspan.schedule import Heads, Route, Schedule, Visible
 
 __all__ = ["ALGORITHMS", "Direction", "Mesh", "Query", "Side", "as_mesh", "build_decode", "build_schedule"]
 
@@ -27,12 +27,12 @@ class Algorithm(NamedTuple):
 
 
 ALGORITHMS = {
-    "pass_kv": Algorithm(build_pass_kv, frozenset({"direction"})),
-    "pass_q": Algorithm(build_pass_q, frozenset({"direction"})),
+    "pass_kv": Algorithm(build_pass_kv, frozenset({"direction", "route"})),
+    "pass_q": Algorithm(build_pass_q, frozenset({"direction", "route"})),
     "all_gather": Algorithm(build_all_gather),
     "ulysses": Algorithm(build_ulysses, frozenset({"heads"})),
     "hybrid": Algorithm(build_hybrid, frozenset({"heads", "mesh", "direction"})),
-    "double_ring": Algorithm(build_double_ring, frozenset({"mesh"})),
+    "double_ring": Algorithm(build_double_ring, frozenset({"mesh", "route"})),
 }
 
 
@@ -44,9 +44,11 @@ def build_schedule(
     mesh: tuple[int, int] | None = None,
     direction: Direction | None = None,
     backward: Side | None = None,
+    route: Route = "follow",
 ) -> Schedule:
     """The schedule of an algorithm by name, forward or, with the side that is to travel, backward.
 
+    `route` is how gradients get home round a ring; where there is no ring they go straight.
     `heads` (query heads, KV heads) is needed where heads are exchanged; `mesh` and `direction` are refused where the
     algorithm has no use for them.
     """
@@ -70,7 +72,7 @@ def build_schedule(
         )
     if heads is None and "heads" in takes:
         raise UnsupportedError(f"heads=None: {algorithm} exchanges heads; give heads=(query heads, KV heads)")
-    return _build(algorithm, visible, heads and Heads(*heads), as_mesh(mesh), direction, backward)
+    return _build(algorithm, visible, heads and Heads(*heads), as_mesh(mesh), direction, backward, route)
 
 
 @lru_cache(maxsize=256)
@@ -81,8 +83,9 @@ def _build(
     mesh: Mesh | None,
     direction: Direction | None,
     backward: Side | None,
+    route: Route,
 ) -> Schedule:
     build, takes = ALGORITHMS[algorithm]
-    given = {"heads": heads, "mesh": mesh, "direction": direction}
+    given = {"heads": heads, "mesh": mesh, "direction": direction, "route": route}
     options = {name: value for name, value in given.items() if name in takes and value is not None}
     return build(visible, **options, backward=backward)

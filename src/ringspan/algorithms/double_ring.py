@@ -10,15 +10,17 @@ import numpy.typing as npt
 
 from ringspan.algorithms.mesh import Mesh, check_mesh
 from ringspan.algorithms.ring import Holdings, Side, attends_at, bring_home, q_kind, whole_blocks
-from ringspan.schedule import Block, Schedule, Step, Transfer, Visible
+from ringspan.schedule import Block, Route, Schedule, Step, Transfer, Visible
 
 
-def build_double_ring(visible: Visible, *, mesh: Mesh, backward: Side | None = None) -> Schedule:
-    """Forward, or backward with the side that is to travel; gradients of what travels follow it."""
+def build_double_ring(
+    visible: Visible, *, mesh: Mesh, backward: Side | None = None, route: Route = "follow"
+) -> Schedule:
+    """Forward, or backward with the side that is to travel and the route of its gradients."""
     check_mesh(mesh, visible.world_size)
     rings = _DoubleRing(visible, mesh, whole_blocks(visible.world_size, q_kind(backward)), backward or "kv")
     draft = Schedule(visible.world_size, None, rings.num_steps, rings.step)
-    return bring_home(draft, visible, "kv", backward)
+    return bring_home(draft, visible, "kv", backward, route)
 
 
 class _DoubleRing:

@@ -5,9 +5,11 @@ wait for the keys: full prefill and training.
 """
 
 from ringspan.algorithms.ring import Direction, Side, build_ring
-from ringspan.schedule import Schedule, Visible
+from ringspan.schedule import Route, Schedule, Visible
 
 
-def build_pass_kv(visible: Visible, *, direction: Direction = "forward", backward: Side | None = None) -> Schedule:
-    """Forward, or backward with the side that is to travel."""
-    return build_ring(visible, "kv", direction, backward)
+def build_pass_kv(
+    visible: Visible, *, direction: Direction = "forward", backward: Side | None = None, route: Route = "follow"
+) -> Schedule:
+    """Forward, or backward with the side that is to travel and the route of its gradients."""
+    return build_ring(visible, "kv", direction, backward, route)

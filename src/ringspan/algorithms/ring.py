@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.errors import UnsupportedError
-from ringspan.schedule import ALL, Attend, Block, Kind, Schedule, Step, Transfer, Visible, complete
+from ringspan.schedule import ALL, Attend, Block, Kind, Route, Schedule, Step, Transfer, Visible, complete
 
 Side = Literal["kv", "q"]
 Direction = Literal["forward", "reverse"]
@@ -83,16 +83,16 @@ def attends_at(visible: Visible, held: Holdings, moving: Side, rank: int, origin
     return [attend for attend in attends if attend is not None]
 
 
-def build_ring(visible: Visible, moving: Side, direction: Direction, backward: Side | None) -> Schedule:
+def build_ring(visible: Visible, moving: Side, direction: Direction, backward: Side | None, route: Route) -> Schedule:
     """One ring over all ranks. Forward, `moving` travels; backward, the side that `backward` names."""
     ring = Ring(visible, whole_blocks(visible.world_size, q_kind(backward)), backward or moving, direction)
-    return bring_home(Schedule(visible.world_size, None, ring.num_steps, ring.step), visible, moving, backward)
+    return bring_home(Schedule(visible.world_size, None, ring.num_steps, ring.step), visible, moving, backward, route)
 
 
-def bring_home(draft: Schedule, visible: Visible, moving: Side, backward: Side | None) -> Schedule:
-    """Gradients follow their block round the ring; outputs made abroad go straight home; those made at home stay."""
+def bring_home(draft: Schedule, visible: Visible, moving: Side, backward: Side | None, route: Route) -> Schedule:
+    """Gradients take their route; outputs made abroad go straight home; those made at home stay."""
     if backward is not None:
-        return complete(draft, visible, "follow")
+        return complete(draft, visible, route)
     return complete(draft, visible) if moving == "q" else draft
 
 

@@ -53,7 +53,7 @@ def conclude(
         Timing.of([max(seconds) for seconds in zip(*of_ranks, strict=True)])
         for of_ranks in ([found.ideal_s for found in everyone], [found.ranks_s for found in everyone])
     )
-    run = _middle([_on_one_clock(run) for run in zip(*(found.dissected for found in everyone), strict=True)])
+    run = middle_run([on_one_clock(run) for run in zip(*(found.dissected for found in everyone), strict=True)])
     activities = tuple(sorted((it for one in run for it in one.activities), key=lambda it: it.start_s))
     parts = break_down(activities, [one.call for one in run])
     verdict = judge(parts, ideal.median_s)
@@ -63,7 +63,7 @@ def conclude(
     )
     result = Result(
         parameters=_parameters(settings, kernel),
-        machine=_machine(device),
+        machine=machine_of(device),
         one_device=alone,
         one_device_method=method,
         ideal=ideal,
@@ -78,7 +78,7 @@ def conclude(
     return Measured(result, activities)
 
 
-def _on_one_clock(run: Sequence[Dissected]) -> list[Dissected]:
+def on_one_clock(run: Sequence[Dissected]) -> list[Dissected]:
     """Processes of one machine share a clock. Those of several share the moment at which they had met."""
     if len({one.host for one in run}) == 1:
         return list(run)
@@ -91,7 +91,7 @@ def _on_one_clock(run: Sequence[Dissected]) -> list[Dissected]:
     return [shifted(one) for one in run]
 
 
-def _middle(runs: Sequence[list[Dissected]]) -> list[Dissected]:
+def middle_run(runs: Sequence[list[Dissected]]) -> list[Dissected]:
     """The run that took the middle time."""
 
     def total_s(run: list[Dissected]) -> float:
@@ -123,7 +123,8 @@ def _parameters(settings: Settings, kernel: str) -> Parameters:
     )
 
 
-def _machine(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> Machine:
+    """Where this process runs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = str(torch.__version__)  # as a plain string; its own type would make the parent load torch to read it
     return Machine(platform.platform(), count_cores(), name, platform.python_version(), version)

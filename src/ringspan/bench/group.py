@@ -4,6 +4,7 @@ All goes through the transport, so that gloo, NCCL, MPI and threads are measured
 """
 
 import pickle
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.bench.settings import Carrier
-from ringspan.transports.base import Transport
+from ringspan.transports.base import Receive, Send, Transport
 
 
 def open_group(
@@ -41,3 +42,35 @@ def gather_values(transport: Transport, value: object, timeout_s: float) -> list
     longest = max(int.from_bytes(size, "little") for size in sizes)
     everyone = transport.all_gather_bytes(payload.ljust(longest, b"\0"), timeout_s)
     return [pickle.loads(payload) for payload in everyone]  # noqa: S301 - from a rank of our own group
+
+
+def sum_over_ranks(transport: Transport, tensors: Sequence[torch.Tensor], timeout_s: float) -> list[torch.Tensor]:
+    """The sums of every rank's tensors on all ranks, added in rank order: each rank adds a part and passes it round."""
+    sizes = [x.numel() for x in tensors]
+    world_size, rank = transport.world_size, transport.rank
+    part = -(-sum(sizes) // world_size)
+    flat = tensors[0].new_zeros(world_size * part)
+    torch.cat([x.reshape(-1) for x in tensors], out=flat[: sum(sizes)])
+    parts = flat.view(world_size, part)
+    mine = torch.empty_like(parts)  # this rank's part, by every rank
+    _exchange(transport, parts, mine, timeout_s)
+    mine[rank] = parts[rank]
+    total = mine.sum(0, dtype=torch.promote_types(flat.dtype, torch.float32)).to(flat.dtype)
+    _exchange(transport, [total] * world_size, parts, timeout_s)
+    parts[rank] = total
+    return [x.view_as(like) for x, like in zip(torch.split(flat[: sum(sizes)], sizes), tensors, strict=True)]
+
+
+def _exchange(
+    transport: Transport,
+    sends: Sequence[torch.Tensor] | torch.Tensor,
+    receives: Sequence[torch.Tensor] | torch.Tensor,
+    timeout_s: float,
+) -> None:
+    """Send the r-th tensor to rank r, and receive from it into the r-th."""
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    posted = transport.exchange(
+        [Send(peer, sends[peer]) for peer in peers], [Receive(peer, receives[peer]) for peer in peers]
+    )
+    for handle in (*posted.receives, *posted.sends):
+        handle.wait(timeout_s)

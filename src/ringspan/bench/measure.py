@@ -64,7 +64,7 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
     bench = _prepare(job.settings, group, device)
     settings, is_first = bench.settings, bench.rank == 0
     num_dissected = min(DISSECTED, settings.repeats)
-    tell = _Steps(report, 2 + 3 * settings.repeats + num_dissected)
+    tell = Steps(report, 2 + 3 * settings.repeats + num_dissected)
     tell("the first call")
     memory = _first_call(bench)
     whole = draw(settings, settings.layout.all_positions(), device) if is_first else None
@@ -93,7 +93,7 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
     return conclude(settings, bench.kernel.name, alone.method, device, everyone, checked)
 
 
-class _Steps:
+class Steps:
     """Counts what is begun."""
 
     def __init__(self, report: Callable[[Progress], None], total: int) -> None:
@@ -102,6 +102,7 @@ class _Steps:
         self._done = 0
 
     def __call__(self, what: str) -> None:
+        """Something is begun."""
         self._report(Progress(self._done, self._total, what))
         self._done += 1
 
@@ -200,9 +201,9 @@ def _dissect(bench: _Bench) -> Dissected:
 def _scheduled_bytes(bench: _Bench) -> int:
     """What the schedules have this rank send."""
     return sum(
-        problem.block_bytes(transfer.block)
-        for problem, schedule, _ in bench.passes
-        for step in schedule.steps
+        prepared.problem.block_bytes(transfer.block)
+        for prepared in bench.passes
+        for step in prepared.schedule.steps
         for transfer in step.transfers
         if transfer.src == bench.rank
     )

@@ -2,15 +2,20 @@
 
 On a GPU the allocator counts. On Linux the kernel does: its high-water mark of the process is reset first. Elsewhere
 the high-water mark since the process began has to do, which may be that of something earlier.
+
+`LiveStorages` counts tensors instead, to the byte and for one thread, at the price of a slower call.
 """
 
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
@@ -58,3 +63,35 @@ def _status(field: str) -> int:
     found = re.search(rf"^{field}:\s*(\d+) kB", (_PROC / "status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
+
+
+class LiveStorages(TorchDispatchMode):
+    """Bytes of the storages made by operations of this thread that are still alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                self._seen.add(x.untyped_storage()._cdata)  # made elsewhere, or counted already
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += nbytes
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, nbytes)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes

@@ -80,6 +80,10 @@ def _find(job: Job) -> Callable[[Job, Any, Any, Report], Any]:
         from ringspan.bench.inference import measure_inference
 
         return measure_inference
+    if job.name == "transformer":
+        from ringspan.bench.transformer import measure_transformer
+
+        return measure_transformer
     from ringspan.bench import selfcheck
 
     return selfcheck.check_alone if job.name == "check_alone" else selfcheck.check_group

@@ -65,6 +65,11 @@ class Breakdown:
         """All of it."""
         return self.attention_s + self.merge_s + self.communication_s + self.waiting_s + self.other_s
 
+    def divided_by(self, number: int) -> "Breakdown":
+        """Of one of so many."""
+        parts = (self.attention_s, self.merge_s, self.communication_s, self.waiting_s, self.other_s)
+        return Breakdown(*(part / number for part in parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:

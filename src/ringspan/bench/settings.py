@@ -49,6 +49,36 @@ class InferenceSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TransformerSettings:
+    """A dense decoder of random weights, and `batch` sequences of `seq_len` tokens to prefill, train on, continue."""
+
+    layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    batch: int
+    seq_len: int
+    dtype: str
+    kernel: str
+    repeats: int
+    seed: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads)
+        if self.head_dim % 2:
+            raise ShapeError(f"head_dim={self.head_dim}: RoPE turns dims in pairs; use an even number")
+        if self.seq_len < 2:
+            raise ShapeError(f"{self.seq_len} token: a label is a next token; use 2 tokens or more")
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """One measurement. `carrier` is what carries the messages, `layout_name` how the user called the layout."""
 
@@ -102,16 +132,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ranks are started for: to measure calls or a cache, to calibrate, or to check on one process or a group what
-    runs here.
+    """What ranks are started for: to measure calls, a cache or a model, to calibrate, or to check what runs here, on
+    one process or on a group.
     """
 
-    name: Literal["measure", "inference", "calibrate", "check_alone", "check_group"]
+    name: Literal["measure", "inference", "transformer", "calibrate", "check_alone", "check_group"]
     carrier: Carrier
     world_size: int
     timeout_s: float
     settings: Settings | None = None
     inference: InferenceSettings | None = None
+    transformer: TransformerSettings | None = None
 
     @property
     def num_processes(self) -> int:

@@ -25,6 +25,7 @@ class Watch:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.activities: list[Activity] = []
+        self.message_s = 0.0  # spent in messages, where a transport is under the watch
         self.tile = ""
         self.first_step = (
             0  # of the pass under way, so that the steps of a backward pass are told from the forward ones
@@ -32,6 +33,7 @@ class Watch:
         self._rank = rank
         self._device = device
         self._step = 0
+        self._begun = 0.0, 0.0
 
     def now(self) -> float:
         """Seconds, on a clock that the processes of a machine share."""
@@ -48,6 +50,16 @@ class Watch:
     def computed(self, kind: Literal["attend", "merge"], name: str, start_s: float) -> None:
         """Something that began at `start_s` has just been computed."""
         self.activities.append(Activity(self._rank, self._step, kind, name, start_s, self.now()))
+
+    def begin_attention(self) -> None:
+        """A call that is not taken apart, but for its messages, begins."""
+        self._begun = self.now(), self.message_s
+
+    def end_attention(self, name: str) -> None:
+        """It is over: what it took beside messages was attention."""
+        start_s, message_s = self._begun
+        end_s = self.now() - (self.message_s - message_s)
+        self.activities.append(Activity(self._rank, self._step, "attend", name, start_s, end_s))
 
     def moved(
         self,

@@ -6,8 +6,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,19 +14,12 @@ import click
 
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh
-from ringspan.bench.launch import (
-    Launched,
-    Progress,
-    RanksFailed,
-    RanksRefused,
-    count_cores,
-    count_gpus,
-    find_launcher,
-    run_job,
-)
+from ringspan.bench.launch import Launched, Progress, count_cores, count_gpus, find_launcher
 from ringspan.bench.result import Measured, PathCheck
 from ringspan.bench.settings import CARRIERS, DTYPES, Carrier, Job, Settings
 from ringspan.cli.bench_inference import inference_settings, refuse_others, show_inference
+from ringspan.cli.bench_ranks import count_ranks, default_carrier, new_console, run_on_ranks, show_progress
+from ringspan.cli.bench_transformer import refuse_sizes, show_transformer, transformer_settings
 from ringspan.cli.values import (
     MASK_FORMS,
     check_mask,
@@ -38,11 +30,9 @@ from ringspan.cli.values import (
     parse_tokens,
     parsed_by,
 )
-from ringspan.errors import RingspanError, TransportError, UnsupportedError
 from ringspan.lesson import LayoutChoice
 from ringspan.mask import Mask
 
-FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
 WITH_SELFCHECK = {"selfcheck", "as_json", "timeout_s"}
 
 EXAMPLES = """\b
@@ -57,6 +47,7 @@ Examples:
   ringspan bench --calibrate mine.toml
   ringspan bench --prefill --tokens 8K --heads 8 --kv-heads 2 --plot prefill.svg
   ringspan bench --decode --tokens 64K --heads 8 --kv-heads 2 --batch 8
+  ringspan bench --transformer --layers 4 --heads 4 --head-dim 64 --mlp 1024 --tokens 8K
   ringspan bench --selfcheck
 """
 
@@ -141,6 +132,9 @@ Examples:
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="With --prefill or --decode: write a diagram, an SVG file.",
 )
+@click.option("--transformer", is_flag=True, help="Time a whole dense decoder instead: prefill, training, decode.")
+@click.option("--layers", type=click.IntRange(1), help="With --transformer.  [default: 4]")
+@click.option("--mlp", type=click.IntRange(1), help="With --transformer: inner size.  [default: 4 × heads × head_dim]")
 @click.option("--selfcheck", is_flag=True, help="Check every kernel and transport that can run here instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
@@ -169,6 +163,9 @@ def bench(
     predict: Path | None,
     phase: Literal["prefill", "decode"] | None,
     plot: Path | None,
+    transformer: bool,
+    layers: int | None,
+    mlp: int | None,
     selfcheck: bool,
     as_json: bool,
 ) -> None:
@@ -184,14 +181,23 @@ def bench(
         refuse_others(ctx, WITH_SELFCHECK, "is for a measurement; --selfcheck takes only --json and --timeout")
         _run_selfcheck(ctx, launched, timeout_s, as_json)
         return
-    carrier = carrier or _default_carrier(launched)
-    world_size = _count_ranks(ranks, carrier, launched)
+    carrier = carrier or default_carrier(launched)
+    world_size = count_ranks(ranks, carrier, launched)
+    if transformer:
+        model = transformer_settings(ctx)
+        with show_progress() as progress:
+            job = Job("transformer", carrier, world_size, timeout_s, transformer=model)
+            result = run_on_ranks(job, launched, progress)
+        if result is not None and not show_transformer(result, as_json, new_console()):
+            ctx.exit(1)
+        return
+    refuse_sizes(layers, mlp)
     if phase is not None or plot is not None:
         sizes = (tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel, repeats, seed)
         cached = inference_settings(ctx, phase, plot, *sizes)
-        with _progress() as progress:
-            found = _run(Job("inference", carrier, world_size, timeout_s, inference=cached), launched, progress)
-        if found is not None and not show_inference(found, plot, as_json, _console()):
+        with show_progress() as progress:
+            found = run_on_ranks(Job("inference", carrier, world_size, timeout_s, inference=cached), launched, progress)
+        if found is not None and not show_inference(found, plot, as_json, new_console()):
             ctx.exit(1)
         return
     name = algorithm.replace("-", "_")
@@ -221,10 +227,12 @@ def bench(
         seed=seed,
         timeout_s=timeout_s,
     )
-    with _progress() as progress:
+    with show_progress() as progress:
         if calibrate is not None:
             _calibrate(Job("calibrate", carrier, world_size, timeout_s, settings), calibrate, progress)
-        measured: Measured | None = _run(Job("measure", carrier, world_size, timeout_s, settings), launched, progress)
+        measured: Measured | None = run_on_ranks(
+            Job("measure", carrier, world_size, timeout_s, settings), launched, progress
+        )
     if measured is None:
         return  # not rank 0
     if calibrate is not None or predict is not None:
@@ -258,7 +266,7 @@ def _check_calibration(
 def _calibrate(job: Job, path: Path, progress: Callable[[Progress], None]) -> None:
     from ringspan.bench.calibration import format_calibration
 
-    path.write_text(format_calibration(_run(job, None, progress)))
+    path.write_text(format_calibration(run_on_ranks(job, None, progress)))
 
 
 def _with_prediction(measured: Measured, settings: Settings, path: Path | None) -> Measured:
@@ -267,66 +275,6 @@ def _with_prediction(measured: Measured, settings: Settings, path: Path | None) 
 
     predicted_s = predict_timeline(settings, load_device(str(path))).makespan_s
     return measured._replace(result=dataclasses.replace(measured.result, predicted_s=predicted_s))
-
-
-def _default_carrier(launched: Launched | None) -> Carrier:
-    if launched is not None and launched.by == "mpirun":
-        return "mpi"
-    return "nccl" if count_gpus() else "gloo"
-
-
-def _count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) -> int:
-    """How many ranks there are or shall be; what cannot be started is refused."""
-    if launched is not None:
-        if ranks not in (None, launched.world_size):
-            raise click.UsageError(f"--ranks {ranks}: {launched.by} has started {launched.world_size}; leave it out")
-        if (carrier == "mpi") != (launched.by == "mpirun") or carrier == "threads":
-            fitting = "mpi" if launched.by == "mpirun" else "gloo or nccl"
-            raise click.UsageError(f"--transport {carrier}: ranks that {launched.by} has started use {fitting}")
-        return launched.world_size
-    if carrier == "mpi":
-        raise click.UsageError(
-            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench"
-        )
-    if carrier != "nccl":
-        return ranks or count_cores()
-    if not 0 < (ranks or 1) <= count_gpus():
-        raise click.UsageError(f"--transport nccl: {ranks or 1} ranks need as many GPUs; there are {count_gpus()}")
-    return ranks or count_gpus()
-
-
-def _run(job: Job, launched: Launched | None, progress: Callable[[Progress], None]) -> Any:
-    """Rank 0's value; None if this process is another rank."""
-    try:
-        if launched is None:
-            return run_job(job, progress)
-        from ringspan.bench.rank import run_here
-
-        return run_here(job, launched, progress)
-    except RanksRefused as error:
-        raise UnsupportedError(str(error)) from error
-    except (RanksFailed, TransportError) as error:
-        raise click.ClickException(str(error)) from error
-    except RingspanError:
-        raise
-    except Exception as error:
-        from ringspan.bench.rank import describe
-
-        raise click.ClickException(f"rank {launched.rank if launched else 0}: {describe(error)}") from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.what)
 
 
 def _write_trace(measured: Measured, path: Path) -> None:
@@ -343,19 +291,19 @@ def _print(measured: Measured, as_json: bool) -> None:
         return
     from ringspan.report.bench_text import print_bench
 
-    print_bench(measured.result, _console())
+    print_bench(measured.result, new_console())
 
 
 def _run_selfcheck(ctx: click.Context, launched: Launched | None, timeout_s: float, as_json: bool) -> None:
     """All paths; on ranks that somebody else has started, those of their group."""
-    with _progress() as progress:
+    with show_progress() as progress:
         if launched is None:
             from ringspan.bench.paths import check_paths
 
             paths = check_paths(timeout_s, progress)
         else:
-            carrier = _default_carrier(launched)
-            paths = _run(Job("check_group", carrier, launched.world_size, timeout_s), launched, progress)
+            carrier = default_carrier(launched)
+            paths = run_on_ranks(Job("check_group", carrier, launched.world_size, timeout_s), launched, progress)
     if launched is None or launched.rank == 0:
         _print_paths(paths, as_json)
     if any(path.status == "failed" for path in paths):
@@ -372,17 +320,8 @@ def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
         return
     from ringspan.report.bench_text import print_paths
 
-    print_paths(paths, machine, _console())
+    print_paths(paths, machine, new_console())
 
 
 def _print_json(report: dict[str, Any]) -> None:
     click.echo(json.dumps(report, indent=2, allow_nan=False))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
-    return console

@@ -31,4 +31,5 @@ def choose_kernel(name: str, request: Request) -> Kernel:
 
 
 def _format_request(request: Request) -> str:
-    return f"{request.dtype} on {request.device}, head_dim={request.head_dim}, v_head_dim={request.v_head_dim}"
+    mode = ", reproducible=True" if request.reproducible else ""
+    return f"{request.dtype} on {request.device}, head_dim={request.head_dim}, v_head_dim={request.v_head_dim}{mode}"

@@ -13,12 +13,13 @@ from ringspan.softmax import Partial
 
 
 class Request(NamedTuple):
-    """What a call will ask of its kernel."""
+    """What a call will ask of its kernel; if `reproducible`, the same bits whatever else is in a call."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
+    reproducible: bool = False
 
 
 class Gradients(NamedTuple):

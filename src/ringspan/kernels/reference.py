@@ -21,7 +21,9 @@ class Reference:
     name = "reference"
 
     def refuses(self, request: Request) -> str | None:
-        """Only what is no floating-point type."""
+        """What is no floating-point type, and fixed bits: its products depend on the heads and threads at work."""
+        if request.reproducible:
+            return "gives other bits with other heads in a call, or other numbers of threads"
         return None if request.dtype.is_floating_point else "takes only floating-point types"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:

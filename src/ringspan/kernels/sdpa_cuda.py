@@ -57,6 +57,8 @@ class CudaKernel:
     def refuses(self, request: Request) -> str | None:
         """Devices, types and widths the operator has no code for."""
         widths = request.head_dim, request.v_head_dim
+        if request.reproducible:
+            return "has not been seen to give the same bits whatever else is in a call"
         if request.device.type != "cuda":
             return "takes only tensors on a CUDA device"
         if request.dtype not in self.dtypes:

@@ -57,15 +57,16 @@ def _print_times(page: Page, result: Result) -> None:
     page.show(table)
     page.facts(
         [
-            ("speedup", _spread(result.speedup, "{:.2f}") + f" over one device, with {ranks}"),
-            ("of the ideal", _spread(result.share_of_ideal, "{:.0%}")),
+            ("speedup", format_spread(result.speedup, "{:.2f}") + f" over one device, with {ranks}"),
+            ("of the ideal", format_spread(result.share_of_ideal, "{:.0%}")),
         ]
     )
     repeats = format_count(result.parameters.repeats, "repeat")
     page.prose(f"Medians of {repeats}, interleaved; each rank computes with one thread, and so does the one device.")
 
 
-def _spread(ratio: Ratio, form: str) -> str:
+def format_spread(ratio: Ratio, form: str) -> str:
+    """The median, and the ends."""
     median, lowest, highest = map(form.format, (ratio.median, ratio.lowest, ratio.highest))
     return f"{median} ({lowest} to {highest})"
 

@@ -2,13 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 84, 190, 44, 56
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+
+
+def format_seconds(value: float) -> str:
+    """In s, ms or µs."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= size * 0.999:
+            return f"{value / size:g} {unit}"
+    return f"{value:g} s"
 
 
 class Line(NamedTuple):
@@ -19,13 +27,14 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """One diagram. `mark` is an x to be pointed out, such as the length that was asked for."""
+    """One diagram. `mark` is an x to be pointed out, such as the length that was asked for; most are about time."""
 
     title: str
     x_name: str
     y_name: str
     lines: Sequence[Line]
     mark: float | None = None
+    format_y: Callable[[float], str] = format_seconds
 
 
 def draw_charts(charts: Sequence[Chart]) -> str:
@@ -54,8 +63,10 @@ class _Axis(NamedTuple):
         return self.start + share * (self.stop - self.start)
 
     def ticks(self, base: int) -> list[float]:
-        """Powers of the base within the axis, no more than about eight."""
+        """Powers of the base within the axis, no more than about eight; with 2 and 5 in a single decade."""
         first, last = math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9)
+        if base == 10 and last - first == 1:
+            return [step * 10.0**first for step in (1, 2, 5, 10)]
         every = max(1, -(-(last - first) // 8))
         return [float(base) ** k for k in range(first, last + 1, every)]
 
@@ -70,7 +81,7 @@ def _draw(chart: Chart, colours: Mapping[str, str]) -> list[str]:
     for y in y_axis.ticks(10):
         at = y_axis.place(y)
         parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 8, at + 4, _seconds(y), 'text-anchor="end"'))
+        parts.append(_text(LEFT - 8, at + 4, chart.format_y(y), 'text-anchor="end"'))
     for x in x_axis.ticks(2):
         at = x_axis.place(x)
         parts.append(f'<path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>')
@@ -98,13 +109,6 @@ def _draw(chart: Chart, colours: Mapping[str, str]) -> list[str]:
 
 def _text(x: float, y: float, text: str, style: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
-
-
-def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size * 0.999:
-            return f"{value / size:g} {unit}"
-    return f"{value:g} s"
 
 
 def _count(value: float) -> str:

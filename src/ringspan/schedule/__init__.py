@@ -13,7 +13,7 @@ from ringspan.schedule.actions import (
     Transfer,
 )
 from ringspan.schedule.compile import AllMerged, Arrived, Do, Drop, Post, Program, Sent, compile_rank, first_reads
-from ringspan.schedule.complete import complete
+from ringspan.schedule.complete import Route, complete
 from ringspan.schedule.text import format_schedule, parse_schedule
 from ringspan.schedule.validate import validate
 from ringspan.schedule.visible import Visible, visible_blocks
@@ -32,6 +32,7 @@ __all__ = [
     "Kind",
     "Post",
     "Program",
+    "Route",
     "Schedule",
     "Sent",
     "Step",

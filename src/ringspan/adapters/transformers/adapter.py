@@ -41,6 +41,7 @@ from ringspan.collectives import gather
 from ringspan.contract import Signature
 from ringspan.errors import RingspanError, ShapeError, TransportError, UnsupportedError
 from ringspan.layout import Layout
+from ringspan.mask import full
 
 _BATCH = {*BY_TOKEN, "attention_mask"}
 _ARGUMENTS = {*_BATCH, "past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
@@ -88,9 +89,10 @@ class Adapter:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch, with what its forward must know."""
         given = {name: value for name, value in batch.items() if value is not None}
-        self._check_names(given, _BATCH | {"num_items_in_batch"})
-        num_items = given.pop("num_items_in_batch", None)
-        inputs, run = self._split(given)
+        with self._telling():
+            self._check_names(given, _BATCH | {"num_items_in_batch"})
+            num_items = given.pop("num_items_in_batch", None)
+            inputs, run = self._split(given)
         run.said["num_items_in_batch"] = str(num_items)
         return {**inputs, RUN: run} | ({} if num_items is None else {"num_items_in_batch": num_items})
 
@@ -175,6 +177,8 @@ class Adapter:
                     f"{name}: what it does to a part of a sequence is not known; leave it out, or use some of "
                     f"{', '.join(sorted(known))}"
                 )
+        if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
+            raise UnsupportedError("token_type_ids: a decoder may make masks of them; leave them out")
         if "labels" in given and self.found.shifts_labels is None:
             raise UnsupportedError(
                 f"labels: {type(self.model).__name__} has another loss than that of tokens; compute it from the outputs"
@@ -217,17 +221,16 @@ class Adapter:
         wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
         if wants_cache and not self.found.cached:
             raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
-        if wants_cache and "labels" in given:
-            raise UnsupportedError("labels and a cache in one forward: leave out use_cache and past_key_values")
+        if "labels" in given and (wants_cache or given.get("logits_to_keep")):
+            raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
         return wants_cache
 
     def _split(self, given: Mapping[str, Any]) -> Part:
-        with self._telling():
-            return shard_inputs(given, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels))
+        return shard_inputs(given, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels))
 
     def _split_whole(self, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
         batch = {name: given[name] for name in _BATCH if name in given}
-        inputs, run = shard_inputs(batch, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels))
+        inputs, run = self._split(batch)
         num_kept, layout = given.get("logits_to_keep", 0), run.layout
         first = max(0, layout.num_positions - num_kept) if num_kept else 0
         positions = [layout.positions(rank) for rank in range(self.options.world_size)]

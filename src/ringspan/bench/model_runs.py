@@ -1,0 +1,267 @@
+"""Three ways to run the same decoder: in one process, on ranks, and the ideal that ranks could reach.
+
+One process is plain PyTorch and knows nothing of this library, so it is what the ranks are held to as well. The ranks
+make the calls a user would make. In the ideal every rank works on its own tokens and computes the pieces that its own
+programs give it; nothing is sent, merged or stored, so its results mean nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
+from ringspan.bench.group import sum_over_ranks
+from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
+from ringspan.bench.inputs import Inputs
+from ringspan.bench.settings import DTYPES, TransformerSettings
+from ringspan.bench.transformer_result import ANSWER
+from ringspan.call import attention
+from ringspan.inference import Turn, decode, prefill
+from ringspan.kernels.base import Kernel
+from ringspan.kv_cache import KVCache
+from ringspan.layout import Layout
+from ringspan.mask import causal
+from ringspan.runtime import prepare
+from ringspan.schedule import Heads
+from ringspan.session import session_of
+from ringspan.tiles import Problem, Shapes
+from ringspan.training import cross_rank_mean_loss, position_ids, shard_batch
+
+ALGORITHM = "pass_kv"  # of what is new to the cache K and V are never more than queries and results
+Wrap = Callable[[Attend], Attend]
+
+
+class Trained(NamedTuple):
+    """A training step without its update: the loss, and the gradients of all weights."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor]
+
+
+def _differentiate(loss: torch.Tensor, model: Decoder) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _unwrapped(attend: Attend) -> Attend:
+    return attend
+
+
+class OneProcess:
+    """The whole of it by PyTorch's own attention."""
+
+    def __init__(self, settings: TransformerSettings, model: Decoder, tokens: torch.Tensor) -> None:
+        self.settings = settings
+        self.model = model
+        self.tokens = tokens
+        self.positions = torch.arange(settings.seq_len)
+        self._cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._length = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values, with room for an answer."""
+        return sum(k.nbytes + v.nbytes for k, v in self._cache)
+
+    @torch.no_grad()
+    def prefill(self) -> torch.Tensor:
+        """The logits (batch, vocabulary) after each sequence; keys and values are kept."""
+        self._cache, self._length = [], self.settings.seq_len
+        hidden = self.model(self.tokens, self.positions, self._attend_new)
+        return self.model.logits(hidden[:, -1])
+
+    @torch.no_grad()
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits (batch, vocabulary) after one more token (batch,) of each sequence."""
+        self._length += 1
+        hidden = self.model(tokens[:, None], torch.tensor([self._length - 1]), self._attend_one)
+        return self.model.logits(hidden[:, -1])
+
+    def train(self, at_turn: Callable[[], None] = lambda: None) -> Trained:
+        """The mean over all tokens that have a next one; `at_turn` is called between forward and backward pass."""
+        hidden = self.model(self.tokens, self.positions, self._attend)
+        logits = self.model.logits(hidden)
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), self.tokens[:, 1:].flatten())
+        at_turn()
+        return Trained(loss.detach(), _differentiate(loss, self.model))
+
+    def _attend(self, _: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _sdpa(q, k, v, is_causal=True)
+
+    def _attend_new(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        batch, heads, seq_len, head_dim = k.shape
+        room = [k.new_empty(batch, heads, seq_len + ANSWER, head_dim) for _ in range(2)]
+        for stored, x in zip(room, (k, v), strict=True):
+            stored[:, :, :seq_len] = x
+        self._cache.append((room[0], room[1]))
+        return self._attend(layer, q, k, v)
+
+    def _attend_one(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for stored, x in zip(self._cache[layer], (k, v), strict=True):
+            stored[:, :, self._length - 1 : self._length] = x
+        keys, values = (x[:, :, : self._length] for x in self._cache[layer])
+        return _sdpa(q, keys, values, is_causal=False)
+
+
+class OnRanks:
+    """This rank's part, by the public calls. `wrap` may put something around attention, such as a watch."""
+
+    def __init__(
+        self, settings: TransformerSettings, model: Decoder, tokens: torch.Tensor, layout: Layout, group: Any
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.tokens = tokens
+        self.layout = layout
+        self.group = group
+        self._cache: KVCache | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values on this rank, with the room that is kept for more."""
+        assert self._cache is not None
+        return sum(stored.nbytes for stored in self._cache._state.stored.values())
+
+    @torch.no_grad()
+    def prefill(self, wrap: Wrap = _unwrapped) -> torch.Tensor:
+        """The logits (batch, vocabulary) after each sequence, on every rank."""
+        s = self.settings
+        self._cache = KVCache(
+            num_layers=s.layers,
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            dtype=getattr(torch, s.dtype),
+            kernel=s.kernel,
+            device=self.tokens.device,
+            group=self.group,
+        )
+        with self._cache.begin([s.seq_len] * s.batch, algorithm=ALGORITHM) as turn:
+            transport = session_of(self.group).transport
+            own = turn.layout.shard(self.tokens.view(1, -1), transport.rank, 1)
+            hidden = self.model(own, turn.positions, wrap(_of_turn(prefill, turn)))[0]
+            # Whoever has the last token of a sequence tells the others what follows.
+            lasts = np.arange(1, s.batch + 1) * s.seq_len - 1
+            rows = {int(position): row for row, position in enumerate(turn.layout.positions(transport.rank))}
+            logits = torch.zeros(s.batch, VOCABULARY, dtype=torch.float64, device=own.device)
+            for sequence, last in enumerate(lasts.tolist()):
+                if last in rows:
+                    logits[sequence] = self.model.logits(hidden[rows[last]])
+            return sum_over_ranks(transport, [logits], s.timeout_s)[0]
+
+    @torch.no_grad()
+    def decode(self, tokens: torch.Tensor, wrap: Wrap = _unwrapped) -> torch.Tensor:
+        """The logits (batch, vocabulary) after one more token (batch,) of each sequence, on every rank."""
+        assert self._cache is not None
+        with self._cache.begin([1] * self.settings.batch, query="replicated") as turn:
+            hidden = self.model(tokens[:, None], turn.positions[:1], wrap(_of_turn(decode, turn)))
+            return self.model.logits(hidden[:, -1])
+
+    def train(self, wrap: Wrap = _unwrapped, at_turn: Callable[[], None] = lambda: None) -> Trained:
+        """The mean over the labels of all ranks; gradients are summed over them."""
+        s = self.settings
+        batch = shard_batch({"input_ids": self.tokens}, self.layout, self.group)
+
+        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = attention(
+                q,
+                k,
+                v,
+                mask=causal(),
+                layout=self.layout,
+                group=self.group,
+                algorithm=ALGORITHM,
+                kernel=s.kernel,
+                timeout_s=s.timeout_s,
+            )
+            assert isinstance(out, torch.Tensor)
+            return out
+
+        hidden = self.model(batch["input_ids"], batch["position_ids"][0], wrap(attend))
+        loss = cross_rank_mean_loss(_losses(self.model, hidden, batch["labels"]), batch["labels"], self.group)
+        at_turn()
+        gradients = _differentiate(loss, self.model)
+        return Trained(loss.detach(), sum_over_ranks(session_of(self.group).transport, gradients, s.timeout_s))
+
+
+class Ideal:
+    """This rank's part with no messages."""
+
+    def __init__(self, ranks: OnRanks, kernel: Kernel) -> None:
+        s, layout = ranks.settings, ranks.layout
+        rank = session_of(ranks.group).transport.rank
+        self.model = ranks.model
+        self.batch = shard_batch({"input_ids": ranks.tokens}, layout, ranks.group)
+        self.positions = position_ids(layout, ranks.group)
+        self.kernel = kernel
+        self.scale = s.head_dim**-0.5
+        shapes = Shapes((s.batch,), Heads(s.num_heads, s.num_kv_heads), s.head_dim, s.head_dim, *DTYPES[s.dtype])
+        problem = Problem(causal(), layout, layout, shapes)
+        dtype, device = getattr(torch, s.dtype), ranks.tokens.device
+        inputs = Inputs(
+            *(
+                torch.randn(s.batch, heads, layout.shard_len(rank), s.head_dim).to(device, dtype)
+                for heads in (s.num_heads, s.num_kv_heads, s.num_kv_heads)
+            )
+        )
+        self.pieces, self.gradient_pieces = (
+            list(own_pieces(prepare(problem, rank, ALGORITHM, None, "forward", side), inputs))
+            for side in (None, problem.lighter_side())
+        )
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        """Some rank computes the last logits; here all do."""
+        self.model.logits(self.model(self.batch["input_ids"], self.positions, self._attend)[:, -1])
+
+    def train(self) -> None:
+        """Nobody's gradients are summed."""
+        hidden = self.model(self.batch["input_ids"], self.positions, self._attend_and_back)
+        _differentiate(_losses(self.model, hidden, self.batch["labels"]).mean(), self.model)
+
+    def _attend(self, _: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        self.attend(self.pieces)
+        return q
+
+    def _attend_and_back(self, _: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _AttendPieces.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def attend(self, pieces: Sequence[Operands]) -> None:
+        """Compute some pieces."""
+        attend_pieces(self.kernel, self.scale, pieces)
+
+
+class _AttendPieces(torch.autograd.Function):
+    """The work of attention and of its gradients; values and gradients are other tensors of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, _: torch.Tensor, ideal: Ideal) -> torch.Tensor:
+        ctx.ideal, ctx.num_kv_heads = ideal, k.shape[1]
+        ideal.attend(ideal.pieces)
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.ideal.attend(ctx.ideal.gradient_pieces)
+        of_kv = grads[0].narrow(1, 0, ctx.num_kv_heads)
+        return grads[0], of_kv, of_kv, None
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    """PyTorch's own; on a CPU in float32 at least, as the ranks' kernels do it."""
+    dtype = q.dtype
+    if q.device.type == "cpu":
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    has_groups = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups).to(dtype)
+
+
+def _of_turn(call: Callable[..., Any], turn: Turn) -> Attend:
+    return lambda layer, q, k, v: call(q, k, v, turn, layer=layer)
+
+
+def _losses(model: Decoder, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model.logits(hidden).transpose(1, 2), labels, reduction="none")

@@ -1,0 +1,120 @@
+"""How long is a rank in its messages? A transport under the watch, for a group whose calls are left as they are.
+
+`watched` lends a group a session with such a transport, so that everything that is public runs as for a user: its
+messages, and what ranks say to agree on a call.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from ringspan.bench.result import Activity
+from ringspan.bench.timed import Watch
+from ringspan.session import lend_session, session_of
+from ringspan.transports.base import Handle, Posted, Receive, Send, Transport
+
+_EVERYONE = -1
+
+
+@contextmanager
+def watched(group: Any, watch: Watch) -> Iterator[Transport]:
+    """The transport that the group uses meanwhile."""
+    session = session_of(group)
+    transport = TimedTransport(session.transport, watch)
+    contract = replace(session.contract, transport=transport)
+    with lend_session(group, session._replace(transport=transport, contract=contract)):
+        yield transport
+
+
+class TimedTransport:
+    """`inner`, with all that this rank sends and waits for among the watch's activities.
+
+    Messages between two ranks arrive in order, so a number and the two ranks are enough to tell which is which.
+    """
+
+    def __init__(self, inner: Transport, watch: Watch) -> None:
+        self.inner = inner
+        self.watch = watch
+        self._numbers: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def rank(self) -> int:
+        """The inner transport's."""
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """The inner transport's."""
+        return self.inner.world_size
+
+    @property
+    def timeout_s(self) -> float:
+        """The inner transport's."""
+        return self.inner.timeout_s
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Start all messages; they start together, and share the time that takes."""
+        start_s = self.watch.now()
+        posted = self.inner.exchange(sends, receives)
+        each_s = (self.watch.now() - start_s) / max(1, len(sends))
+        outgoing, incoming = [], []
+        for i, (send, handle) in enumerate(zip(sends, posted.sends, strict=True)):
+            number = self._count(self.rank, send.dst)
+            self.note("send", number, self.rank, send.dst, start_s + i * each_s, start_s + (i + 1) * each_s)
+            outgoing.append(_TimedHandle(self, handle, "sent", number, self.rank, send.dst))
+        for receive, handle in zip(receives, posted.receives, strict=True):
+            number = self._count(receive.src, self.rank)
+            incoming.append(_TimedHandle(self, handle, "receive", number, receive.src, self.rank))
+        return Posted(outgoing, incoming)
+
+    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """A message to everyone that arrives once the last rank has sent its own: of all sends the latest counts."""
+        start_s = self.watch.now()
+        everyone = self.inner.all_gather_bytes(payload, timeout_s)
+        number = self._count(_EVERYONE, _EVERYONE)
+        self.note("send", number, _EVERYONE, _EVERYONE, start_s, start_s)
+        self.note("receive", number, _EVERYONE, _EVERYONE, start_s, self.watch.now())
+        return everyone
+
+    def abort(self, reason: str) -> None:
+        """Passed on."""
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        """Passed on."""
+        self.inner.close()
+
+    def note(
+        self, kind: Literal["send", "receive", "sent"], number: int, src: int, dst: int, start_s: float, end_s: float
+    ) -> None:
+        """Write something down."""
+        self.watch.message_s += end_s - start_s
+        self.watch.activities.append(Activity(self.rank, number, kind, "message", start_s, end_s, src, dst))
+
+    def _count(self, src: int, dst: int) -> int:
+        self._numbers[src, dst] += 1
+        return self._numbers[src, dst]
+
+
+class _TimedHandle:
+    def __init__(
+        self,
+        transport: TimedTransport,
+        inner: Handle,
+        kind: Literal["receive", "sent"],
+        number: int,
+        src: int,
+        dst: int,
+    ) -> None:
+        self.transport = transport
+        self.inner = inner
+        self.kind: Literal["receive", "sent"] = kind
+        self.message = number, src, dst
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait, and write down how long."""
+        start_s = self.transport.watch.now()
+        self.inner.wait(timeout_s)
+        self.transport.note(self.kind, *self.message, start_s, self.transport.watch.now())

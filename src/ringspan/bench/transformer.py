@@ -1,0 +1,200 @@
+"""How fast is a whole model on these ranks, beside one process and beside the ideal, and is it right?
+
+Everything is timed in turn, repeat by repeat: one process (rank 0 alone, the others idle), the ideal and the ranks, for
+prefill, decode and a training step. A few more runs are taken apart under a watch. Answers are not left to themselves:
+every rank is given the tokens that one process chose, so that all logits can be compared.
+"""
+
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ringspan.bench.breakdown import Interval
+from ringspan.bench.check_model import Answer, Outcome, check_model
+from ringspan.bench.conclude import Dissected
+from ringspan.bench.conclude_transformer import Found, conclude_transformer
+from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
+from ringspan.bench.group import gather_values, meet
+from ringspan.bench.launch import Progress
+from ringspan.bench.measure import Steps
+from ringspan.bench.memory import LiveStorages, measure_peak
+from ringspan.bench.model_runs import Ideal, OneProcess, OnRanks
+from ringspan.bench.settings import Job
+from ringspan.bench.timed import Watch
+from ringspan.bench.timed_transport import watched
+from ringspan.bench.transformer_result import ANSWER, ModelMemory, Phase, TransformerResult
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Request
+from ringspan.layout import zigzag
+from ringspan.session import session_of
+
+T = TypeVar("T")
+
+DISSECTED = 2  # runs under the watch, at most
+
+
+def measure_transformer(
+    job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]
+) -> TransformerResult | None:
+    """One rank's part in a measurement. The result is on rank 0, None on the others."""
+    bench = _Bench(job, group, device, report)
+    memory, one_memory, expected = bench.first_calls()
+    for number in range(bench.settings.repeats):
+        bench.repeat(number)
+    bench.tell("the check")
+    assert bench.outcome is not None
+    chosen = [logits.argmax(-1).tolist() for logits in bench.outcome.answer]
+    found = Found(dict(bench.seconds), dict(bench.cpu_seconds), dict(bench.dissected), memory, chosen)
+    everyone = gather_values(bench.transport, found, bench.settings.timeout_s)
+    if bench.alone is None or one_memory is None or expected is None:
+        return None
+    checked = check_model(bench.alone, bench.given, expected, bench.outcome, [found.chosen for found in everyone])
+    return conclude_transformer(job, bench.model, bench.kernel.name, device, everyone, one_memory, checked)
+
+
+class _Bench:
+    """All that one rank needs, and what it notes."""
+
+    def __init__(self, job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> None:
+        assert job.transformer is not None
+        self.settings = settings = job.transformer
+        self.shares_process = job.carrier == "threads"
+        self.group = group
+        self.device = device
+        self.transport = session_of(group).transport
+        self.rank = self.transport.rank
+        self.model = Decoder(settings, device)
+        generator = torch.Generator().manual_seed(settings.seed + 1)
+        shape = (settings.batch, settings.seq_len)
+        self.tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
+        request = Request(device, getattr(torch, settings.dtype), settings.head_dim, settings.head_dim)
+        self.kernel = choose_kernel(settings.kernel, request)
+        layout = zigzag(settings.seq_len, self.transport.world_size)
+        self.ranks = OnRanks(settings, self.model, self.tokens, layout, group)
+        self.ideal = Ideal(self.ranks, self.kernel)
+        self.alone = OneProcess(settings, self.model, self.tokens) if self.rank == 0 else None
+        self.num_dissected = min(DISSECTED, settings.repeats)
+        self.tell = Steps(report, 3 + 6 * settings.repeats + 2 * self.num_dissected)
+        self.seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
+        self.cpu_seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
+        self.dissected: defaultdict[Phase, list[Dissected]] = defaultdict(list)
+        self.given: list[torch.Tensor] = []
+        self.outcome: Outcome | None = None  # of the ranks, the last time
+
+    def first_calls(self) -> tuple[ModelMemory, ModelMemory | None, Outcome | None]:
+        """What a process needs shows best in its first calls; and what one process answers is what all are given."""
+        self.tell("the first calls, one process")
+        one_memory, expected = (None, None) if self.alone is None else self._call_first(self.alone)
+        tokens = [] if expected is None else [logits.argmax(-1).tolist() for logits in expected.answer[:-1]]
+        first, *_ = gather_values(self.transport, tokens, self.settings.timeout_s)
+        self.given = [torch.tensor(row, device=self.device) for row in first]
+        self.tell("the first calls, the ranks")
+        memory, _ = self._call_first(self.ranks)
+        self.ideal.prefill()
+        return memory, one_memory, expected
+
+    def repeat(self, number: int) -> None:
+        """Everything once."""
+        of = f"{number + 1} of {self.settings.repeats}"
+        alone, ranks, ideal = self.alone, self.ranks, self.ideal
+        self.tell(f"prefill and decode, one process, {of}")
+        self._time_answer("one", _idle if alone is None else alone.prefill, _idle if alone is None else alone.decode)
+        self.tell(f"prefill, the ideal, {of}")
+        self._time("prefill", "ideal", ideal.prefill)
+        self.tell(f"prefill and decode, the ranks, {of}")
+        answer = self._time_answer("ranks", ranks.prefill, ranks.decode)
+        if number < self.num_dissected:
+            self.tell(f"where the time of prefill and decode goes, {number + 1} of {self.num_dissected}")
+            self._dissect(
+                prefill=lambda watch: ranks.prefill(_watching(watch)),
+                decode=lambda watch: [ranks.decode(tokens, _watching(watch)) for tokens in self.given],
+            )
+        self.tell(f"training, one process, {of}")
+        self._time("train", "one", _idle if alone is None else alone.train)
+        self.tell(f"training, the ideal, {of}")
+        self._time("train", "ideal", ideal.train)
+        self.tell(f"training, the ranks, {of}")
+        self.outcome = Outcome(answer, self._time("train", "ranks", ranks.train))
+        if number < self.num_dissected:
+            self.tell(f"where the time of training goes, {number + 1} of {self.num_dissected}")
+            self._dissect(train=lambda watch: ranks.train(_watching(watch)))
+
+    def _time_answer(self, who: str, prefill: Callable[..., Any], decode: Callable[..., Any]) -> Answer:
+        first = self._time("prefill", who, prefill)
+        others = self._time("decode", who, lambda: [decode(tokens) for tokens in self.given])
+        return [first, *others]
+
+    def _time(self, phase: Phase, who: str, call: Callable[[], T]) -> T:
+        """Call when all ranks are ready."""
+        meet(self.transport, self.settings.timeout_s)
+        self._finish()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        value = call()
+        self._finish()
+        taken_s = time.perf_counter() - start_s
+        self.cpu_seconds[phase, who].append(time.process_time() - start_cpu_s)
+        self.seconds[phase, who].append(taken_s / ANSWER if phase == "decode" else taken_s)
+        return value
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _dissect(self, **calls: Callable[[Watch], object]) -> None:
+        """Phases that belong together, one after the other, under one watch."""
+        watch = Watch(self.rank, self.device)
+        with watched(self.group, watch) as transport:
+            for phase, call in calls.items():
+                meet(transport, self.settings.timeout_s)
+                watch.activities.clear()
+                start_s = watch.now()
+                call(watch)
+                taken = Interval(start_s, watch.now())
+                dissected = Dissected(socket.gethostname(), taken, tuple(watch.activities), 0)
+                self.dissected[cast("Phase", phase)].append(dissected)
+
+    def _call_first(self, runs: OneProcess | OnRanks) -> tuple[ModelMemory, Outcome]:
+        """What the first calls take, and what they give: an answer that is not told what to say."""
+        with LiveStorages() as live:
+            answer = [runs.prefill()]
+        prefill_peak, kv_cache = live.peak, runs.cache_bytes
+        for _ in range(ANSWER):
+            answer.append(runs.decode(answer[-1].argmax(-1)))
+        kept: list[int] = []
+        with LiveStorages() as live:
+            trained, peak = measure_peak(self.device, lambda: runs.train(at_turn=lambda: kept.append(live.now)))
+        memory = ModelMemory(
+            weights=self.model.nbytes,
+            kv_cache=kv_cache,
+            prefill_peak=prefill_peak,
+            activations=kept[0],
+            train_peak=live.peak,
+            process_peak=None if self.shares_process else peak.peak_bytes,
+        )
+        return memory, Outcome(answer, trained)
+
+
+def _idle(*_: object) -> Any:
+    """Rank 0 is busy; this rank goes to the next meeting."""
+
+
+def _watching(watch: Watch) -> Callable[[Attend], Attend]:
+    """Attention under the watch, forward and backward: what is left of its time beside messages."""
+
+    def wrap(attend: Attend) -> Attend:
+        def timed(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            watch.begin_attention()
+            out = attend(layer, q, k, v)
+            watch.end_attention(f"layer {layer}")
+            if out.grad_fn is not None:
+                out.grad_fn.register_prehook(lambda _: watch.begin_attention())
+                out.grad_fn.register_hook(lambda *_: watch.end_attention(f"layer {layer} backward"))
+            return out
+
+        return timed
+
+    return wrap

@@ -1,0 +1,85 @@
+"""What all of `ringspan bench` has in common: how many ranks, how they are run, and what is seen meanwhile."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ringspan.bench.launch import Launched, Progress, RanksFailed, RanksRefused, count_cores, count_gpus, run_job
+from ringspan.bench.settings import Carrier, Job
+from ringspan.errors import RingspanError, TransportError, UnsupportedError
+
+FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
+
+
+def default_carrier(launched: Launched | None) -> Carrier:
+    """What carries messages if nothing is said."""
+    if launched is not None and launched.by == "mpirun":
+        return "mpi"
+    return "nccl" if count_gpus() else "gloo"
+
+
+def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) -> int:
+    """How many ranks there are or shall be; what cannot be started is refused."""
+    if launched is not None:
+        if ranks not in (None, launched.world_size):
+            raise click.UsageError(f"--ranks {ranks}: {launched.by} has started {launched.world_size}; leave it out")
+        if (carrier == "mpi") != (launched.by == "mpirun") or carrier == "threads":
+            fitting = "mpi" if launched.by == "mpirun" else "gloo or nccl"
+            raise click.UsageError(f"--transport {carrier}: ranks that {launched.by} has started use {fitting}")
+        return launched.world_size
+    if carrier == "mpi":
+        raise click.UsageError(
+            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench"
+        )
+    if carrier != "nccl":
+        return ranks or count_cores()
+    if not 0 < (ranks or 1) <= count_gpus():
+        raise click.UsageError(f"--transport nccl: {ranks or 1} ranks need as many GPUs; there are {count_gpus()}")
+    return ranks or count_gpus()
+
+
+def run_on_ranks(job: Job, launched: Launched | None, progress: Callable[[Progress], None]) -> Any:
+    """Rank 0's value; None if this process is another rank."""
+    try:
+        if launched is None:
+            return run_job(job, progress)
+        from ringspan.bench.rank import run_here
+
+        return run_here(job, launched, progress)
+    except RanksRefused as error:
+        raise UnsupportedError(str(error)) from error
+    except (RanksFailed, TransportError) as error:
+        raise click.ClickException(str(error)) from error
+    except RingspanError:
+        raise
+    except Exception as error:
+        from ringspan.bench.rank import describe
+
+        raise click.ClickException(f"rank {launched.rank if launched else 0}: {describe(error)}") from error
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.what)
+
+
+def new_console() -> Any:
+    """Standard output, as wide as the terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console

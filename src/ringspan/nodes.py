@@ -1,0 +1,115 @@
+"""How does a rank keep sums whose bits must not depend on who computed which part?
+
+Not as a running total but as the unfinished nodes of a tree for each tile: see `tree.py` for the order and `grid.py`
+for where it is worked out. Here it is only followed.
+"""
+
+from ringspan.execute import Arithmetic, RankState, Value, view_heads
+from ringspan.grid import Growth
+from ringspan.schedule import Block, Transfer
+from ringspan.tiles import Cell, Rise, Sizes, Tile
+from ringspan.tree import TILE
+
+
+class TreeState(RankState):
+    """What one rank holds while it runs a program whose sums are trees."""
+
+    def __init__(
+        self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic, growth: Growth
+    ) -> None:
+        super().__init__(rank, problem, inputs, arithmetic)
+        self.growth = growth
+        self.nodes: dict[int, Value] = {}
+
+    def attend(self, tile: Tile) -> None:
+        """Compute the cells of a tile; what each gives is a leaf of its sums."""
+        q, kv = self.input(tile.q), self.input(tile.kv)
+        for cell in tile.cells:
+            at_q, at_kv = _rows(q, cell.q), _rows(kv, cell.kv)
+            if tile.q.kind == "q":
+                out = self._attend_cell(tile, cell, at_q, at_kv)
+                for rise, leaf in zip(cell.rises, _split(out, len(cell.rises)), strict=True):
+                    self._rise(tile.sums[0], rise, leaf)
+            else:
+                leaves = self._differentiate_cell(tile, cell, at_q, at_kv)
+                for block, rise, leaf in zip(tile.sums, cell.rises, leaves, strict=True):
+                    self._rise(block, rise, leaf)
+
+    def take(self, step: int, transfer: Transfer) -> Value:
+        """What a message carries: a copy of an input's name, or the nodes of a sum's part, one after the other."""
+        if not transfer.block.is_sum:
+            return super().take(step, transfer)
+        leaving = self.growth.leaving[step, transfer]
+        if len(leaving) == 1:
+            return self.nodes.pop(leaving[0].slot)
+        part = self._new(transfer.block, leaving[-1].rows.stop, self.nodes[leaving[0].slot])
+        for _, rows, slot in leaving:
+            _copy(self.nodes.pop(slot), _rows(part, rows))
+        return part
+
+    def add(self, step: int, transfer: Transfer, part: Value) -> bool:
+        """Take the nodes of an arrived part as this rank's."""
+        for rows, rise in self.growth.arriving[step, transfer]:
+            node = self._new(transfer.block, rows.stop - rows.start, part)
+            _copy(_rows(part, rows), node)
+            self._rise(transfer.block, rise, node)
+        return True
+
+    def sum(self, block: Block) -> Value:
+        """A sum of this rank, complete; where a tile sees nothing there is nothing in it."""
+        total = self.new_sum(block)
+        for at, rows, slot in self.growth.roots:
+            if at.whole == block:
+                _copy(self.nodes[slot], _rows(view_heads(total, at.heads), rows))
+        return total
+
+    def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> Value:
+        first, *others = cell.pieces
+        height = cell.q.stop - cell.q.start
+        if not others and first.rows is None and first.q.stop - first.q.start == height:
+            return self.arithmetic.begin(first, q, kv)
+        *lead, _ = q[0].shape
+        out = self.arithmetic.new_sum(tile.sums[0], ((*lead, kv[1].shape[-1]), (*lead, 1)))
+        for piece in cell.pieces:
+            self.arithmetic.attend(piece, q, kv, out, False)
+        return out
+
+    def _differentiate_cell(self, tile: Tile, cell: Cell, q_grad: Value, kv: Value) -> tuple[Value, Value]:
+        first, *others = cell.pieces
+        size = cell.q.stop - cell.q.start, cell.kv.stop - cell.kv.start
+        if not others and first.rows is None and (first.q, first.kv) == (slice(0, size[0]), slice(0, size[1])):
+            return self.arithmetic.begin_grad(first, q_grad, kv)
+        dq = self.arithmetic.new_sum(tile.sums[0], (q_grad[0].shape,))
+        dkv = self.arithmetic.new_sum(tile.sums[1], tuple(x.shape for x in kv))
+        for piece in cell.pieces:
+            self.arithmetic.attend_grad(piece, q_grad, kv, dq, dkv)
+        return dq, dkv
+
+    def _rise(self, block: Block, rise: Rise, node: Value) -> None:
+        """Join a new node with what is here already, left and right as the tree has them."""
+        for slot, is_left in rise.siblings:
+            other = self.nodes.pop(slot)
+            left, right = (other, node) if is_left else (node, other)
+            self.arithmetic.merge(block, left, right)
+            node = left
+        self.nodes[rise.slot] = node
+
+    def _new(self, block: Block, num_rows: int, like: Value) -> Value:
+        shapes = tuple((*x.shape[:-2], num_rows, x.shape[-1]) for x in like)
+        return self.arithmetic.new_sum(block, shapes)
+
+
+def _rows(value: Value, rows: slice) -> Value:
+    return tuple(x[..., rows, :] for x in value)
+
+
+def _split(value: Value, num_tiles: int) -> list[Value]:
+    """A value of several whole tiles, tile by tile."""
+    if num_tiles == 1:
+        return [value]
+    return [_rows(value, slice(i * TILE, (i + 1) * TILE)) for i in range(num_tiles)]
+
+
+def _copy(value: Value, into: Value) -> None:
+    for x, y in zip(value, into, strict=True):
+        y[...] = x

@@ -1,0 +1,79 @@
+"""`elementwise`: functions of single numbers, with the same bits wherever a number stands in a tensor.
+
+Torch computes sigmoid, SiLU and others many numbers at a time, and what is left at the end of a loop, or of a thread's
+share of it, one by one: with other bits. Here no loop has such an end: tensors are cut into chunks too small for a
+second thread, and the last one is filled up.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ringspan.errors import ShapeError
+
+_CHUNK = 1 << 14  # numbers; torch shares a loop between threads from 2^15 on
+_FULL = 64  # numbers; a multiple of what any loop takes at a time
+
+
+def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`fn(*tensors)`, with the same bits for any number of ranks and threads; gradients too.
+
+    It is for what has such ends: silu, sigmoid, softplus, tanh-gelu, powers. Sums, products, exp, tanh, sin, cos, erf,
+    relu and gelu have none, and need no help. Nothing is sent, and the backward pass computes fn once more.
+
+    Args:
+        fn: Each number of its result depends on the numbers at the same place only; such as `torch.nn.functional.silu`.
+        tensors: All of the shape and dtype of the result.
+    """
+    first = tensors[0]
+    if any(x.shape != first.shape or x.dtype != first.dtype for x in tensors) or not first.is_floating_point():
+        looks = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+        raise ShapeError(
+            f"tensors are {looks}: they have one shape and one floating-point dtype; expand or convert them"
+        )
+    out: torch.Tensor = _Elementwise.apply(fn, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Elementwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        out = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+        flat = out.view(-1)
+        for place, chunks in _chunks(tensors):
+            result = fn(*chunks)
+            if result.shape != chunks[0].shape or result.dtype != out.dtype:
+                raise ShapeError(
+                    f"fn makes {tuple(result.shape)} {result.dtype} of {tuple(chunks[0].shape)} {out.dtype}: it must "
+                    "make one number of each, of the same dtype"
+                )
+            flat[place] = result[: len(flat[place])]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors]
+        for place, (dchunk, *chunks) in _chunks((dout, *ctx.saved_tensors)):
+            inputs = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(chunks, wanted, strict=True)]
+            with torch.enable_grad():
+                result = ctx.fn(*inputs)
+            found = iter(torch.autograd.grad(result, [x for x in inputs if x.requires_grad], dchunk))
+            for grad, is_wanted in zip(grads, wanted, strict=True):
+                if is_wanted:
+                    grad.view(-1)[place] = next(found)[: len(grad.view(-1)[place])]
+        return None, *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True))
+
+
+def _chunks(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Places in the flat tensors, and what is there, filled up with ones to full loops."""
+    flat = [x.contiguous().view(-1) for x in tensors]
+    for start in range(0, flat[0].numel(), _CHUNK):
+        place = slice(start, start + _CHUNK)
+        missing = -len(flat[0][place]) % _FULL
+        yield place, [torch.cat([x[place], x.new_ones(missing)]) if missing else x[place] for x in flat]

@@ -1,0 +1,92 @@
+"""`embedding`: the gradient of a token's row is summed over its occurrences in sequence order.
+
+A gradient for each tile would be as large as the whole table. So ranks do not merge sums: each of them gets some of the
+features of all tokens, adds them up in the order of positions, and sends the columns it has finished to all. Received
+are as many gradients of tokens as a rank's own shard has, and the table once.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding as look_up
+
+from ringspan.collectives import exchange
+from ringspan.errors import ShapeError
+from ringspan.layout import Layout
+from ringspan.reproducible.arguments import check_tokens
+from ringspan.reproducible.sums import Ranks, open_ranks
+from ringspan.softmax import accumulator_dtype
+
+
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, *, layout: Layout, group: Any = None, timeout_s: float | None = None
+) -> torch.Tensor:
+    """The rows of `weight` for token ids, (batch, seq, features), with the same gradient on any number of ranks.
+
+    Args:
+        ids: (batch, seq), whole numbers: this rank's tokens in the order of the layout.
+        weight: (vocabulary, features), the same on every rank. After backward every rank has its whole gradient.
+        layout: As in `linear`.
+        group: As in `linear`.
+        timeout_s: As in `linear`.
+    """
+
+    def check(shard_len: int) -> None:
+        check_tokens("ids", ids, shard_len)
+        if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ShapeError(f"ids.shape={tuple(ids.shape)} ({ids.dtype}): ids are (batch, seq), int64 or int32")
+        if weight.ndim != 2 or not weight.is_floating_point() or weight.device != ids.device:
+            raise ShapeError(
+                f"weight.shape={tuple(weight.shape)} ({weight.dtype}, {weight.device}): weight is "
+                f"(vocabulary, features), floating point, on the device of ids, {ids.device}"
+            )
+        wrong = ids[(ids < 0) | (ids >= len(weight))]
+        if len(wrong):
+            raise ShapeError(f"ids has {int(wrong[0])}: weight has {len(weight)} rows; use 0 to {len(weight) - 1}")
+
+    ranks = open_ranks(layout, group, timeout_s, check)
+    rows: torch.Tensor = _Embedding.apply(weight, ids, ranks)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks, ctx.shape = ranks, weight.shape
+        ctx.save_for_backward(ids)
+        return look_up(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ranks, (vocabulary, features) = ctx.ranks, ctx.shape
+        (ids,) = ctx.saved_tensors
+        ranks.agree(
+            "gradient of reproducible.embedding",
+            batch=len(ids),
+            weight=tuple(ctx.shape),
+            dtype=dout.dtype,
+            ids=ids.dtype,
+        )
+        world_size = ranks.session.transport.world_size
+        cuts = [features * rank // world_size for rank in range(world_size + 1)]
+        width = cuts[ranks.rank + 1] - cuts[ranks.rank]
+        dwhole = _unshard(ranks, [dout[..., first:last] for first, last in itertools.pairwise(cuts)], (width,))
+        all_ids = _unshard(ranks, [ids] * world_size, ())
+        # It goes through the ids in order, whatever the number of threads.
+        mine = torch.ops.aten.embedding_dense_backward(
+            dwhole.to(accumulator_dtype(dout.dtype)), all_ids, vocabulary, -1, False
+        )
+        shapes = [(vocabulary, last - first) for first, last in itertools.pairwise(cuts)]
+        columns = exchange(ranks.session, [mine] * world_size, shapes, ranks.deadline_s)
+        return torch.cat(columns, dim=1).to(dout.dtype), None, None
+
+
+def _unshard(ranks: Ranks, parts: list[torch.Tensor], tail: tuple[int, ...]) -> torch.Tensor:
+    """Send the r-th part to rank r; what all send here, (batch, seq, *tail), in the order of positions."""
+    layout = ranks.tiling.layout
+    shapes = [(len(parts[0]), layout.shard_len(rank), *tail) for rank in range(layout.world_size)]
+    received = exchange(ranks.session, [part.contiguous() for part in parts], shapes, ranks.deadline_s)
+    return layout.unshard(received, dim=1)

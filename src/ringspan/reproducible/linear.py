@@ -1,0 +1,134 @@
+"""`linear`: a matrix product for each tile, forward and backward.
+
+The bits of a row of a product may change with the number of rows in it, so every product here has the rows of one batch
+row of one tile, wherever it is computed. Half types are multiplied and summed in float32 and rounded once.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ringspan.errors import ShapeError
+from ringspan.layout import Layout
+from ringspan.reproducible.arguments import check_tokens, check_weights
+from ringspan.reproducible.sums import Ranks, open_ranks
+from ringspan.softmax import accumulator_dtype
+
+_ALIGNMENT = 64  # bytes; torch's own tensors have it, and a matrix product may tell one that has not
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    layout: Layout,
+    group: Any = None,
+    timeout_s: float | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, (batch, seq, out_features), the same bits on any number of ranks; gradients too.
+
+    Forward sends nothing. In the backward pass the gradients of weight and bias are summed over the tiles of all ranks:
+    each rank has them whole, and all ranks must make the call.
+
+    Args:
+        x: (batch, seq, in_features), this rank's tokens in the order of the layout.
+        weight: (out_features, in_features), the same on every rank.
+        bias: (out_features,), or None.
+        layout: Who holds which token; on the grid of `rs.TILE` tokens (`align=rs.TILE`).
+        group: As in `attention`.
+        timeout_s: The deadline of every wait for another rank; by default that of the group.
+    """
+
+    def check(shard_len: int) -> None:
+        check_tokens("x", x, shard_len)
+        if x.ndim != 3 or weight.ndim != 2 or x.shape[2] != weight.shape[1]:
+            raise ShapeError(
+                f"x.shape={tuple(x.shape)}, weight.shape={tuple(weight.shape)}: x is (batch, seq, in_features), weight "
+                "is (out_features, in_features)"
+            )
+        check_weights(x, weight=weight, bias=bias)
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ShapeError(f"bias.shape={tuple(bias.shape)}: one for each output; expected ({weight.shape[0]},)")
+
+    ranks = open_ranks(layout, group, timeout_s, check)
+    with torch.autocast(x.device.type, enabled=False):
+        out: torch.Tensor = _Linear.apply(x, weight, bias, ranks)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ranks: Ranks
+    ) -> torch.Tensor:
+        ctx.ranks = ranks
+        ctx.save_for_backward(x, weight)
+        dtype = accumulator_dtype(x.dtype)
+        transposed = _aligned(weight, dtype).T
+        added = None if bias is None else bias.to(dtype)
+        out = x.new_empty(*x.shape[:2], weight.shape[0])
+        for strip in ranks.tiles:
+            for x_row, out_row in zip(x, out, strict=True):
+                tile = _aligned(x_row[strip.rows], dtype)
+                _multiply(tile, transposed, added, out_row[strip.rows])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+        dx = _x_gradient(ctx.ranks, dout, weight) if needs_dx else None
+        if not (needs_dweight or needs_dbias):
+            return dx, None, None, None
+        num_weights = weight.numel() if needs_dweight else 0
+        length = num_weights + (weight.shape[0] if needs_dbias else 0)
+        like = weight.new_empty(length, dtype=accumulator_dtype(weight.dtype))
+        parts = _weight_gradients(ctx.ranks, x, dout, like, num_weights)
+        whole = ctx.ranks.sum_over_tiles("gradient of reproducible.linear", parts, like).to(weight.dtype)
+        dweight = whole[:num_weights].view_as(weight) if needs_dweight else None
+        return dx, dweight, whole[num_weights:] if needs_dbias else None, None
+
+
+def _x_gradient(ranks: Ranks, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    matrix = _aligned(weight, accumulator_dtype(weight.dtype))
+    dx = dout.new_empty(*dout.shape[:2], weight.shape[1])
+    for strip in ranks.tiles:
+        for dout_row, dx_row in zip(dout, dx, strict=True):
+            tile = _aligned(dout_row[strip.rows], matrix.dtype)
+            _multiply(tile, matrix, None, dx_row[strip.rows])
+    return dx
+
+
+def _weight_gradients(
+    ranks: Ranks, x: torch.Tensor, dout: torch.Tensor, like: torch.Tensor, num_weights: int
+) -> Iterator[torch.Tensor]:
+    """For each tile: that of the weight, if wanted, and that of the bias, if wanted, in one flat tensor."""
+    for strip in ranks.tiles:
+        part = torch.empty_like(like)
+        dweight = part[:num_weights].view(-1, x.shape[2])
+        dbias = part[num_weights:].zero_()
+        for i, (x_row, dout_row) in enumerate(zip(x, dout, strict=True)):
+            dtile = _aligned(dout_row[strip.rows], like.dtype)
+            if num_weights:
+                dweight.addmm_(dtile.T, _aligned(x_row[strip.rows], like.dtype), beta=min(i, 1))
+            if len(dbias):
+                dbias += dtile.sum(dim=0)
+        yield part
+
+
+def _aligned(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In this dtype, and in memory as it is on every rank."""
+    x = x.to(dtype).contiguous()
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Into `out`: directly where it looks the same on every rank."""
+    room = out if out.dtype == a.dtype and out.data_ptr() % _ALIGNMENT == 0 else None
+    product = torch.mm(a, b, out=room) if added is None else torch.addmm(added, a, b, out=room)
+    if room is None:
+        out.copy_(product)

@@ -1,0 +1,88 @@
+"""`rs.reproducible` on gloo processes, and with any number of threads: the bits of one process with one thread."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks, values
+
+import ringspan as rs
+from reproducible_layers import SEQ_LEN, run_layers
+from reproducible_training import SEQ_LEN as TRAINED
+from reproducible_training import train
+from ringspan.tree import TILE
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_layers_on_processes_have_the_bits_of_one(world_size: int) -> None:
+    layouts = [rs.zigzag(SEQ_LEN, world_size, align=TILE), rs.striped(SEQ_LEN, world_size, block=TILE)]
+    parts_by_rank = values(run_ranks(run_on_layouts, world_size, layouts))
+    alone = run_layers(rs.contiguous(SEQ_LEN, 1), 0, None, torch.float32)
+    for layout, parts in zip(layouts, zip(*parts_by_rank, strict=True), strict=True):
+        for field, expected in alone.items():
+            if field.startswith("token "):
+                assert torch.equal(layout.unshard([part[field] for part in parts], 1), expected), field
+            else:
+                assert all(torch.equal(part[field], expected) for part in parts), field
+
+
+def run_on_layouts(rank: int, layouts: list[rs.Layout]) -> list[dict[str, torch.Tensor]]:
+    return [run_layers(layout, rank, None, torch.float32) for layout in layouts]
+
+
+def test_training_on_processes_ends_in_the_weights_of_one() -> None:
+    alone = train(rs.contiguous(TRAINED, 1), None, steps=8)
+    for weights in values(run_ranks(run_training, 2)):
+        assert [name for name, x in alone.items() if not torch.equal(weights[name], x)] == []
+
+
+def run_training(rank: int) -> dict[str, torch.Tensor]:
+    return train(rs.zigzag(TRAINED, 2, align=TILE), None, steps=8)
+
+
+def test_the_number_of_threads_does_not_change_a_bit_if_mkl_is_told_so() -> None:
+    """The variable is read when torch is loaded, so this is another interpreter."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_gloo_reproducible as test; test.print_digests()"],
+        env=os.environ | {"PYTHONPATH": path, "MKL_CBWR": "AUTO,STRICT"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    digests = done.stdout.split()
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
+
+
+def print_digests() -> None:
+    for num_threads in (1, 2, 3, 4):
+        torch.set_num_threads(num_threads)
+        digest = hashlib.sha256()
+        layers = run_layers(rs.contiguous(SEQ_LEN, 1), 0, None, torch.float32)
+        weights = train(rs.contiguous(TRAINED, 1), None, steps=2)
+        for x in (*layers.values(), *weights.values(), *narrow_products()):
+            digest.update(x.numpy().tobytes())
+        sys.stdout.write(digest.hexdigest() + "\n")
+
+
+def narrow_products() -> list[torch.Tensor]:
+    """Sums over many features for few results, which threads would share: with other bits, unless told not to."""
+    generator = torch.Generator().manual_seed(0)
+    layout = rs.contiguous(TILE + 17, 1)
+    x, dout = (torch.randn(1, TILE + 17, features, generator=generator) for features in (1024, 64))
+    weight = torch.randn(64, 1024, generator=generator)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    out = rs.reproducible.linear(x, weight, layout=layout)
+    return [out.detach(), *torch.autograd.grad(out, (x, weight), dout)]

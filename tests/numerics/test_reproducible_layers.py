@@ -1,0 +1,355 @@
+"""`rs.reproducible` on ranks as threads: equal bits for any world size and layout, and the numbers of plain torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ringspan as rs
+from reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
+from ringspan.transports.counting import CountingTransport
+from ringspan.tree import TILE
+
+torch.set_num_threads(1)
+
+LAYOUTS: dict[str, Callable[[int], rs.Layout]] = {
+    "contiguous": lambda world_size: rs.contiguous(SEQ_LEN, world_size, align=TILE),
+    "zigzag": lambda world_size: rs.zigzag(SEQ_LEN, world_size, align=TILE),
+    "striped": lambda world_size: rs.striped(SEQ_LEN, world_size, block=TILE),
+}
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def on_ranks(layout: rs.Layout, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    return rs.run_in_process(lambda group: run_layers(layout, group.rank, group, dtype), layout.world_size)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[torch.dtype, dict[str, torch.Tensor]]:
+    layout = rs.contiguous(SEQ_LEN, 1)
+    return {dtype: run_layers(layout, 0, None, dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+# Bits
+
+
+@each_dtype
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_the_number_of_ranks_does_not_change_a_bit(
+    world_size: int, name: str, dtype: torch.dtype, alone: dict[torch.dtype, dict[str, torch.Tensor]]
+) -> None:
+    layout = LAYOUTS[name](world_size)
+    parts = on_ranks(layout, dtype)
+    for field, expected in alone[dtype].items():
+        if field.startswith("token "):
+            assert torch.equal(layout.unshard([part[field] for part in parts], 1), expected), field
+        else:
+            assert all(torch.equal(part[field], expected) for part in parts), field
+
+
+def test_a_plain_linear_with_an_all_reduce_does_change_bits() -> None:
+    """What is promised is no matter of course: the same sums, taken as usual."""
+    x, dout = torch.randn(2, SEQ_LEN, 1, FEATURES, generator=torch.Generator().manual_seed(0)).unbind(0)
+    whole, halves = (
+        sum(layout.shard(dout, rank, 0)[:, 0].T @ layout.shard(x, rank, 0)[:, 0] for rank in range(layout.world_size))
+        for layout in (rs.contiguous(SEQ_LEN, 1), rs.contiguous(SEQ_LEN, 2, align=TILE))
+    )
+    torch.testing.assert_close(halves, whole)
+    assert not torch.equal(halves, whole)
+
+
+def test_every_matrix_product_is_the_same_one_wherever_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product with other rows may have other bits, though not on every machine: so its shape is what is tested."""
+    shapes: list[tuple[object, ...]] = []
+
+    def record(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+            shapes.append((multiply.__name__, *(tuple(x.shape) for x in tensors), options.get("beta")))
+            return multiply(*tensors, **options)
+
+        return run
+
+    monkeypatch.setattr(torch, "mm", record(torch.mm))
+    monkeypatch.setattr(torch, "addmm", record(torch.addmm))
+    monkeypatch.setattr(torch.Tensor, "addmm_", record(torch.Tensor.addmm_))
+    shapes_by_world_size = []
+    for world_size in (1, 3):
+        on_ranks(LAYOUTS["zigzag"](world_size), torch.float32)
+        shapes_by_world_size.append(sorted(shapes, key=repr))
+        shapes.clear()
+    assert shapes_by_world_size[0] == shapes_by_world_size[1]
+    assert {shape[0] for shape in shapes_by_world_size[0]} == {"mm", "addmm", "addmm_"}
+
+
+@pytest.mark.parametrize("layout", [rs.contiguous(TILE + 1, 1, start=5), rs.contiguous(1, 1), rs.contiguous(0, 1)])
+def test_short_sequences(layout: rs.Layout) -> None:
+    x = torch.randn(2, layout.num_positions, 6).requires_grad_()
+    weight = torch.randn(3, 6, requires_grad=True)
+    out = rs.reproducible.linear(x, weight, layout=layout)
+    out.backward(torch.ones_like(out))
+    torch.testing.assert_close(out, x @ weight.T)
+    torch.testing.assert_close(weight.grad, x.detach().sum((0, 1)).expand(3, 6))
+
+
+def test_a_tensor_that_is_aligned_otherwise_has_the_same_bits() -> None:
+    layout = rs.contiguous(TILE + 3, 1)
+    x, weight = torch.randn(1, TILE + 3, FEATURES), torch.randn(7, FEATURES)
+    moved = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    spread = torch.stack([x, x], dim=-1)[..., 0]
+    expected = rs.reproducible.linear(x, weight, layout=layout)
+    assert moved.data_ptr() % 64
+    for other in (moved, spread):
+        assert torch.equal(rs.reproducible.linear(other, weight, layout=layout), expected)
+
+
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "power": lambda x: x.abs().pow(0.3),
+    "gate": lambda x, y=None: F.silu(x) * (x if y is None else y),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_elementwise_functions_have_the_same_bits_wherever_a_number_stands(name: str) -> None:
+    """At any place of tensors of any length, also those that several threads share; and these are torch's numbers."""
+    fn = ACTIVATIONS[name]
+    x = torch.randn(70_007, generator=torch.Generator().manual_seed(0))
+
+    def run(x: torch.Tensor, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        out = compute(x)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, x, torch.full_like(out, 0.37))])
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return rs.reproducible.elementwise(fn, x)
+
+    whole = run(x, ours)
+    torch.testing.assert_close(whole, run(x, fn))
+    for first, last in ((0, 1), (3, 67), (1, 40_000), (5, 70_001)):
+        assert torch.equal(run(x[first:last], ours), whole[:, first:last])
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(run(x, ours), whole)
+        assert torch.equal(run(x[5:], ours), whole[:, 5:])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_elementwise_of_several_tensors_of_which_one_has_no_gradient() -> None:
+    x, y = torch.randn(2, 3, 7, requires_grad=True), torch.randn(7, 3, 2).permute(2, 1, 0)
+    out = rs.reproducible.elementwise(ACTIVATIONS["gate"], x, y)
+    torch.testing.assert_close(out, F.silu(x) * y)
+    torch.testing.assert_close(*(torch.autograd.grad(z.sum(), x) for z in (out, F.silu(x) * y)))
+    assert rs.reproducible.elementwise(torch.sigmoid, x[:, :0]).shape == (2, 0, 7)
+
+
+def test_what_is_not_elementwise_is_refused() -> None:
+    for fn, tensors in ((torch.sigmoid, (X, X[0])), (torch.sum, (X,)), (torch.sigmoid, (X.long(),))):
+        with pytest.raises(rs.ShapeError, match="dtype"):
+            rs.reproducible.elementwise(fn, *tensors)
+
+
+# Numbers
+
+
+def plain_layers() -> dict[str, torch.Tensor]:
+    """The same layers by torch's own functions, in float64."""
+    inputs = make_inputs(torch.float64)
+    weights = {name: weight.requires_grad_() for name, weight in inputs.weights.items()}
+    embedded = F.embedding(inputs.ids, weights["table"])
+    normal = F.layer_norm(embedded, (FEATURES,), weights["scale"], weights["shift"])
+    wide = F.linear(normal, weights["up"], weights["up bias"])
+    heads = F.rms_norm(wide.unflatten(-1, (4, -1)), (weights["root scale"].shape[0],), weights["root scale"], 1e-6)
+    logits = F.linear(F.gelu(heads.flatten(2)), weights["down"])
+    loss = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten())
+    tokens = {"embedded": embedded, "normal": normal, "wide": wide, "heads": heads, "logits": logits}
+    gradients = torch.autograd.grad(loss, [*weights.values(), *tokens.values()])
+    return (
+        {"loss": loss.detach()}
+        | {f"token {name}": x.detach() for name, x in tokens.items()}
+        | dict(zip((*(f"d{name}" for name in weights), *(f"token d{name}" for name in tokens)), gradients, strict=True))
+    )
+
+
+@each_dtype
+def test_the_numbers_are_those_of_plain_torch(
+    dtype: torch.dtype, alone: dict[torch.dtype, dict[str, torch.Tensor]]
+) -> None:
+    expected = plain_layers()
+    assert expected.keys() == alone[dtype].keys()
+    for name, x in alone[dtype].items():
+        error = (x - expected[name]).norm() / expected[name].norm()
+        assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
+
+
+@pytest.mark.parametrize("is_centred", [True, False])
+def test_gradients_of_norms_by_finite_differences(is_centred: bool) -> None:
+    layout = rs.contiguous(3, 1)
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 5), 5, 5))
+    if is_centred:
+        layer_norm = rs.reproducible.layer_norm
+        assert torch.autograd.gradcheck(lambda *args: layer_norm(*args, layout=layout), (x, weight, bias))
+    else:
+        rms_norm = rs.reproducible.rms_norm
+        assert torch.autograd.gradcheck(lambda *args: rms_norm(*args, layout=layout), (x, weight))
+
+
+def test_sum_of_losses_and_no_label_at_all() -> None:
+    layout = rs.contiguous(5, 1)
+    logits = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[3, -100, 0, 10, 7], [-100, -100, 1, 1, 1]])
+    assert torch.autograd.gradcheck(
+        lambda x: rs.reproducible.cross_entropy(x, labels, layout=layout, reduction="sum"), (logits,)
+    )
+    total = rs.reproducible.cross_entropy(logits, labels, layout=layout, reduction="sum")
+    torch.testing.assert_close(total, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+    nothing = rs.reproducible.cross_entropy(logits, torch.full((2, 5), -100), layout=layout)
+    (gradient,) = torch.autograd.grad(nothing, logits)
+    assert nothing == 0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both", "x"])
+def test_only_what_asks_for_it_has_a_gradient(frozen: str) -> None:
+    layout = rs.contiguous(2 * TILE, 2, align=TILE)
+    whole = torch.randn(1, 2 * TILE, 4)
+
+    def run(group: Any) -> tuple[torch.Tensor | None, ...]:
+        x = rs.shard(whole, layout, group, dim=1).clone().requires_grad_(frozen != "x")
+        weight = torch.ones(3, 4, requires_grad=frozen not in ("weight", "both"))
+        bias = torch.ones(3, requires_grad=frozen not in ("bias", "both"))
+        rs.reproducible.linear(x, weight, bias, layout=layout, group=group).sum().backward()
+        return x.grad, weight.grad, bias.grad
+
+    for dx, dweight, dbias in rs.run_in_process(run, 2):
+        assert (dx is None) == (frozen == "x")
+        if frozen in ("weight", "both"):
+            assert dweight is None
+        else:
+            torch.testing.assert_close(dweight, whole.sum((0, 1)).expand(3, 4))
+        if frozen in ("bias", "both"):
+            assert dbias is None
+        else:
+            assert dbias.tolist() == [2 * TILE] * 3
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_contiguous_layout_sends_the_bytes_of_an_all_reduce(
+    world_size: int, counted: dict[int, CountingTransport]
+) -> None:
+    layout = rs.contiguous(8 * TILE, world_size, align=TILE)
+
+    def run(group: Any) -> None:
+        weight = torch.ones(16, 8, requires_grad=True)
+        x = torch.ones(1, 8 * TILE // world_size, 8)
+        rs.reproducible.linear(x, weight, layout=layout, group=group).sum().backward()
+
+    rs.run_in_process(run, world_size)
+    assert [sum(transport.bytes_sent) for transport in counted.values()] == [
+        2 * (world_size - 1) * 16 * 8 * 4 // world_size
+    ] * world_size
+
+
+# Refusals
+
+
+def test_a_layout_off_the_grid_is_refused_on_all_ranks() -> None:
+    layout = rs.contiguous(1300, 2)
+
+    def run(group: Any) -> None:
+        with pytest.raises(
+            rs.LayoutError, match=r"two ranks; the nearest such layout is rs.contiguous\(1300, 2, align"
+        ):
+            rs.reproducible.linear(torch.ones(1, 650, 4), torch.ones(3, 4), layout=layout, group=group)
+
+    rs.run_in_process(run, 2)
+
+
+def test_replicated_positions_are_refused() -> None:
+    layout = rs.Layout(((rs.Span(512, 600),),), replicated=(rs.Span(0, 3),))
+    with pytest.raises(rs.UnsupportedError, match="replicated positions"):
+        rs.reproducible.linear(torch.ones(1, 91, 4), torch.ones(3, 4), layout=layout)
+
+
+X = torch.ones(1, 5, 4)
+REFUSED: dict[str, Callable[[rs.Layout], object]] = {
+    "x.shape=.*5 positions": lambda layout: rs.reproducible.linear(X[:, :4], torch.ones(3, 4), layout=layout),
+    "in_features": lambda layout: rs.reproducible.linear(X, torch.ones(4, 3), layout=layout),
+    "bias.shape": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), torch.ones(4), layout=layout),
+    "autocast": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4).bfloat16(), layout=layout),
+    "batch of 1": lambda layout: rs.reproducible.linear(X[:0], torch.ones(3, 4), layout=layout),
+    "weight.shape": lambda layout: rs.reproducible.rms_norm(X, torch.ones(3), layout=layout),
+    "give a tensor": lambda layout: rs.reproducible.layer_norm(X.tolist(), torch.ones(4), layout=layout),
+    "ids has 9": lambda layout: rs.reproducible.embedding(torch.full((1, 5), 9), torch.ones(9, 2), layout=layout),
+    "int64 or int32": lambda layout: rs.reproducible.embedding(X[..., 0], torch.ones(9, 2), layout=layout),
+    "vocabulary, features": lambda layout: rs.reproducible.embedding(X[..., 0].long(), torch.ones(9), layout=layout),
+    "labels has 4": lambda layout: rs.reproducible.cross_entropy(X, torch.full((1, 5), 4), layout=layout),
+    "labels.shape": lambda layout: rs.reproducible.cross_entropy(X, torch.ones(5).long(), layout=layout),
+    'use "mean" or "sum"': lambda layout: rs.reproducible.cross_entropy(
+        X, X[..., 0].long(), layout=layout, reduction="none"
+    ),
+    "timeout_s=0": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), layout=layout, timeout_s=0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_arguments_that_do_not_fit_are_refused(message: str) -> None:
+    with pytest.raises(rs.ShapeError, match=message):
+        REFUSED[message](rs.contiguous(5, 1))
+
+
+def test_a_refusal_on_one_rank_reaches_the_others_at_their_next_call() -> None:
+    layout = rs.contiguous(2 * TILE, 2, align=TILE)
+
+    def run(group: Any) -> None:
+        weight = torch.ones(3, 4, requires_grad=True)
+        x = torch.ones(1, TILE - group.rank, 4)
+        if group.rank == 1:
+            with pytest.raises(rs.ShapeError, match="512 positions"):
+                rs.reproducible.linear(x, weight, layout=layout, group=group)
+        else:
+            out = rs.reproducible.linear(x, weight, layout=layout, group=group)
+            with pytest.raises(rs.TransportError, match=r"refused, on rank 1: ShapeError: x.shape=\(1, 511, 4\)"):
+                out.sum().backward()
+
+    rs.run_in_process(run, 2)
+
+
+def test_weights_of_different_sizes_are_noticed_before_anything_is_received() -> None:
+    layout = rs.contiguous(2 * TILE, 2, align=TILE)
+
+    def run(group: Any) -> None:
+        weight = torch.ones(3 + group.rank, 4, requires_grad=True)
+        out = rs.reproducible.linear(torch.ones(1, TILE, 4), weight, layout=layout, group=group)
+        with pytest.raises(rs.TransportError, match="length: rank 0 has 12, rank 1 has 16"):
+            out.sum().backward()
+
+    rs.run_in_process(run, 2)
+
+
+def test_second_derivatives_are_refused() -> None:
+    weight = torch.ones(3, 4, requires_grad=True)
+    out = rs.reproducible.linear(X, weight, layout=rs.contiguous(5, 1))
+    (gradient,) = torch.autograd.grad(out.square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_autocast_leaves_the_dtype_alone() -> None:
+    layout = rs.contiguous(5, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rs.reproducible.linear(X, torch.ones(3, 4), layout=layout).dtype == torch.float32
+
+
+def test_the_vocabulary_is_odd() -> None:
+    """So that no row of logits ends with a full vector."""
+    assert VOCABULARY % 8
