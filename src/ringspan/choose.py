@@ -16,6 +16,7 @@ where most tokens are new. They compare times only: both algorithms are exact.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
@@ -199,6 +200,7 @@ class RingMachine(NamedTuple):
     busy_s_per_byte: float = 0.0
 
 
+@lru_cache(maxsize=1024)
 def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int) -> Choice | None:
     """The algorithm that should take less time; None if that depends on a machine that is not known.
 

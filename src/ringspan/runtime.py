@@ -250,8 +250,7 @@ def _at(index: _Index, x: torch.Tensor) -> torch.Tensor:
 
 def _rows(value: Value, rows: slice) -> Value:
     """Some rows of a block's tensors, as views; all of them as they are."""
-    length = rows.stop - rows.start
-    return value if length == value[0].shape[-2] else tuple(x.narrow(-2, rows.start, length) for x in value)
+    return value if rows.stop - rows.start == value[0].shape[2] else tuple([x[:, :, rows] for x in value])
 
 
 class Buffers:
@@ -275,7 +274,7 @@ class Buffers:
 
     def put(self, value: Value) -> None:
         """Give tensors back."""
-        self._spare[tuple(x.shape for x in value), tuple(x.dtype for x in value), value[0].device].append(value)
+        self._spare[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device].append(value)
 
     def trim(self) -> None:
         """A call is over: free the buffers that the last few calls had no use for."""
@@ -301,7 +300,7 @@ class TransportWire:
         """Start the messages of a step."""
         if not sends and not receives:
             return
-        outgoing = [(message.transfer, tuple(x.contiguous() for x in value)) for message, value in sends]
+        outgoing = [(message.transfer, tuple([x.contiguous() for x in value])) for message, value in sends]
         incoming = [(message.transfer, self._buffers(message)) for message in receives]
         try:
             posted = self.transport.exchange(
@@ -320,13 +319,13 @@ class TransportWire:
     def receive(self, step: int, transfer: Transfer, /) -> Value:
         """Wait for all tensors of a block."""
         handles, value = self._incoming.pop((step, transfer))
-        self._wait(handles, step, value, f"waiting for {transfer.block} from rank {transfer.src}")
+        self._wait(handles, step, transfer, value)
         return value
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
         """Wait until all tensors of a block have left."""
         handles, value = self._outgoing.pop((step, transfer))
-        self._wait(handles, step, value, f"sending {transfer.block} to rank {transfer.dst}")
+        self._wait(handles, step, transfer, value)
 
     def release(self, value: Value, /) -> None:
         """Keep the buffers of a block for the next one."""
@@ -339,11 +338,14 @@ class TransportWire:
             dtypes = (*dtypes[:-1], wide)  # the lse
         return self.buffers.take(message.shapes, dtypes, self.device)
 
-    def _wait(self, handles: Sequence[Handle], step: int, value: Value, what: str) -> None:
+    def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, value: Value) -> None:
         try:
             for handle in handles:
                 handle.wait(self.timeout_s)
         except TransportError as error:
+            block, src, dst = transfer
+            is_sender = src == self.transport.rank
+            what = f"sending {block} to rank {dst}" if is_sender else f"waiting for {block} from rank {src}"
             nbytes = sum(x.nbytes for x in value)
             raise self._failed(step, f"{what} ({nbytes} bytes)", error) from None
 

@@ -39,7 +39,7 @@ def merge_(into: Partial, part: Partial) -> None:
     # and 0 · NaN keeps it there.
     share = (part.lse - into.lse).exp_().nan_to_num_(nan=0.0).unsqueeze(-1)
     # Not lerp: it subtracts the two, and the difference of an infinity and anything is no average of them.
-    into.out.mul_(1 - share).addcmul_(part.out.to(into.out.dtype), share)
+    into.out.mul_(torch.rsub(share, 1)).addcmul_(part.out.to(into.out.dtype), share)
 
 
 def merge_steadily(into: Partial, part: Partial) -> None:
@@ -48,7 +48,7 @@ def merge_steadily(into: Partial, part: Partial) -> None:
     share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
     into.lse.copy_(lse)
     # Products, sums and the fused addcmul are rounded alike in every part of a loop.
-    into.out.mul_(1 - share).addcmul_(part.out.to(into.out.dtype), share)
+    into.out.mul_(torch.rsub(share, 1)).addcmul_(part.out.to(into.out.dtype), share)
 
 
 def steadily(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
