@@ -102,7 +102,7 @@ def run_attention(
     ready = _prepare(call, q, k, v, sinks, "forward, to be differentiated" if wants_grad else "forward")
     out, lse = _run(run_forward, ready, q, k, v)
     if sinks is not None:
-        out, lse = _with_sinks(Partial(out, lse), sinks)
+        out, lse = _with_sinks(Partial(out, lse), sinks, steadily if call.options.reproducible else _plainly)
     return Attention(out.to(q.dtype), lse)
 
 
@@ -176,12 +176,16 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     return result
 
 
-def _with_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
+def _plainly(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    return function(*operands)
+
+
+def _with_sinks(part: Partial, sinks: torch.Tensor, apply: Callable[..., torch.Tensor]) -> Partial:
     """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
     logits = sinks.to(part.lse.dtype)[:, None].expand_as(part.lse)
-    lse = steadily(torch.logaddexp, part.lse, logits)
+    lse = apply(torch.logaddexp, part.lse, logits)
     # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
-    share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
+    share = apply(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
     return Partial(part.out * share.unsqueeze(-1), lse)
 
 

@@ -30,7 +30,7 @@ from ringspan.grid import bind_grid
 from ringspan.nodes import TreeState
 from ringspan.schedule import Block
 from ringspan.softmax import steadily
-from ringspan.tiles import Exchange, Problem, Rise, Shapes
+from ringspan.tiles import Exchange, Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 
@@ -105,6 +105,16 @@ def test_keys_in_a_layout_of_their_own() -> None:
         assert all(map(torch.equal, attend(world_size), expected))
 
 
+@pytest.mark.parametrize(("q_len", "kv_len", "batch"), [(0, 0, 1), (600, 600, 0), (600, 0, 1), (0, 600, 1)])
+def test_nothing_to_attend(q_len: int, kv_len: int, batch: int) -> None:
+    layout, kv_layout = (rs.zigzag(length, 2, align=rs.TILE) for length in (q_len, kv_len))
+    job = attention_cases.make_job(
+        "empty", ("full",), layout, rs.Heads(2, 1), kv_layout=kv_layout, batch=batch, algorithm="pass_q"
+    )
+    both = attention_cases.run_both(job, reproducible=True)
+    attention_cases.check_gradients(job, [gradients for _, gradients in both])
+
+
 def test_sinks() -> None:
     call = Call("window", heads=rs.Heads(4, 2))
     sinks = torch.tensor([0.0, 1.5, -2.0, -math.inf])
@@ -169,15 +179,12 @@ def test_the_default_mode_has_other_bits() -> None:
 
 
 def test_joins_in_order_of_arrival_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join_as_they_come(state: TreeState, block: Block, rise: Rise, node: Value) -> None:
-        for slot, _ in rise.siblings:
-            other = state.nodes.pop(slot)
-            state.arithmetic.merge(block, other, node)
-            node = other
-        state.nodes[rise.slot] = node
+    def join_as_they_come(state: TreeState, block: Block, node: Value, other: Value, is_left: bool) -> Value:
+        state.arithmetic.merge(block, other, node)
+        return other
 
     call = Call("full", heads=rs.Heads(4, 2))
-    monkeypatch.setattr(TreeState, "_rise", join_as_they_come)
+    monkeypatch.setattr(TreeState, "_joined", join_as_they_come)
     one, two = (run(call, LAYOUTS["contiguous"](n)) for n in (1, 2))
     assert "out" in different(one, two)
     monkeypatch.undo()

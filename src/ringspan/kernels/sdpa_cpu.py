@@ -102,7 +102,8 @@ def _attend_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, sc
     if heads == kv_heads or num_rows > FOLD_ROWS or num_keys < FOLD_KEYS:
         result: _Result = _operator(q, k, v, 0.0, False, scale=scale)
         return result
-    out, lse = _operator(q.reshape(batch, kv_heads, -1, head_dim), k, v, 0.0, False, scale=scale)
+    rows = q.reshape(batch, kv_heads, num_rows * heads // kv_heads, head_dim)
+    out, lse = _operator(rows, k, v, 0.0, False, scale=scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
