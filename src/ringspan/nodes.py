@@ -4,7 +4,7 @@ Not as a running total but as the unfinished nodes of a tree for each tile: see 
 for where it is worked out. Here it is only followed.
 """
 
-from ringspan.execute import Arithmetic, RankState, Value, view_heads
+from ringspan.execute import Arithmetic, RankState, Value
 from ringspan.grid import Growth
 from ringspan.schedule import Block, Transfer
 from ringspan.tiles import Cell, Rise, Sizes, Tile
@@ -19,6 +19,7 @@ class TreeState(RankState):
     ) -> None:
         super().__init__(rank, problem, inputs, arithmetic)
         self.growth = growth
+        self.roots = {root.slot: root for root in growth.roots}
         self.nodes: dict[int, Value] = {}
         # Nodes of neighbouring tiles that are views of one value, which is joined faster than they are one by one.
         self.runs: dict[tuple[int, ...], Value] = {}
@@ -55,14 +56,6 @@ class TreeState(RankState):
             _copy(_rows(part, rows), node)
             self._rise(transfer.block, rise, node)
         return True
-
-    def sum(self, block: Block) -> Value:
-        """A sum of this rank, complete; where a tile sees nothing there is nothing in it."""
-        total = self.new_sum(block)
-        for at, rows, slot in self.growth.roots:
-            if at.whole == block:
-                _copy(self.nodes[slot], _rows(view_heads(total, at.heads), rows))
-        return total
 
     def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> Value:
         first, *others = cell.pieces
@@ -101,8 +94,8 @@ class TreeState(RankState):
         nodes = _split(run, len(rises))
         for rise, node in zip(rises, nodes, strict=True):
             self._rise(block, rise, node, joined)
-        if len(rises) > 1 and all(len(rise.siblings) == joined for rise in rises):
-            slots = tuple(rise.slot for rise in rises)
+        slots = tuple(rise.slot for rise in rises)
+        if len(slots) > 1 and all(slot in self.nodes and len(siblings) == joined for siblings, slot in rises):
             self.runs[slots] = run
             self.run_of.update(dict.fromkeys(slots, slots))
 
@@ -110,7 +103,11 @@ class TreeState(RankState):
         """Join a new node with what is here already, but for the first siblings, with which it has been joined."""
         for slot, is_left in rise.siblings[joined:]:
             node = self._joined(block, node, self._pop(slot), is_left)
-        self.nodes[rise.slot] = node
+        root = self.roots.get(rise.slot)
+        if root is None:
+            self.nodes[rise.slot] = node
+        else:
+            _copy(node, _rows(self.sum(block), root.rows))
 
     def _joined(self, block: Block, node: Value, other: Value, is_left: bool) -> Value:
         """Two nodes as one, left and right as the tree has them; the left one becomes it."""

@@ -32,9 +32,7 @@ class RankStep(NamedTuple):
     step: int
     held: tuple[Block, ...]
     events: tuple[Event, ...]
-    lse: (
-        Array | None
-    )  # (..., heads, seq) of the rank's own queries after the step; None backward and where out is a tree
+    lse: Array | None  # (..., heads, seq) of the rank's own queries after the step; None in a backward pass
 
     @property
     def attended(self) -> tuple[Event, ...]:
