@@ -167,10 +167,10 @@ def compare(losses: list[float], others: list[float], limit: float, plot: str | 
         from ringspan.report.svg import Chart, Line, draw_charts
 
         lines = [Line(name, list(zip(steps, run, strict=False))) for name, run in (("this", losses), ("other", others))]
-        seen = [(step, max(difference, LEAST)) for step, difference in zip(steps, apart, strict=True)]
+        apart_line = [Line("difference", [(step, max(x, LEAST)) for step, x in zip(steps, apart, strict=True)])]
         charts = [
             Chart("Loss of the two runs", "step", "loss", lines, format_y="{:g}".format),
-            Chart("How far they are apart", "step", "difference", [Line("difference", seen)], format_y="{:g}".format),
+            Chart(f"How far they are apart, {LEAST:g} for 0", "step", "difference", apart_line, format_y="{:g}".format),
         ]
         Path(plot).write_text(draw_charts(charts))
     return max(apart) <= limit
