@@ -52,7 +52,16 @@ def report(rounds: int, sizes: list[int]) -> str:
                 ratio = statistics.median(b / a for a, b in zip(*seconds, strict=True))
                 row += [*(f"{statistics.median(each):.2f}" for each in seconds), f"{ratio:.3f}"]
             rows.append(row)
-    header = ["ranks", "tokens", "default, s", "reproducible, s", "ratio", "default, CPU s", "reproducible, CPU s", "ratio"]
+    header = [
+        "ranks",
+        "tokens",
+        "default, s",
+        "reproducible, s",
+        "ratio",
+        "default, CPU s",
+        "reproducible, CPU s",
+        "ratio",
+    ]
     return (
         f"`python benchmarks/reproducible.py --rounds {rounds}`\n\n{describe_machine()}, torch {torch.__version__}.\n\n"
         f"One `rs.attention` of {HEADS} heads of {HEAD_DIM} in float32, causal, zigzag on the grid of `rs.TILE`, "
@@ -95,9 +104,7 @@ def call_of(rank: int, world_size: int, seq_len: int, has_backward: bool, reprod
 
     def call() -> None:
         leaves = [x.detach().requires_grad_(has_backward) for x in (q, k, v)]
-        out = rs.attention(
-            *leaves, mask=rs.causal(), layout=layout, algorithm="pass_kv", reproducible=reproducible
-        )
+        out = rs.attention(*leaves, mask=rs.causal(), layout=layout, algorithm="pass_kv", reproducible=reproducible)
         if has_backward:
             torch.autograd.grad(out, leaves, dout)
 

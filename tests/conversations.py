@@ -29,12 +29,13 @@ TOLERANCES = {
 
 @dataclass
 class Act:
-    """A turn that is committed or aborted (`lengths`), or a truncation or drop of one sequence."""
+    """A turn that is committed or aborted (`lengths`), a truncation, a drop, or a selection (`sources`)."""
 
     kind: str
     lengths: dict[int, int] = field(default_factory=dict)
     sequence: int = 0
     position: int = 0
+    sources: tuple[int, ...] = ()
     algorithm: str = "auto"
     query: str = "sharded"
     tensors: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # by layer: whole q, k, v, out
@@ -75,6 +76,11 @@ class Story:
         """Forget."""
         del self.held[sequence]
         return self._add(Act("drop", sequence=sequence))
+
+    def select(self, sources: tuple[int, ...]) -> "Story":
+        """Beams that move on."""
+        self.held = {i: list(self.held[source]) for i, source in enumerate(sources)}
+        return self._add(Act("select", sources=sources))
 
     def length(self, sequence: int) -> int:
         """Of one sequence so far."""
@@ -134,6 +140,8 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
             cache.truncate(act.sequence, act.position)
         elif act.kind == "drop":
             cache.drop(act.sequence)
+        elif act.kind == "select":
+            cache.select(act.sources)
         else:
             turn = cache.begin(act.lengths, algorithm=act.algorithm, query=act.query)
             for layer, tensors in enumerate(act.tensors):

@@ -30,7 +30,7 @@ from ringspan.tree import TILE
 from ringspan.work import Work
 
 if TYPE_CHECKING:
-    from ringspan import reproducible
+    from ringspan import adapters, reproducible
     from ringspan.attend import Attention
     from ringspan.calibrate import measure_machine, use_machine
     from ringspan.call import attention
@@ -90,6 +90,7 @@ __all__ = [
     "Visible",
     "Work",
     "__version__",
+    "adapters",
     "attention",
     "balanced",
     "build_decode",
@@ -129,6 +130,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "adapters":
+        return import_module("ringspan.adapters")
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -102,7 +102,7 @@ def run_attention(
     ready = _prepare(call, q, k, v, sinks, "forward, to be differentiated" if wants_grad else "forward")
     out, lse = _run(run_forward, ready, q, k, v)
     if sinks is not None:
-        out, lse = _with_sinks(Partial(out, lse), sinks)
+        out, lse = _with_sinks(Partial(out, lse), sinks, steadily if call.options.reproducible else _plainly)
     return Attention(out.to(q.dtype), lse)
 
 
@@ -127,6 +127,8 @@ def _prepare(
         timeout_s = check_timeout(call.timeout_s, timeout_s)
         looks = look_at(q, k, v, sinks)
         check_kinds(options.mask, options.layout, options.kv_layout)
+        if options.reproducible and sinks is not None and sinks.requires_grad and which != "forward":
+            refuse_sink_gradients()
         options = _without_auto(options, looks, session)
         plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
     except TransportError:
@@ -147,14 +149,14 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     # Sums are kept in a type of our choice.
     as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
-    wire = TransportWire(transport, session.buffers, prepared.problem, q, timeout_s)
+    wire = TransportWire(transport, session.buffers, q, timeout_s)
     try:
         with as_it_is:
             if form is not None:
                 k, v = tensors
                 tensors = encode_kv(k, v, form)
                 arithmetic = EncodedArithmetic(kernel, scale, q)
-                wire = EncodedWire(transport, session.buffers, prepared.problem, q, timeout_s, encoded_dtypes(form))
+                wire = EncodedWire(transport, session.buffers, q, timeout_s, encoded_dtypes(form))
             result = run(
                 prepared,
                 q,
@@ -174,12 +176,16 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     return result
 
 
-def _with_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
+def _plainly(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    return function(*operands)
+
+
+def _with_sinks(part: Partial, sinks: torch.Tensor, apply: Callable[..., torch.Tensor]) -> Partial:
     """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
     logits = sinks.to(part.lse.dtype)[:, None].expand_as(part.lse)
-    lse = steadily(torch.logaddexp, part.lse, logits)
+    lse = apply(torch.logaddexp, part.lse, logits)
     # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
-    share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
+    share = apply(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
     return Partial(part.out * share.unsqueeze(-1), lse)
 
 
@@ -189,6 +195,14 @@ def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp_().nan_to_num_(nan=0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def refuse_sink_gradients() -> NoReturn:
+    """In the reproducible mode; a compiled call knows only in its backward pass that they are asked for."""
+    raise UnsupportedError(
+        "reproducible=True, sinks that require a gradient: each rank has only its share of it, and the sum of the "
+        "shares would depend on the number of ranks; use sinks.detach()"
+    )
 
 
 def _check_wire(options: Options, which: Pass) -> Format | None:

@@ -58,7 +58,7 @@ def attention(
         scale: Of the scores before the softmax; 1/sqrt(head_dim) by default.
         sinks: (heads,), a logit per head that takes its share of the softmax and gives nothing.
         wire: "int8" or "float8_e4m3" rounds K and V for all ranks alike and sends bytes; None sends them as they are.
-        reproducible: The same bits for any number of ranks.
+        reproducible: The same bits for any number of ranks and any algorithm; takes layouts with `align=rs.TILE`.
         return_lse: Also return the log-sum-exp, sinks included.
         timeout_s: The deadline of every wait for another rank; by default that of the group.
         contract: Check first that all ranks make the same call. Without it a rank that does not may leave wrong numbers

@@ -11,7 +11,7 @@ from ringspan.execute import Value
 from ringspan.kernels.base import Kernel
 from ringspan.pieces import Piece
 from ringspan.runtime import Buffers, TorchArithmetic, TransportWire
-from ringspan.tiles import Message, Sizes
+from ringspan.tiles import Message
 from ringspan.transports.base import Transport
 
 
@@ -74,12 +74,11 @@ class EncodedWire(TransportWire):
         self,
         transport: Transport,
         buffers: Buffers,
-        problem: Sizes,
         like: torch.Tensor,
         timeout_s: float,
         kv_dtypes: tuple[torch.dtype, ...],
     ) -> None:
-        super().__init__(transport, buffers, problem, like, timeout_s)
+        super().__init__(transport, buffers, like, timeout_s)
         self.kv_dtypes = kv_dtypes
 
     def _buffers(self, message: Message) -> Value:

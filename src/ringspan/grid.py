@@ -9,6 +9,7 @@ one after the other; both ends know how many there are.
 A layout lies on the grid if no tile is on two ranks.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -62,10 +63,10 @@ def strips(layout: Layout) -> tuple[Strip, ...]:
     for rank in range(layout.world_size):
         positions = layout.positions(rank)
         tiles, firsts = np.unique(positions // TILE, return_index=True)
-        ends = [*firsts.tolist(), len(positions)][1:]
+        cuts = [*firsts.tolist(), len(positions)]
         found += [
             Strip(tile, rank, slice(first, end), positions[first:end])
-            for tile, first, end in zip(tiles.tolist(), firsts.tolist(), ends, strict=True)
+            for tile, (first, end) in zip(tiles.tolist(), itertools.pairwise(cuts), strict=True)
         ]
     return tuple(sorted(found, key=lambda strip: strip.tile))
 

@@ -19,7 +19,7 @@ from ringspan.choose import RingWork, choose_by_time
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.inference.plan import Part, plan_problem, ring_work
 from ringspan.inference.saving import fill, read_index, save
-from ringspan.inference.storage import RowSpec
+from ringspan.inference.storage import RowSpec, Stored
 from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room, make_parts, row_sizes
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
@@ -96,6 +96,11 @@ class KVCache:
         )
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of q, k and v."""
+        return self._state.model.dtype
+
+    @property
     def lengths(self) -> dict[int, int]:
         """The committed tokens of each sequence, on all ranks together."""
         return {sequence: placement.length for sequence, placement in self._state.placements.items()}
@@ -145,7 +150,8 @@ class KVCache:
             self._check_options(algorithm, query, wire)
             self._check_masks(lengths)
             parts = make_parts(state, lengths)
-            check_room(state, parts)
+            after = state.placements | {part.sequence: part.after for part in parts}
+            check_room(state, after, f"new_lengths={lengths}")
             return Turn(state, parts, query, self._choose(parts, algorithm, query, wire), wire)
         except Exception as error:
             if state.turn is None:
@@ -172,6 +178,22 @@ class KVCache:
         self._placement(sequence)
         del self._state.placements[sequence], self._state.stored[sequence]
         self._state.note("drop", sequence)
+
+    def select(self, sources: Sequence[int]) -> None:
+        """Make sequence i what sequence `sources[i]` is now, for every i, and forget all others: beams that move on.
+
+        A sequence that is named more than once is copied, each rank its own part; no message is sent.
+        """
+        state = self._state
+        state.refuse_during_turn("select")
+        placements = dict(enumerate(map(self._placement, sources)))
+        check_room(state, placements, f"sources={[*sources]}")
+        kept: list[Stored] = []
+        for i, source in enumerate(sources):
+            stored = state.stored[source]
+            kept.append(stored.copy() if source in sources[:i] else stored)
+        state.placements, state.stored = placements, dict(enumerate(kept))
+        state.note("select", [*sources])
 
     def save(self, folder: str | Path) -> None:
         """Write all committed tokens into a folder that all ranks can reach; all ranks must."""

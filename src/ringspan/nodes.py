@@ -20,6 +20,9 @@ class TreeState(RankState):
         super().__init__(rank, problem, inputs, arithmetic)
         self.growth = growth
         self.nodes: dict[int, Value] = {}
+        # Nodes of neighbouring tiles that are views of one value, which is joined faster than they are one by one.
+        self.runs: dict[tuple[int, ...], Value] = {}
+        self.run_of: dict[int, tuple[int, ...]] = {}
 
     def attend(self, tile: Tile) -> None:
         """Compute the cells of a tile; what each gives is a leaf of its sums."""
@@ -27,9 +30,7 @@ class TreeState(RankState):
         for cell in tile.cells:
             at_q, at_kv = _rows(q, cell.q), _rows(kv, cell.kv)
             if tile.q.kind == "q":
-                out = self._attend_cell(tile, cell, at_q, at_kv)
-                for rise, leaf in zip(cell.rises, _split(out, len(cell.rises)), strict=True):
-                    self._rise(tile.sums[0], rise, leaf)
+                self._rise_together(tile.sums[0], cell.rises, self._attend_cell(tile, cell, at_q, at_kv))
             else:
                 leaves = self._differentiate_cell(tile, cell, at_q, at_kv)
                 for block, rise, leaf in zip(tile.sums, cell.rises, leaves, strict=True):
@@ -41,10 +42,10 @@ class TreeState(RankState):
             return super().take(step, transfer)
         leaving = self.growth.leaving[step, transfer]
         if len(leaving) == 1:
-            return self.nodes.pop(leaving[0].slot)
+            return self._pop(leaving[0].slot)
         part = self._new(transfer.block, leaving[-1].rows.stop, self.nodes[leaving[0].slot])
         for _, rows, slot in leaving:
-            _copy(self.nodes.pop(slot), _rows(part, rows))
+            _copy(self._pop(slot), _rows(part, rows))
         return part
 
     def add(self, step: int, transfer: Transfer, part: Value) -> bool:
@@ -85,14 +86,41 @@ class TreeState(RankState):
             self.arithmetic.attend_grad(piece, q_grad, kv, dq, dkv)
         return dq, dkv
 
-    def _rise(self, block: Block, rise: Rise, node: Value) -> None:
-        """Join a new node with what is here already, left and right as the tree has them."""
-        for slot, is_left in rise.siblings:
-            other = self.nodes.pop(slot)
-            left, right = (other, node) if is_left else (node, other)
-            self.arithmetic.merge(block, left, right)
-            node = left
+    def _rise_together(self, block: Block, rises: tuple[Rise, ...], run: Value) -> None:
+        """Join the new nodes of neighbouring tiles: as one while their siblings are one too, then each by itself."""
+        joined = 0
+        for siblings in zip(*(rise.siblings for rise in rises), strict=False):
+            slots = tuple(slot for slot, _ in siblings)
+            if slots not in self.runs or len({is_left for _, is_left in siblings}) > 1:
+                break
+            other = self.runs[slots]
+            for slot in slots:
+                self._pop(slot)
+            run = self._joined(block, run, other, siblings[0].is_left)
+            joined += 1
+        nodes = _split(run, len(rises))
+        for rise, node in zip(rises, nodes, strict=True):
+            self._rise(block, rise, node, joined)
+        if len(rises) > 1 and all(len(rise.siblings) == joined for rise in rises):
+            slots = tuple(rise.slot for rise in rises)
+            self.runs[slots] = run
+            self.run_of.update(dict.fromkeys(slots, slots))
+
+    def _rise(self, block: Block, rise: Rise, node: Value, joined: int = 0) -> None:
+        """Join a new node with what is here already, but for the first siblings, with which it has been joined."""
+        for slot, is_left in rise.siblings[joined:]:
+            node = self._joined(block, node, self._pop(slot), is_left)
         self.nodes[rise.slot] = node
+
+    def _joined(self, block: Block, node: Value, other: Value, is_left: bool) -> Value:
+        """Two nodes as one, left and right as the tree has them; the left one becomes it."""
+        left, right = (other, node) if is_left else (node, other)
+        self.arithmetic.merge(block, left, right)
+        return left
+
+    def _pop(self, slot: int) -> Value:
+        self.runs.pop(self.run_of.pop(slot, ()), None)
+        return self.nodes.pop(slot)
 
     def _new(self, block: Block, num_rows: int, like: Value) -> Value:
         shapes = tuple((*x.shape[:-2], num_rows, x.shape[-1]) for x in like)

@@ -22,7 +22,7 @@ from ringspan.nodes import TreeState
 from ringspan.pieces import Piece
 from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank, validate, visible_blocks
 from ringspan.softmax import Partial, accumulator_dtype, merge_
-from ringspan.tiles import BoundProgram, LocalRows, Message, Problem, Shape, Sizes, bind, local_rows
+from ringspan.tiles import BoundProgram, LocalRows, Message, Problem, Shape, bind, local_rows
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
@@ -287,12 +287,9 @@ class Buffers:
 class TransportWire:
     """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
 
-    def __init__(
-        self, transport: Transport, buffers: Buffers, problem: Sizes, like: torch.Tensor, timeout_s: float
-    ) -> None:
+    def __init__(self, transport: Transport, buffers: Buffers, like: torch.Tensor, timeout_s: float) -> None:
         self.transport = transport
         self.buffers = buffers
-        self.problem = problem
         self.dtype = like.dtype
         self.device = like.device
         self.timeout_s = timeout_s

@@ -213,6 +213,17 @@ class Tile(NamedTuple):
     begins: bool
     cells: tuple[Cell, ...] = ()
 
+    def all_pieces(self) -> Iterator[Piece]:
+        """What a kernel is called for, in rows of the two blocks."""
+        yield from self.pieces
+        for cell in self.cells:
+            for piece in cell.pieces:
+                yield piece._replace(q=_shifted(piece.q, cell.q.start), kv=_shifted(piece.kv, cell.kv.start))
+
+
+def _shifted(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
+
 
 class Message(NamedTuple):
     """A transfer with the shapes of its arrays and its size."""

@@ -12,6 +12,9 @@ from ringspan.cli import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "learn.md", ROOT / "docs" / "plan.md"]
+WITH_TORCH = [
+    ROOT / "docs" / f"{name}.md" for name in ("inference", "reproducible", "reproducible_model", "transformers")
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = "…"
 
@@ -20,7 +23,11 @@ def fences(document: Path) -> list[tuple[str, str]]:
     return FENCE.findall(document.read_text())
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "docs" / "inference.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, *WITH_TORCH],
+    ids=lambda path: path.name,
+)
 def test_python_snippets_print_what_is_shown(document):
     blocks = fences(document)
     namespace: dict[str, object] = {}

@@ -17,7 +17,8 @@ def run(program: str) -> str:
 
 
 def test_importing_ringspan_loads_neither_torch_nor_the_command_line():
-    loaded = run("import sys, ringspan; print(*sorted({'torch', 'click', 'rich', 'mpi4py'} & set(sys.modules)))")
+    absent = "{'torch', 'transformers', 'click', 'rich', 'mpi4py'}"
+    loaded = run(f"import sys, ringspan; print(*sorted({absent} & set(sys.modules)))")
     assert loaded == ""
 
 
@@ -36,6 +37,20 @@ def test_a_name_that_needs_torch_says_so_when_torch_is_absent(name):
         f"import ringspan as rs\ntry:\n    rs.{name}\nexcept ImportError as error:\n    print(error)"
     )
     assert run(program) == f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_an_adapter_says_what_it_needs(missing):
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "import ringspan as rs\n"
+        "try:\n    rs.adapters.transformers\nexcept ImportError as error:\n    print(error)"
+    )
+    assert run(program) == (
+        f"ringspan.adapters.transformers needs {missing}; install it, for example with: "
+        "pip install 'ringspan[transformers]'"
+    )
+    assert run("import sys, ringspan; ringspan.adapters; print('torch' in sys.modules)") == "False"
 
 
 def test_every_public_name_resolves_and_no_other_does():

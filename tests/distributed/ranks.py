@@ -34,7 +34,9 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor",
         "ringspan.collectives",
         "ringspan.training",
+        "ringspan.adapters.transformers",
         "attention_cases",
+        "families",
         "pytest",
     ]
 )

@@ -171,6 +171,28 @@ def test_with_backward_gradients_are_checked_and_bytes_are_those_of_both_passes(
     )
 
 
+def test_reproducible_compares_bits_with_one_device() -> None:
+    options = "--reproducible --backward --ranks 2 --tokens 2100 --heads 2 --head-dim 8 --batch 1 --repeats 1"
+    done = run(*shlex.split(options), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["parameters"]["reproducible"] is True
+    assert report["check"]["same_bits"] is True
+    assert report["is_verified"] is True
+    assert all(rank["sent_bytes"] == rank["scheduled_bytes"] for rank in report["by_rank"])
+    refused = invoke("--reproducible", "--ranks", "2", "--layout", "striped")
+    assert (refused.exit_code, "use block=512" in refused.output) == (2, True)
+
+
+def test_other_bits_than_those_of_one_device_are_a_failure(
+    measured: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    assert measured[0]["check"]["same_bits"] is None
+    check = results.Check(0.0, 1e-5, "itself")
+    assert check.is_passed
+    assert not dataclasses.replace(check, same_bits=False).is_passed
+
+
 def test_the_trace_with_backward_tells_its_messages_from_those_of_the_forward_pass(
     measured_backward: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:

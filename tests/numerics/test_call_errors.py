@@ -55,7 +55,7 @@ SHAPE, LAYOUT, UNSUPPORTED = rs.ShapeError, rs.LayoutError, rs.UnsupportedError
 
 REFUSALS = [
     Refusal("a wire", given(wire="int4"), UNSUPPORTED, ("wire='int4'", "int8, float8_e4m3")),
-    Refusal("reproducible", given(reproducible=True), UNSUPPORTED, ("reproducible=True", "leave it out")),
+    Refusal("reproducible", given(reproducible=True), LAYOUT, ("reproducible=True", "align=rs.TILE")),
     Refusal("too few dims", every(lambda x: x[0]), SHAPE, ("q.shape=(4, 6, 8)", "(batch, heads, seq, dim)")),
     Refusal("too many dims", every(lambda x: x[None], "v"), SHAPE, ("v.shape=(1, 1, 2, 6, 8)", "(batch, heads, seq,")),
     Refusal(

@@ -33,7 +33,10 @@ def stories(draw: st.DrawFn) -> Story:
     story = Story(draw(st.integers(0, 2**16)), draw(st.sampled_from(HEADS)), specs, dtype, storage=storage)
     for _ in range(draw(st.integers(1, 7))):
         known = sorted(story.held)
-        kind = draw(st.sampled_from(["prefill", "decode", "decode", "abort", "truncate", "drop"]))
+        kind = draw(st.sampled_from(["prefill", "decode", "decode", "abort", "truncate", "drop", "select"]))
+        if kind == "select" and known:
+            story.select(tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=4))))
+            continue
         if kind in ("truncate", "drop") and known:
             sequence = draw(st.sampled_from(known))
             if kind == "drop":

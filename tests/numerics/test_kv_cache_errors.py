@@ -69,6 +69,8 @@ REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = 
     "no such query": (lambda c: c.begin([1], query="half"), rs.UnsupportedError, "sharded"),
     "truncate too far": (lambda c: c.truncate(1, 8), rs.CacheError, "only 7 tokens"),
     "drop of nothing": (lambda c: c.drop(7), rs.CacheError, "there are 0, 1"),
+    "select of nothing": (lambda c: c.select([0, 7]), rs.CacheError, "there are 0, 1"),
+    "select of too much": (lambda c: c.select([0, 1] * 20), rs.CacheError, "sources=.*max_tokens is 40"),
     "a layer twice": (run_layer_twice, rs.CacheError, "run in this turn already"),
     "a commit too early": (commit_too_early, rs.CacheError, r"without layers \[0\]"),
     "two turns": (begin_twice, rs.CacheError, "commit or abort it first"),

@@ -120,6 +120,7 @@ def _parameters(settings: Settings, kernel: str) -> Parameters:
         transport=settings.carrier,
         repeats=settings.repeats,
         seed=settings.seed,
+        reproducible=settings.reproducible,
     )
 
 

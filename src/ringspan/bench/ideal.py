@@ -53,7 +53,7 @@ def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
         for tile in instruction.tiles if isinstance(instruction, Compute) else ():
             q, whole = tensor(problem.block_shapes(tile.q)[0]), merged(tile.q)
             k, v = map(tensor, problem.block_shapes(tile.kv))
-            for piece in tile.pieces:
+            for piece in tile.all_pieces():
                 part = whole and Merged(*(x[:, :, piece.q] for x in whole))
                 yield Operands(q[:, :, piece.q], k[:, :, piece.kv], v[:, :, piece.kv], part, piece)
 

@@ -24,13 +24,15 @@ from ringspan.bench.memory import measure_peak
 from ringspan.bench.one_device import Results, check, one_device, with_gradients
 from ringspan.bench.result import Measured, Memory
 from ringspan.bench.settings import Job, Settings
-from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedWire, Watch
+from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithmetic, TimedWire, Watch
 from ringspan.call import attention
 from ringspan.collectives import gather
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.runtime import Prepared, prepare, run_backward, run_forward
 from ringspan.session import Session, session_of
+from ringspan.steady import tiles_at_once
+from ringspan.tiles import Exchange
 from ringspan.transports.counting import CountingTransport
 
 T = TypeVar("T")
@@ -111,12 +113,15 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     session = session_of(group)
     rank = session.transport.rank
     drawn = draw(settings, settings.layout.positions(rank), device)
-    request = Request(device, drawn.inputs.q.dtype, settings.head_dim, settings.head_dim)
+    dims = settings.head_dim, settings.head_dim
+    request = Request(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
+    kernel = choose_kernel(settings.kernel, request)
+    at_once = tiles_at_once(kernel.name, request) if settings.reproducible else None
     passes = tuple(
-        prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction, side)
+        prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction, side, at_once)
         for side in settings.passes()
     )
-    return _Bench(settings, group, session, device, drawn, passes, choose_kernel(settings.kernel, request))
+    return _Bench(settings, group, session, device, drawn, passes, kernel)
 
 
 def _call(bench: _Bench) -> Results:
@@ -135,6 +140,7 @@ def _call(bench: _Bench) -> Results:
             mesh=settings.mesh,
             direction=settings.direction,
             kernel=settings.kernel,
+            reproducible=settings.reproducible,
             timeout_s=settings.timeout_s,
         )
         assert isinstance(out, torch.Tensor)
@@ -177,10 +183,11 @@ def _dissect(bench: _Bench) -> Dissected:
     watch = Watch(bench.rank, bench.device)
     transport = CountingTransport(bench.session.transport)
     q = bench.drawn.inputs.q
-    arithmetic = TimedArithmetic(TimedKernel(bench.kernel, watch), bench.scale, q)
+    timed_arithmetic = TimedSteadyArithmetic if bench.settings.reproducible else TimedArithmetic
+    arithmetic = timed_arithmetic(TimedKernel(bench.kernel, watch), bench.scale, q)
 
-    def wire(prepared: Prepared) -> TimedWire:
-        timed = TimedWire(transport, bench.session.buffers, prepared.problem, q, bench.settings.timeout_s)
+    def wire() -> TimedWire:
+        timed = TimedWire(transport, bench.session.buffers, q, bench.settings.timeout_s)
         timed.watch = watch
         return timed
 
@@ -188,12 +195,12 @@ def _dissect(bench: _Bench) -> Dissected:
     common: dict[str, Any] = {"arithmetic": arithmetic, "rank": bench.rank, "record": watch.note}
     meet(bench.session.transport, bench.settings.timeout_s)
     start_s = watch.now()
-    out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(forward), **common)
+    out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(), **common)
     for prepared in backward:
         assert bench.drawn.dout is not None
         watch.first_step = forward.schedule.num_steps
         merged = Merged(bench.drawn.dout, out.to(q.dtype), lse)
-        run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(prepared), **common)
+        run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(), **common)
     call = Interval(start_s, watch.now())
     return Dissected(socket.gethostname(), call, tuple(watch.activities), sum(transport.bytes_sent))
 
@@ -201,9 +208,9 @@ def _dissect(bench: _Bench) -> Dissected:
 def _scheduled_bytes(bench: _Bench) -> int:
     """What the schedules have this rank send."""
     return sum(
-        prepared.problem.block_bytes(transfer.block)
+        message.nbytes
         for prepared in bench.passes
-        for step in prepared.schedule.steps
-        for transfer in step.transfers
-        if transfer.src == bench.rank
+        for exchange in prepared.program
+        if isinstance(exchange, Exchange)
+        for message in exchange.sends
     )

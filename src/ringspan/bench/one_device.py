@@ -53,30 +53,49 @@ def one_device(settings: Settings, drawn: Drawn) -> OneDevice:
     """The fastest exact way on one device."""
     if _is_plain(settings):
         return OneDevice(SDPA, lambda: _plain(settings, drawn))
+    return OneDevice("ringspan on one rank", lambda: _alone(settings, drawn))
+
+
+def _alone(settings: Settings, drawn: Drawn) -> Results:
+    """By this library, in the same mode."""
     layout = contiguous(settings.seq_len, 1)
 
-    def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = attention(q, k, v, mask=settings.mask, layout=layout, group=ALONE, kernel=settings.kernel)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = attention(
+            *(q, k, v),
+            mask=settings.mask,
+            layout=layout,
+            group=ALONE,
+            kernel=settings.kernel,
+            reproducible=settings.reproducible,
+        )
         assert isinstance(out, torch.Tensor)
         return out
 
-    return OneDevice("ringspan on one rank", lambda: with_gradients(alone, drawn))
+    return with_gradients(attend, drawn)
 
 
 def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Results) -> Check:
-    """Whether the results are what one device computes with PyTorch's own operator, in float32 at least."""
+    """Whether the results are what one device computes with PyTorch's own operator, in float32 at least.
+
+    In the reproducible mode also whether they are, to the bit, what this library computes on one device.
+    """
     dtype, wide = drawn.inputs.q.dtype, accumulator_dtype(drawn.inputs.q.dtype)
     name = SDPA if dtype == wide else f"{SDPA} in {str(wide).removeprefix('torch.')}"
+    given = drawn
     if dtype != wide:  # the operator's own gradients of half types are further off than ours may be
         drawn = Drawn(Inputs(*(x.to(wide) for x in drawn.inputs)), None if drawn.dout is None else drawn.dout.to(wide))
     if not _is_plain(settings):
         name, expected = f"{name} with a dense mask", _with_dense_mask(settings, drawn)
     else:
         expected = of_one_device if dtype == wide else _plain(settings, drawn)
+    same_bits = None
+    if settings.reproducible:
+        same_bits = all(torch.equal(x, y) for x, y in zip(results, _alone(settings, given), strict=True))
     worst = torch.zeros((), dtype=torch.float64)
     for result, right in zip(results, expected, strict=True):
         worst = torch.maximum(worst, largest_error(result, right))  # a NaN stays one
-    return Check(None if worst.isnan() else worst.item(), TOLERANCE[dtype], name)
+    return Check(None if worst.isnan() else worst.item(), TOLERANCE[dtype], name, same_bits)
 
 
 def largest_error(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

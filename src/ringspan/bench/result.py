@@ -93,16 +93,20 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result against the one of a single device: the largest |difference| / max(1, |value|)."""
+    """The result against the one of a single device: the largest |difference| / max(1, |value|).
+
+    `same_bits` says of the reproducible mode that all are, to the bit, those of one rank in that mode; else None.
+    """
 
     max_error: float | None  # None: not a number
     tolerance: float
     reference: str
+    same_bits: bool | None = None
 
     @property
     def is_passed(self) -> bool:
-        """Whether it is close enough."""
-        return self.max_error is not None and self.max_error <= self.tolerance
+        """Whether it is close enough, and the same bits where that is promised."""
+        return self.max_error is not None and self.max_error <= self.tolerance and self.same_bits is not False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,7 @@ class Parameters:
     transport: str
     repeats: int
     seed: int
+    reproducible: bool
 
 
 @dataclass(frozen=True, slots=True)

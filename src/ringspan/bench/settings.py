@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from ringspan.algorithms import Direction, Mesh, Side, build_schedule
 from ringspan.errors import ShapeError
+from ringspan.grid import bind_grid
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.schedule import Heads, visible_blocks
@@ -100,19 +101,23 @@ class Settings:
     repeats: int
     seed: int
     timeout_s: float
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         visible = visible_blocks(self.mask, self.layout, self.layout)
         for side in self.passes():
-            build_schedule(
+            schedule = build_schedule(
                 self.algorithm,
                 visible,
                 heads=self.problem().shapes.heads,
                 mesh=self.mesh,
                 direction=self.direction,
                 backward=side,
+                route="straight" if self.reproducible else "follow",
             )
+            if self.reproducible:
+                bind_grid(schedule, 0, self.problem())
 
     @property
     def world_size(self) -> int:

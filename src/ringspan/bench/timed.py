@@ -17,6 +17,7 @@ from ringspan.pieces import Piece
 from ringspan.runtime import TorchArithmetic, TransportWire
 from ringspan.schedule import Block, Transfer
 from ringspan.softmax import Partial
+from ringspan.steady import SteadyArithmetic
 from ringspan.tiles import Message
 
 
@@ -106,7 +107,7 @@ class TimedKernel:
 
 
 class TimedArithmetic(TorchArithmetic):
-    """The runtime's arithmetic under the watch; its kernel must be a TimedKernel of the same watch."""
+    """The runtime's arithmetic under the watch of its kernel."""
 
     def __init__(self, kernel: TimedKernel, scale: float, like: torch.Tensor) -> None:
         super().__init__(kernel, scale, like)
@@ -127,6 +128,10 @@ class TimedArithmetic(TorchArithmetic):
         """Backward: what comes after the kernel is the sum."""
         super().attend_grad(piece, q_grad, kv, dq, dkv)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
+
+
+class TimedSteadyArithmetic(TimedArithmetic, SteadyArithmetic):
+    """That of the reproducible mode under the watch of its kernel."""
 
 
 class TimedWire(TransportWire):

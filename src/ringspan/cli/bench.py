@@ -32,6 +32,7 @@ from ringspan.cli.values import (
 )
 from ringspan.lesson import LayoutChoice
 from ringspan.mask import Mask
+from ringspan.tree import TILE
 
 WITH_SELFCHECK = {"selfcheck", "as_json", "timeout_s"}
 
@@ -41,6 +42,7 @@ Examples:
   ringspan bench --tokens 8K --heads 8 --kv-heads 2 --head-dim 128 --dtype bfloat16
   ringspan bench --mask "causal & window:1024" --layout balanced --trace trace.json
   ringspan bench --backward --tokens 8K --heads 8
+  ringspan bench --reproducible --backward --tokens 8K --heads 8
   ringspan bench --ranks 4 --algorithm double-ring --mesh 2x2
   torchrun --nproc-per-node 2 --no-python ringspan bench --json
   mpirun -np 2 ringspan bench
@@ -101,6 +103,9 @@ Examples:
     help="What carries messages.  [default: gloo, nccl on GPUs, mpi under mpirun]",
 )
 @click.option("--backward", "has_backward", is_flag=True, help="The gradients as well.")
+@click.option(
+    "--reproducible", is_flag=True, help="The mode in which the bits do not depend on the ranks; compare them."
+)
 @click.option("--repeats", type=click.IntRange(1), default=5, help="Runs of each kind, interleaved.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the random q, k and v.")
 @click.option(
@@ -154,6 +159,7 @@ def bench(
     mesh: Mesh | None,
     kernel: str,
     has_backward: bool,
+    reproducible: bool,
     carrier: Carrier | None,
     repeats: int,
     seed: int,
@@ -215,7 +221,7 @@ def bench(
         head_dim=head_dim,
         dtype=dtype,
         mask=mask,
-        layout=layout.build(mask, tokens, world_size),
+        layout=layout.build(mask, tokens, world_size, align=TILE if reproducible else 1),
         layout_name=str(layout),
         algorithm=name,
         direction=direction,
@@ -226,6 +232,7 @@ def bench(
         repeats=repeats,
         seed=seed,
         timeout_s=timeout_s,
+        reproducible=reproducible,
     )
     with show_progress() as progress:
         if calibrate is not None:

@@ -201,7 +201,7 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
             state.session.contract.agree(turn.signature(scale), transport.timeout_s, is_new=False)
             turn.is_agreed = True
 
-    wire = TurnWire(transport, state.session.buffers, problem, q, problem.sizes.kv_dtypes, agree)
+    wire = TurnWire(transport, state.session.buffers, q, problem.sizes.kv_dtypes, agree)
     rank_state = RankState(rank, problem, inputs, arithmetic)
     wire.expect(plan.program)
     for _ in execute(plan.program, rank_state, wire):

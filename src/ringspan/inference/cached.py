@@ -15,7 +15,7 @@ from ringspan.execute import Value
 from ringspan.inference.storage import Rows
 from ringspan.runtime import Buffers
 from ringspan.schedule import Transfer
-from ringspan.tiles import BoundProgram, Exchange, Message, Sizes
+from ringspan.tiles import BoundProgram, Exchange, Message
 from ringspan.transports.base import Transport
 
 SHORT_BYTES = 2**18
@@ -68,12 +68,11 @@ class TurnWire(EncodedWire):
         self,
         transport: Transport,
         buffers: Buffers,
-        problem: Sizes,
         like: torch.Tensor,
         kv_dtypes: tuple[torch.dtype, ...],
         agree: Callable[[], None],
     ) -> None:
-        super().__init__(transport, buffers, problem, like, transport.timeout_s, kv_dtypes)
+        super().__init__(transport, buffers, like, transport.timeout_s, kv_dtypes)
         self.agree = agree
         self._expected: set[int] = set()
 

@@ -71,6 +71,13 @@ class Stored:
         self.capacity = self.starts[kept] if kept < len(self.starts) else self.capacity
         del self.starts[kept:]
 
+    def copy(self) -> "Stored":
+        """The same tokens in memory of their own."""
+        twin = Stored(self.spec)
+        twin._blocks = [tuple(x.clone() for x in block) for block in self._blocks]
+        twin.starts, twin.capacity = [*self.starts], self.capacity
+        return twin
+
     def rows(self, layer: int, start: int, stop: int) -> Iterator[Rows]:
         """The tokens start … stop-1 of a layer, as views, one for each block they lie in."""
         first = max(0, bisect_right(self.starts, start) - 1)

@@ -8,7 +8,7 @@ same cache; a rank that refuses says so there. From then on layers exchange noth
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -125,6 +125,7 @@ class Turn:
         self.form = None if wire is None or self.algorithm != "pass_kv" else FORMATS[wire]
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of k and v, (KV heads,)
         self.layers_done: set[int] = set()
+        self.said: Mapping[str, str] = {}  # what else the ranks must agree on, by the caller
         self.is_agreed = False
         for part in parts:
             if part.sequence not in state.stored:
@@ -136,9 +137,14 @@ class Turn:
     @property
     def state(self) -> CacheState:
         """The cache's; refused once the turn is over."""
-        if self._state.turn is not self:
+        if not self.is_open:
             raise CacheError("the turn is over; begin another")
         return self._state
+
+    @property
+    def is_open(self) -> bool:
+        """Neither committed nor aborted yet."""
+        return self._state.turn is self
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -215,7 +221,7 @@ class Turn:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if self._state.turn is not self:
+        if not self.is_open:
             return
         if kind is None:
             self.commit()
@@ -243,6 +249,7 @@ class Turn:
                 "wire": self.form,
                 "query": self.query,
                 "scale": scale,
+                **self.said,
             }
         )
 
@@ -296,16 +303,14 @@ def make_parts(state: CacheState, new_lengths: Mapping[int, int]) -> tuple[Part,
     return tuple(parts)
 
 
-def check_room(state: CacheState, parts: Sequence[Part]) -> None:
-    """Refuse new tokens that do not fit on some rank."""
+def check_room(state: CacheState, after: Mapping[int, Placement], asked: str) -> None:
+    """Refuse what is asked for if some rank would then hold too many tokens."""
     if state.max_tokens is None:
         return
-    after = state.placements | {part.sequence: part.after for part in parts}
     held = [sum(placement.counts[rank] for placement in after.values()) for rank in range(state.world_size)]
     fullest = max(range(state.world_size), key=held.__getitem__)
     if held[fullest] > state.max_tokens:
         raise CacheError(
-            f"new_lengths={ {part.sequence: part.num_new for part in parts} }: rank {fullest} would hold "
-            f"{held[fullest]} tokens and max_tokens is {state.max_tokens}; drop or truncate sequences, or make a "
-            "larger cache"
+            f"{asked}: rank {fullest} would hold {held[fullest]} tokens and max_tokens is {state.max_tokens}; drop or "
+            "truncate sequences, or make a larger cache"
         )

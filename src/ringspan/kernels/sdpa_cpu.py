@@ -8,11 +8,14 @@ What the operator gets wrong, it gets wrong silently, so everything it needs is 
 - A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row whose NaN it overlooked.
 - In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
 
-The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds; a piece that
-shows one is computed again by the reference. So is a piece whose gradients have a NaN that may have spread.
+The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds; what shows
+one is computed again by the reference, and so are gradients with a NaN that may have spread. That is done for each
+batch row and KV head by itself, so that what comes out for one does not depend on the others.
 """
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -48,9 +51,14 @@ class SdpaCpu:
         """Attend one piece."""
         operands = _operands(q, k, v)
         part = Partial(*_ATTEND[piece.kind](*operands, piece, scale))
+        if q.shape[-1] > v.shape[-1]:
+            part = Partial(part.out[..., : v.shape[-1]], part.lse)
         if _is_doubtful(part, piece):
-            return _REFERENCE.forward(q, k, v, piece, scale)
-        return part if q.shape[-1] <= v.shape[-1] else Partial(part.out[..., : v.shape[-1]], part.lse)
+            for of_q, of_kv in _heads(q, k):
+                one = Partial(part.out[of_q], part.lse[of_q])
+                if _is_wrong(one, q[of_q], k[of_kv], piece, scale):
+                    _copy(_REFERENCE.forward(q[of_q], k[of_kv], v[of_kv], piece, scale), one)
+        return part
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
@@ -61,9 +69,14 @@ class SdpaCpu:
         is_causal = piece.kind is PieceKind.CAUSAL
         bias = _bias(piece, operands[0].dtype) if piece.kind is PieceKind.MASKED else None
         dq, dk, dv = _backward_operator(*operands, merged.lse, 0.0, is_causal, attn_mask=bias, scale=scale)
-        if piece.kind is not PieceKind.FULL and math.isnan(dq.sum() + dk.sum() + dv.sum()):
-            return _REFERENCE.backward(q, k, v, merged, piece, scale)
-        return Gradients(dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]])
+        part = Gradients(dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]])
+        if piece.kind is not PieceKind.FULL and _has_nan(part):
+            for of_q, of_kv in _heads(q, k):
+                one = Gradients(part.dq[of_q], part.dk[of_kv], part.dv[of_kv])
+                if _has_nan(one):
+                    of_row = Merged(*(x[of_q] for x in merged))
+                    _copy(_REFERENCE.backward(q[of_q], k[of_kv], v[of_kv], of_row, piece, scale), one)
+        return part
 
 
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,7 +102,8 @@ def _attend_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, sc
     if heads == kv_heads or num_rows > FOLD_ROWS or num_keys < FOLD_KEYS:
         result: _Result = _operator(q, k, v, 0.0, False, scale=scale)
         return result
-    out, lse = _operator(q.reshape(batch, kv_heads, -1, head_dim), k, v, 0.0, False, scale=scale)
+    rows = q.reshape(batch, kv_heads, num_rows * heads // kv_heads, head_dim)
+    out, lse = _operator(rows, k, v, 0.0, False, scale=scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -118,3 +132,31 @@ def _is_doubtful(part: Partial, piece: Piece) -> bool:
     if not part.lse.all():
         return True
     return piece.kind is not PieceKind.FULL and math.isnan(part.out.sum())
+
+
+def _is_wrong(part: Partial, q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> bool:
+    """Of what is doubtful: an lse of 0 is right where no score can be NaN or infinite."""
+    if piece.kind is not PieceKind.FULL and math.isnan(part.out.sum()):
+        return True
+    largest = q.abs().amax().double() * k.abs().amax().double() * q.shape[-1] * abs(scale)
+    return not part.lse.all() and not largest < torch.finfo(part.lse.dtype).max
+
+
+_Heads = tuple[slice, slice]
+
+
+def _heads(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[_Heads, _Heads]]:
+    """Each batch row and KV head, with the query heads that share it."""
+    group = q.shape[1] // k.shape[1]
+    for row, head in itertools.product(range(k.shape[0]), range(k.shape[1])):
+        here = slice(row, row + 1)
+        yield (here, slice(head * group, (head + 1) * group)), (here, slice(head, head + 1))
+
+
+def _has_nan(part: Gradients) -> bool:
+    return math.isnan(part.dq.sum() + part.dk.sum() + part.dv.sum())
+
+
+def _copy(part: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    for x, y in zip(part, into, strict=True):
+        y.copy_(x)

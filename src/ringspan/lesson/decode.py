@@ -94,7 +94,7 @@ class _Batch:
         spans: list[list[Span]] = [[] for _ in range(self.settings.world_size)]
         for sequence in range(self.num_sequences):
             start = self.new_position(sequence, 0) - self.prompt
-            prompt = self.settings.layout.build(self.mask, self.prompt, self.settings.world_size, start)
+            prompt = self.settings.layout.build(self.mask, self.prompt, self.settings.world_size, start=start)
             for rank, of_rank in enumerate(prompt.spans_by_rank):
                 # Prompts too short to share evenly begin with different ranks, or the first would get the most of all.
                 spans[(rank + sequence) % self.settings.world_size] += of_rank

@@ -28,17 +28,17 @@ class LayoutChoice(NamedTuple):
     name: str
     block: int = 1
 
-    def build(self, mask: Mask, seq_len: int, world_size: int, start: int = 0) -> Layout:
-        """The layout of seq_len tokens from position `start` on."""
+    def build(self, mask: Mask, seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
+        """The layout of seq_len tokens from position `start` on, cut at multiples of `align` from there."""
         match self.name:
             case "contiguous":
-                return contiguous(seq_len, world_size, start=start)
+                return contiguous(seq_len, world_size, align=align, start=start)
             case "zigzag":
-                return zigzag(seq_len, world_size, start=start)
+                return zigzag(seq_len, world_size, align=align, start=start)
             case "striped":
-                return striped(seq_len, world_size, block=self.block, start=start)
+                return striped(seq_len, world_size, block=self.block, align=align, start=start)
             case "balanced":
-                return balanced(mask, seq_len, world_size, start=start)
+                return balanced(mask, seq_len, world_size, align=align, start=start)
         raise LayoutError(f"layout={self.name!r}: there is no such layout; use one of {', '.join(LAYOUTS)}")
 
     def __str__(self) -> str:

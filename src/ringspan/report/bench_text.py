@@ -30,7 +30,7 @@ def _print_title(page: Page, parameters: Parameters, machine: Machine) -> None:
     size = f"{format_count(p.seq_len, 'token')}, batch {p.batch}, {heads}, head_dim {p.head_dim}, {p.dtype}"
     turn = "" if p.direction is None else f", direction {p.direction}"
     mesh = "" if p.mesh is None else f", mesh {p.mesh[0]}×{p.mesh[1]}"
-    algorithm = p.algorithm.replace("_", "-")
+    algorithm = p.algorithm.replace("_", "-") + (", reproducible" if p.reproducible else "")
     page.facts(
         [
             ("size", f"{size}, seed {p.seed}"),
@@ -111,13 +111,19 @@ def _print_check(page: Page, result: Result) -> None:
     page.console.print()
     check = result.check
     error = "not a number" if check.max_error is None else f"{check.max_error:.1e}"
-    if not check.is_passed:
+    if check.same_bits is False:
+        text = "✗ Wrong: the bits are not those of one rank in the same mode."
+    elif not check.is_passed:
         text = f"✗ Wrong: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
     elif not result.has_exact_bytes:
         text = "✗ Wrong: the ranks sent other bytes than the schedule says."
     else:
         text = f"✓ The result is right: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
     page.console.print(Text(text, "bold green" if result.is_verified else "bold red"))
+    if check.same_bits:
+        gradients = " and of the gradients" if result.parameters.has_backward else ""
+        same = f"✓ The bits of the output{gradients} are those of one rank in the same mode."
+        page.console.print(Text(same, "bold green"))
 
 
 def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> None:

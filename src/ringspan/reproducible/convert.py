@@ -28,8 +28,8 @@ def convert(
     """Let the Linear, Embedding, LayerNorm and RMSNorm modules of a model compute as this package does, in place.
 
     Weights, names and state_dict stay what they are. Call it again for another layout. Activations that are modules
-    (GELU, Mish, Sigmoid, SiLU, Softplus) become `elementwise`; others, and functions, are left alone. Attention is the
-    model's own, to be called with `reproducible=True`.
+    (Mish, Sigmoid, SiLU, Softplus, GELU by tanh) become `elementwise`; others, and functions, are left alone. Attention
+    is the model's own, to be called with `reproducible=True`.
 
     Args:
         model: Its modules get (batch, seq, …) with this rank's tokens in the order of the layout.
@@ -76,7 +76,7 @@ _FORWARDS: Forwards = {
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
 }
-_ACTIVATIONS = (nn.GELU, nn.Mish, nn.Sigmoid, nn.SiLU, nn.Softplus)
+_ACTIVATIONS = (nn.Mish, nn.Sigmoid, nn.SiLU, nn.Softplus)
 _REFUSED_OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}  # of Embedding
 
 
@@ -84,7 +84,7 @@ def _find(name: str, module: nn.Module, forwards: Forwards) -> Callable[..., tor
     """What computes a module; None if it may stay as it is."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         raise UnsupportedError(f"{name} is {module}: which numbers it draws depends on the ranks; set p=0")
-    if isinstance(module, _ACTIVATIONS):
+    if isinstance(module, _ACTIVATIONS) or (isinstance(module, nn.GELU) and module.approximate == "tanh"):
         return _activation
     if not any(True for _ in module.parameters(recurse=False)):
         return None

@@ -15,20 +15,25 @@ NCCL takes one batch per rank and step. That path has not been run here.
 """
 
 import contextlib
+import logging
 import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ringspan.errors import TransportError
 from ringspan.transports.base import Posted, Receive, Send
+from ringspan.transports.neighbours import find_peers
+from ringspan.transports.same_host import SameHost
 
+_LOG = logging.getLogger("ringspan")
 _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
 _STORE_PATIENCE_S = 2.0
@@ -47,6 +52,8 @@ class TorchDistributed:
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self.timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
+        self._has_met = self._is_nccl or self.world_size == 1
+        self._same_host = SameHost([])
         self._waiting_since: float | None = None
         self._is_looking = threading.Lock()
         threading.Thread(target=_keep_looking, args=(weakref.ref(self),), name="ringspan look", daemon=True).start()
@@ -64,14 +71,22 @@ class TorchDistributed:
         return self._exchange_batch(sends, receives) if self._is_nccl else self._post(sends, receives, _PAYLOAD_TAG)
 
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive], tag: int) -> Posted:
-        incoming = [self._start(self.group.recv, src, buffer, "from", tag) for src, buffer in receives]
-        outgoing = [self._start(self.group.send, dst, tensor, "to", tag) for dst, tensor in sends]
+        incoming = [self._start("recv", src, buffer, tag) for src, buffer in receives]
+        outgoing = [self._start("send", dst, tensor, tag) for dst, tensor in sends]
+        try:
+            self._same_host.advance()
+        except TransportError as error:
+            raise self._failure(f"rank {self.rank} looked for messages", error) from None
         return Posted(outgoing, incoming)
 
-    def _start(self, call: Callable[..., Any], peer: int, tensor: torch.Tensor, way: str, tag: int) -> "_Handle":
-        what = f"{tensor.nbytes} bytes {way} rank {peer}{' to agree on the call' if tag == _AGREEMENT_TAG else ''}"
+    def _start(self, way: Literal["send", "recv"], peer: int, tensor: torch.Tensor, tag: int) -> "_Handle":
+        what = f"{tensor.nbytes} bytes {'to' if way == 'send' else 'from'} rank {peer}"
+        if tag == _AGREEMENT_TAG:
+            what += " to agree on the call"
+        is_near = peer in self._same_host and tensor.device.type == "cpu"
+        carrier = self._same_host if is_near else self.group
         try:
-            return _Handle(self, call([tensor], peer, tag), what)
+            return _Handle(self, getattr(carrier, way)([tensor], peer, tag), what)
         except RuntimeError as error:
             raise self._failure(f"rank {self.rank} posted {what}", error) from None
 
@@ -84,6 +99,15 @@ class TorchDistributed:
         return Posted([batch] * len(sends), [batch] * len(receives))
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """The first time, ranks find out as well who shares their host: now all of them are here."""
+        everyone = self._gather(payload, timeout_s)
+        if not self._has_met:
+            peers = find_peers(self.rank, partial(self._gather, timeout_s=timeout_s))
+            self._same_host, self._has_met = SameHost(peers), True
+            _LOG.info("rank %d reads the memory of ranks %s", self.rank, sorted(peer.rank for peer in peers) or "none")
+        return everyone
+
+    def _gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """Between CPUs a message to each, so that an error can name the peer; between GPUs one collective."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
         everyone = mine.new_empty(self.world_size, len(payload))
@@ -103,7 +127,8 @@ class TorchDistributed:
         self._give_up(reason)
 
     def close(self) -> None:
-        """Nothing to let go of: the process group belongs to the caller."""
+        """The process group belongs to the caller; the links to ranks of this host are ours."""
+        self._same_host.close()
 
     def _wait(self, work: Any, timeout_s: float, what: str) -> None:
         self._waiting_since = time.monotonic()
@@ -131,6 +156,7 @@ class TorchDistributed:
         if self._is_nccl:
             self.group.abort()
             return
+        self._same_host.close()
         for peer in range(self.world_size):
             # Only an expired wait makes gloo close its connections; one to a peer that is gone does not expire.
             if peer != self.rank:

@@ -1,0 +1,23 @@
+"""Whole models of other libraries on ranks. An adapter is loaded when it is first used, with the library it is for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringspan.adapters import transformers
+
+__all__ = ["transformers"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'ringspan.adapters' has no attribute {name!r}")
+    try:
+        return import_module(f"ringspan.adapters.{name}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", name):
+            raise
+        raise ImportError(
+            f"ringspan.adapters.{name} needs {missing}; install it, for example with: pip install 'ringspan[{name}]'"
+        ) from None

@@ -1,0 +1,169 @@
+"""Models of Hugging Face transformers on ranks, as they are: sequences are split, attention goes round the ring.
+
+    handle = parallelize(model)
+    loss = model(**handle.shard(batch)).loss      # training: the loss of one process, on every rank
+    tokens = model.generate(**prompt)             # inference: the whole prompt on every rank
+    handle.restore()
+
+Nothing of the model is replaced: it looks attention up by a name that is registered for it (`wiring.py`), and two hooks
+take this rank's part before a forward and see to the outputs afterwards (`adapter.py`). What cannot be computed exactly
+is refused by `parallelize`, or where an argument asks for it, before a message is sent (`examine.py`).
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ringspan.adapters.transformers.adapter import Adapter
+from ringspan.adapters.transformers.examine import check_config, compare, examine, find_random, make_reference
+from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.shards import Options, check_options
+from ringspan.adapters.transformers.wiring import Wiring
+from ringspan.contract import Signature
+from ringspan.errors import RingspanError, UnsupportedError
+
+__all__ = ["Handle", "parallelize"]
+
+
+class Handle:
+    """A parallelized model. As a context manager it restores the model at the end."""
+
+    def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
+        self._adapter = adapter
+        self._attention = attention
+        model = adapter.model
+        names = [*adapter.parameters]
+        self._hooks = [
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: ((), adapter.before(dict(zip(names, args, strict=False)) | kwargs)),
+                with_kwargs=True,
+            ),
+            model.register_forward_hook(lambda *ended: adapter.after(ended[-1]), with_kwargs=True, always_call=True),
+        ]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What the attention layers were found to ask for."""
+        return tuple(self._adapter.found.layers.values())
+
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch that every rank holds, for `model(**handle.shard(batch))`.
+
+        Args:
+            batch: `input_ids` or `inputs_embeds`, (batch, seq, …), and if need be `attention_mask` (2-D, padding before
+                or behind a row's tokens), `position_ids`, `token_type_ids`, `labels` as transformers takes them, each
+                beside its own token, and `num_items_in_batch`. Positions that begin anew without an attention_mask are
+                packed documents, which do not see each other, as in transformers without a cache.
+
+        Returns:
+            Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
+            of the whole batch, on every rank. The gradients of the ranks are to be summed, as with
+            `rs.cross_rank_mean_loss`. Labels come out as those of each position's own logits, shifted already.
+        """
+        return self._adapter.shard(batch)
+
+    def restore(self) -> None:
+        """The model as it was before; a second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        _set_attention(self._attention)
+        self._attention = []
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def parallelize(
+    model: PreTrainedModel,
+    group: Any = None,
+    *,
+    layout: str = "zigzag",
+    algorithm: str = "auto",
+    kernel: str = "auto",
+    verify: bool = True,
+) -> Handle:
+    """Let a model run on the ranks of a group; every rank must call this with the same model.
+
+    Args:
+        model: A decoder or an encoder of transformers, with its weights, before DDP, FSDP or compilation.
+        group: As in `rs.attention`.
+        layout: How `handle.shard` splits sequences: "zigzag", "contiguous" or "striped".
+        algorithm: As in `rs.attention`. Over a cache "pass_kv" and "pass_q" count, and all else is "auto".
+        kernel: As in `rs.attention`.
+        verify: Run the model on a few tokens, alone and on two ranks in threads, and refuse it if the numbers differ.
+
+    Raises:
+        UnsupportedError: The model cannot run on ranks exactly; the message says which layers, and why.
+        TransportError: The ranks do not have the same model, or the same weights.
+    """
+    options = Options(group, layout, algorithm, kernel)
+    session = options.session
+    timeout_s = session.transport.timeout_s
+    try:
+        handle = _parallelize(model, options, verify)
+    except RingspanError as error:
+        options.refuse(error)
+        raise
+    fields = {
+        "call": "parallelize",
+        "model": f"{type(model).__name__} with {len(handle.layers)} attention layers #{_short(handle.layers)}",
+        "options": options[1:],
+        "weights": _digest(model),
+    }
+    try:
+        session.contract.agree(Signature.of(fields), timeout_s, is_new=False)
+    except BaseException:
+        handle.restore()
+        raise
+    return handle
+
+
+def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Handle:
+    check_options(options.layout)
+    check_config(model)
+    reference = make_reference(model)
+    random = find_random(model, reference)
+    if model.training and random is not None:
+        raise UnsupportedError(random)
+    attention = [
+        (module, module.config._attn_implementation)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    ]
+    wiring = Wiring()
+    try:
+        model.set_attn_implementation(wiring.name)
+        found = examine(model, wiring, random)
+        if verify:
+            compare(model, wiring, options, found, reference)
+    except BaseException:
+        _set_attention(attention)
+        raise
+    return Handle(Adapter(model, wiring, options, found), attention)
+
+
+def _set_attention(attention: "list[tuple[PreTrainedModel, str]]") -> None:
+    """From the outermost model to the innermost: each sets those within it."""
+    for module, name in attention:
+        module.set_attn_implementation(name)
+
+
+def _short(value: object) -> str:
+    return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    said = []
+    for name, x in model.named_parameters():
+        said.append(f"{name} {tuple(x.shape)} {x.dtype}")
+        if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
+            said.append(str(int(x.detach().view(integers[x.element_size()]).sum(dtype=torch.int64))))
+    return f"#{_short(said)}"

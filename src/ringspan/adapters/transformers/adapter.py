@@ -1,0 +1,311 @@
+"""What happens before and after a forward of a parallelized model?
+
+Before: the arguments are checked, the ranks agree that they mean the same forward, and this rank's part is taken.
+After: the loss is that of all ranks, and outputs of a forward that was given whole sequences are whole again. The
+model itself never sees a label, nor a mask, nor a cache other than ours.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ringspan.adapters.transformers.cache import open_cache
+from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.shards import (
+    BY_TOKEN,
+    Options,
+    Part,
+    ShardRun,
+    describe,
+    mean_loss,
+    shard_inputs,
+)
+from ringspan.adapters.transformers.turns import (
+    Keep,
+    NewTokens,
+    TurnRun,
+    begin_turn,
+    check_new_tokens,
+    layout_of_positions,
+    make_kv,
+)
+from ringspan.adapters.transformers.wiring import RUN, Wiring
+from ringspan.collectives import gather
+from ringspan.contract import Signature
+from ringspan.errors import RingspanError, ShapeError, TransportError, UnsupportedError
+from ringspan.layout import Layout
+from ringspan.mask import full
+
+_BATCH = {*BY_TOKEN, "attention_mask"}
+_ARGUMENTS = {*_BATCH, "past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
+_OUTPUTS = {"loss", "logits", "last_hidden_state", "past_key_values", "hidden_states"}
+_BY_ROW = ("logits", "last_hidden_state")
+_REFUSED = {
+    "output_attentions": "attention weights are never in one place",
+    "output_router_logits": "the balance of experts over all tokens is no mean of that over shards",
+}
+
+
+class Found(NamedTuple):
+    """What dry calls told about a model."""
+
+    layers: dict[nn.Module, Layer]
+    cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
+    no_cache: str  # and why not
+    passes_run: bool  # does forward take keyword arguments of others?
+    shifts_labels: bool | None  # None: labels are for something else than tokens
+    random: str | None  # what is random in training
+
+
+class _Forward(NamedTuple):
+    """What must be known until a forward is through."""
+
+    run: ShardRun | TurnRun
+    is_whole: bool
+    labels: torch.Tensor | None
+    num_items: Any
+    keep: "Keep | Layout | None"
+    local_rows: torch.Tensor | None  # to be picked from the outputs, where the model could not
+
+
+class Adapter:
+    """A model on the ranks of one group."""
+
+    def __init__(self, model: PreTrainedModel, wiring: Wiring, options: Options, found: Found) -> None:
+        self.model = model
+        self.wiring = wiring
+        self.options = options
+        self.found = found
+        self.parameters = inspect.signature(model.forward).parameters
+        self._forward: _Forward | None = None  # under way
+
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch, with what its forward must know."""
+        given = {name: value for name, value in batch.items() if value is not None}
+        with self._telling():
+            self._check_names(given, _BATCH | {"num_items_in_batch"})
+            num_items = given.pop("num_items_in_batch", None)
+            inputs, run = self._split(given)
+        run.said["num_items_in_batch"] = str(num_items)
+        return {**inputs, RUN: run} | ({} if num_items is None else {"num_items_in_batch": num_items})
+
+    def before(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the model's own forward."""
+        given = dict(arguments)
+        run = given.pop(RUN, None)
+        with self._telling():
+            given = {name: value for name, value in given.items() if value is not None}
+            self._check_arguments(given)
+            new = None
+            if run is not None:
+                self._check_part(given, run)
+                forward = _Forward(run, False, given.pop("labels", None), given.get("num_items_in_batch"), None, None)
+                inputs = {name: given[name] for name in BY_TOKEN if name in given}
+            elif self._wants_cache(given):
+                new = self._check_turn(given)
+            else:
+                forward, inputs = self._split_whole(given)
+        if new is not None:  # which tells others itself what it refuses
+            forward, inputs = self._begin(new, given)
+        else:
+            self._agree(forward.run)
+        extra = {"output_hidden_states": True} if given.get("output_hidden_states") else {}
+        self._forward, self.wiring.run = forward, forward.run
+        inputs = {name: value for name, value in inputs.items() if name != "labels"} | extra
+        if "use_cache" in self.parameters:
+            inputs["use_cache"] = isinstance(forward.run, TurnRun)
+        return inputs | ({RUN: forward.run} if self.found.passes_run else {})
+
+    def after(self, output: Any) -> Any:
+        """The outputs a caller expects; None is the output of a forward that is failing."""
+        forward, self._forward, self.wiring.run = self._forward, None, None
+        if forward is None:
+            return None
+        if output is None:
+            error = sys.exc_info()[1]
+            if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
+                forward.run.fail(error)
+        try:
+            output = None if output is None else self._finish(forward, output)
+        finally:
+            if isinstance(forward.run, TurnRun):
+                forward.run.end(is_done=output is not None)
+        return output
+
+    def call(self, **arguments: Any) -> Any:
+        """A forward without hooks."""
+        inputs = self.before(arguments)
+        try:
+            output = self.model.forward(**inputs)
+        except Exception:
+            self.after(None)
+            raise
+        return self.after(output)
+
+    # Before
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """A refusal on this rank is told to the others, which would wait for it in vain."""
+        try:
+            yield
+        except TransportError:
+            raise
+        except RingspanError as error:
+            self.options.refuse(error)
+            raise
+
+    def _agree(self, run: ShardRun | TurnRun) -> None:
+        assert isinstance(run, ShardRun)
+        session = self.options.session
+        fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training, **run.said}
+        session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+
+    def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
+        for name, value in given.items():
+            if name in _REFUSED and value:
+                raise UnsupportedError(f"{name}={value!r}: {_REFUSED[name]}; leave it out")
+            if name not in known | {*_REFUSED}:
+                raise UnsupportedError(
+                    f"{name}: what it does to a part of a sequence is not known; leave it out, or use some of "
+                    f"{', '.join(sorted(known))}"
+                )
+        if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
+            raise UnsupportedError("token_type_ids: a decoder may make masks of them; leave them out")
+        if "labels" in given and self.found.shifts_labels is None:
+            raise UnsupportedError(
+                f"labels: {type(self.model).__name__} has another loss than that of tokens; compute it from the outputs"
+            )
+
+    def _check_arguments(self, given: dict[str, Any]) -> None:
+        self._check_names(given, _ARGUMENTS | {"output_hidden_states"})
+        if given.get("return_dict") is False:
+            raise UnsupportedError("return_dict=False: outputs are told apart by name; leave it out")
+        if self.model.training and self.found.random is not None:
+            raise UnsupportedError(self.found.random)
+
+    def _check_part(self, given: dict[str, Any], run: ShardRun) -> None:
+        if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
+            raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
+        x = given.get("input_ids", given.get("inputs_embeds"))
+        expected = run.layout.shard_len(self.options.rank)
+        if x is None or x.shape[1] != expected or "position_ids" not in given:
+            raise ShapeError(f"the batch is not what shard() returned: {expected} tokens with their position_ids")
+        for name in ("past_key_values", "logits_to_keep", "attention_mask"):
+            if name in given:
+                raise UnsupportedError(f"{name} with a sharded batch: give it to shard(), or give whole sequences")
+        if given.get("use_cache"):
+            raise UnsupportedError("use_cache=True with a sharded batch: give whole sequences to fill a cache")
+
+    def _wants_cache(self, given: dict[str, Any]) -> bool:
+        """For whole sequences: with a cache, or without?"""
+        model = self.model
+        if torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters()):
+            raise UnsupportedError(
+                "a forward on whole sequences with gradients: use model(**handle.shard(batch)) to train, and "
+                "torch.no_grad() for inference"
+            )
+        if given.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
+            raise UnsupportedError("output_hidden_states of whole sequences: use model(**handle.shard(batch))")
+        if not isinstance(given.get("logits_to_keep", 0), int):
+            raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
+        has_cache = "past_key_values" in given
+        default = getattr(model.config.get_text_config(), "use_cache", False) and "labels" not in given
+        wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
+        if wants_cache and not self.found.cached:
+            raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
+        if "labels" in given and (wants_cache or given.get("logits_to_keep")):
+            raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
+        return wants_cache
+
+    def _split(self, given: Mapping[str, Any]) -> Part:
+        return shard_inputs(given, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels))
+
+    def _split_whole(self, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
+        batch = {name: given[name] for name in _BATCH if name in given}
+        inputs, run = self._split(batch)
+        num_kept, layout = given.get("logits_to_keep", 0), run.layout
+        first = max(0, layout.num_positions - num_kept) if num_kept else 0
+        positions = [layout.positions(rank) for rank in range(self.options.world_size)]
+        kept = [np.flatnonzero(mine >= first) for mine in positions]
+        if first and not layout.replicated:
+            layout = layout_of_positions([mine[rows] - first for mine, rows in zip(positions, kept, strict=True)])
+        rows, picked = self._keep(kept[self.options.rank], is_all=not first)
+        labels = inputs.pop("labels", None)
+        return _Forward(run, True, labels, given.get("num_items_in_batch"), layout, picked), inputs | rows
+
+    def _check_turn(self, given: dict[str, Any]) -> NewTokens:
+        layers, device = self.found.cached, self.model.device
+        conversation = open_cache(
+            given.setdefault("past_key_values", DynamicCache()),
+            lambda: make_kv(layers, self.options, _attention_dtype(layers[0], device), device),
+            self,
+            len(layers),
+        )
+        batch = {name: given[name] for name in _BATCH if name in given}
+        return check_new_tokens(batch, conversation, self.found.layers, given.get("logits_to_keep", 0))
+
+    def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
+        inputs, run, keep = begin_turn(new, self.options, self.found.layers)
+        # The ranks agree on it with the turn, before its first message.
+        run.turn.said = describe({**new.batch, "tokens": new.columns, "logits_to_keep": new.num_kept})
+        rows, picked = self._keep(keep.by_rank[self.options.rank], is_all=run.is_decode)
+        cache = {"past_key_values": given["past_key_values"]}
+        return _Forward(run, True, None, None, keep, picked), inputs | rows | cache
+
+    def _keep(self, rows: Any, *, is_all: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Which rows of this rank go through the model's head: as an argument, or to be picked afterwards."""
+        if is_all:
+            return {}, None
+        kept = torch.from_numpy(rows).to(self.model.device)
+        return ({"logits_to_keep": kept}, None) if "logits_to_keep" in self.parameters else ({}, kept)
+
+    # After
+
+    def _finish(self, forward: _Forward, output: Any) -> Any:
+        unknown = sorted(output.keys() - _OUTPUTS)
+        if unknown:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returns {', '.join(unknown)}, which is not made token by token; use a "
+                "model without it"
+            )
+        fields = dict(output)
+        group = self.options.group
+        if forward.labels is not None:
+            fields["loss"] = self._loss(forward, fields["logits"])
+        if forward.is_whole:
+            for name in _BY_ROW:
+                if name in fields:
+                    fields[name] = self._whole(forward, fields[name], group)
+        return type(output)(**fields)
+
+    def _loss(self, forward: _Forward, logits: torch.Tensor) -> torch.Tensor:
+        assert forward.labels is not None
+        assert isinstance(forward.run, ShardRun)
+        loss = mean_loss(logits, forward.labels, self.options.group)
+        if forward.num_items is not None:
+            loss = loss * (forward.run.num_labels / forward.num_items)
+        return loss
+
+    def _whole(self, forward: _Forward, part: torch.Tensor, group: Any) -> torch.Tensor:
+        if forward.local_rows is not None:
+            part = part[:, forward.local_rows]
+        if isinstance(forward.keep, Keep):
+            assert isinstance(forward.run, TurnRun)
+            return part if forward.run.is_decode else forward.keep.whole(part, group)
+        assert forward.keep is not None
+        return part if forward.keep.replicated else gather(part, forward.keep, group, dim=1)
+
+
+def _attention_dtype(layer: Layer, device: torch.device) -> torch.dtype:
+    """In a region of autocast its type."""
+    if layer.dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return layer.dtype

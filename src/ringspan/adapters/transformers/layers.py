@@ -1,0 +1,224 @@
+"""What does each attention layer of a model ask for, and can it be had exactly?
+
+A model is called on a few tokens with a recorder in the place of attention. What its layers pass then is taken at its
+word: heads, mask, window, sinks, scale. Whatever is not known is refused by name: nothing is swallowed.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ringspan.adapters.transformers.masks import MaskFunction, documents_mask, evaluate, find_mask
+from ringspan.adapters.transformers.wiring import Asked
+from ringspan.errors import UnsupportedError
+from ringspan.mask import Mask, causal, full
+from ringspan.schedule import Heads
+
+# What layers pass along and attention has no use for: RoPE is done, and the rest is for outputs or caches.
+_OF_NO_USE = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
+_REASONS = {
+    "softcap": "scores are capped before the softmax, which no kernel here does",
+    "position_bias": "a bias for relative positions is added to the scores, which no mask can say",
+    "output_attentions": "attention weights are never in one place",
+}
+_FUNCTION = "ringspan_mask_function"  # how a recorded mask carries the function it comes from
+
+
+class Options(NamedTuple):
+    """The keyword arguments of a call of attention."""
+
+    scale: float | None
+    dropout: float
+    window: int | None
+    sinks: torch.Tensor | None
+    is_causal: bool | None
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """What a layer passes; refused by name if it is not known."""
+    given = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in _OF_NO_USE and not (name.startswith("output_") and value is False)
+    }
+    options = Options(
+        given.pop("scaling", None),
+        given.pop("dropout", 0.0),
+        given.pop("sliding_window", None),
+        given.pop("s_aux", None),
+        given.pop("is_causal", None),
+    )
+    if given:
+        name, value = next(iter(given.items()))
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise UnsupportedError(f"{name}={shown}: {_REASONS.get(name, 'no such option of attention is known here')}")
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What an attention layer always asks for."""
+
+    name: str
+    mask: Mask  # within a document
+    keeps_documents: bool  # does it keep packed documents apart?
+    heads: Heads
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    scale: float | None
+    window: int | None
+    has_sinks: bool
+    dropout: float  # in training
+
+    def check(self, asked: Asked) -> Options:
+        """The options of a call; refused if they are not those of the dry call."""
+        try:
+            options = read_options(asked.options)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.name}: {error}") from None
+        if asked.mask is not None:
+            raise UnsupportedError(f"{self.name}: an attention mask that was made elsewhere; give a 2-D attention_mask")
+        heads = Heads(asked.q.shape[1], asked.k.shape[1])
+        expected = (self.scale, self.window, self.has_sinks, self.heads)
+        found = (options.scale, options.window, options.sinks is not None, heads)
+        if found != expected or options.dropout:
+            raise UnsupportedError(
+                f"{self.name}: scale, window, sinks and heads are {found}, dropout {options.dropout}, where {expected} "
+                "and no dropout were found by parallelize; restore the model and parallelize it anew"
+            )
+        return options
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A run that attends nothing and remembers what was asked."""
+
+    device: torch.device
+    asked: list[Asked] = field(default_factory=list)
+    cache_indices: dict[nn.Module, int] = field(default_factory=dict)
+    pending: int | None = None  # the layer of a cache that was updated last
+
+    def attend(self, asked: Asked) -> torch.Tensor:
+        """Zeros: what layers ask for does not depend on them."""
+        self.asked.append(asked)
+        if self.pending is not None:
+            self.cache_indices[asked.module] = self.pending
+            self.pending = None
+        return asked.q.new_zeros(*asked.q.shape[:3], asked.v.shape[-1])
+
+    def end(self, is_done: bool) -> None:
+        """Nothing was begun."""
+
+    def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor:
+        """A mask that leads back to its function, as long as nobody works on it."""
+        mask = torch.ones(1, 1, options["q_length"], options["kv_length"], dtype=torch.bool, device=self.device)
+        setattr(mask, _FUNCTION, options["mask_function"])
+        return mask
+
+
+class Refusal(NamedTuple):
+    """A layer, and why it cannot be had."""
+
+    layer: str
+    reason: str
+
+
+def describe_layers(
+    names: Mapping[nn.Module, str], plain: Recorder, packed: Recorder, packed_ids: torch.Tensor, trained: Recorder
+) -> dict[nn.Module, Layer]:
+    """The layers of a model from three dry calls: of one document, of packed ones, and in training."""
+    layers: dict[nn.Module, Layer] = {}
+    refusals: list[Refusal] = []
+    masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share them
+    dropouts = {asked.module: asked.options.get("dropout", 0.0) for asked in trained.asked}
+    for asked, asked_packed in zip(plain.asked, packed.asked, strict=True):
+        name = names.get(asked.module, type(asked.module).__name__)
+        try:
+            layer = _describe(name, asked, asked_packed, packed_ids, dropouts.get(asked.module, 0.0), masks)
+        except UnsupportedError as error:
+            refusals.append(Refusal(name, str(error)))
+            continue
+        if layers.setdefault(asked.module, layer) != layer:
+            refusals.append(Refusal(name, "it asks for different things within one forward"))
+    if refusals:
+        raise UnsupportedError(tell(refusals))
+    return layers
+
+
+def tell(refusals: Iterable[Refusal]) -> str:
+    """The reasons, each with the layers it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for layer, reason in refusals:
+        by_reason.setdefault(reason, []).append(layer)
+    return "; ".join(f"{_some(layers)}: {reason}" for reason, layers in by_reason.items())
+
+
+def _some(layers: list[str]) -> str:
+    layers = list(dict.fromkeys(layers))
+    return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} … ({len(layers)} layers)"
+
+
+def _describe(
+    name: str, asked: Asked, packed: Asked, packed_ids: torch.Tensor, dropout: float, masks: dict[Any, Mask | None]
+) -> Layer:
+    options = read_options(asked.options)
+    mask = _mask_of(asked, options, masks)
+    if options.window is not None and mask.allowed([4 * options.window], [0]).any():
+        raise UnsupportedError(f"sliding_window={options.window}, but its mask has no such window")
+    return Layer(
+        name,
+        mask,
+        _keeps_documents(packed, mask, packed_ids),
+        Heads(asked.q.shape[1], asked.k.shape[1]),
+        asked.q.shape[3],
+        asked.v.shape[3],
+        asked.q.dtype,
+        options.scale,
+        options.window,
+        options.sinks is not None,
+        dropout,
+    )
+
+
+def _function_of(asked: Asked) -> MaskFunction | None:
+    function: MaskFunction | None = getattr(asked.mask, _FUNCTION, None)
+    if asked.mask is not None and function is None:
+        raise UnsupportedError("it attends with a mask that the model works on itself")
+    return function
+
+
+def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> Mask:
+    function = _function_of(asked)
+    if function is not None:
+        key = (function, options.window)
+        mask = masks[key] = masks[key] if key in masks else find_mask(function, options.window, asked.q.device)
+        if mask is None:
+            raise UnsupportedError(
+                "its mask is neither full nor causal nor a sliding window (such as chunked attention)"
+            )
+        return mask
+    is_causal = getattr(asked.module, "is_causal", None) if options.is_causal is None else options.is_causal
+    if is_causal is None or options.window is not None:
+        raise UnsupportedError("it asks for no mask and does not say whether it is causal")
+    return causal() if is_causal else full()
+
+
+def _keeps_documents(packed: Asked, mask: Mask, position_ids: torch.Tensor) -> bool:
+    """Does its mask change when positions begin anew?"""
+    function = _function_of(packed)
+    if function is None:
+        return False
+    places = np.arange(position_ids.shape[1])
+    seen = evaluate(function, places, places, packed.q.device)
+    if np.array_equal(seen, mask.allowed(places, places)):
+        return False
+    apart = documents_mask(position_ids.cpu().numpy())
+    assert apart is not None
+    if np.array_equal(seen, (mask & apart).allowed(places, places)):
+        return True
+    raise UnsupportedError("its mask depends on position_ids in an unknown way")

@@ -1,0 +1,88 @@
+"""Which mask does a model mean, and which tokens does a batch keep apart?
+
+A model of transformers describes its masks by functions of a query's and a key's index. Such a function is asked about
+a query far out, which tells how far it sees, and the mask that follows is then held against the function at many other
+places. So a mask is never concluded from a name, and one that has no equal here (chunks, images, prefixes) is noticed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ringspan.errors import MaskError
+from ringspan.mask import Mask, causal, documents, full, per_row, sliding_window
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Tokens = npt.NDArray[np.bool_]  # (batch, columns): False is padding
+
+_FAR = 2**20
+
+
+def evaluate(function: MaskFunction, q: Any, kv: Any, device: torch.device) -> npt.NDArray[np.bool_]:
+    """(q, kv): what the function says of the first row and head."""
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    q, kv = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (q, kv))
+    allowed = function(zero, zero, q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1))
+    seen: npt.NDArray[np.bool_] = allowed.expand(1, 1, len(q), len(kv))[0, 0].cpu().numpy()
+    return seen
+
+
+def find_mask(function: MaskFunction, window: int | None, device: torch.device) -> Mask | None:
+    """The mask that says the same as the function, or None if there is none."""
+    far = max(_FAR, 4 * (window or 0))
+    seen = np.flatnonzero(evaluate(function, [far], np.arange(2 * far + 1), device))
+    if not len(seen):
+        return None
+    left = None if seen[0] == 0 else far - int(seen[0])
+    right = None if seen[-1] == 2 * far else int(seen[-1]) - far
+    mask = _window(left, right)
+    places = _places(far, [end for end in (left, right) if end])
+    return mask if np.array_equal(mask.allowed(places, places), evaluate(function, places, places, device)) else None
+
+
+def _window(left: int | None, right: int | None) -> Mask:
+    if left is None:
+        return {None: full(), 0: causal()}.get(right) or sliding_window(None, right)
+    return sliding_window(left, right)
+
+
+def _places(far: int, ends: list[int]) -> npt.NDArray[np.int64]:
+    """Positions at which masks differ, if they do: small ones, powers of two, multiples of the window."""
+    marks = [2**i for i in range(far.bit_length())] + [n * end for end in ends for n in (1, 2, 3)]
+    near = {mark + by for mark in marks for by in (-1, 0, 1)} | set(range(24))
+    return np.array(sorted(place for place in near if 0 <= place < 2 * far))
+
+
+def padding_mask(tokens: Tokens) -> Mask | None:
+    """Who may see whom if padding is to be seen by nobody else; None if there is none."""
+    return _by_row([_padding(row, number) for number, row in enumerate(tokens)])
+
+
+def _padding(tokens: npt.NDArray[np.bool_], number: int) -> Mask:
+    """Padding and tokens as documents of their own: what padding itself sees is of no consequence."""
+    found = np.flatnonzero(tokens)
+    if not len(found) or len(found) == len(tokens):
+        return full()
+    first, last = int(found[0]), int(found[-1])
+    if len(found) != last - first + 1:
+        raise MaskError(
+            f"attention_mask[{number}] has padding between tokens: it may stand before them or behind them; take it out"
+        )
+    return documents([n for n in (first, last + 1 - first, len(tokens) - last - 1) if n])
+
+
+def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:
+    """Packed documents, (batch, seq): as in transformers, one begins wherever positions do not go on by one."""
+    cuts = [np.flatnonzero(np.diff(row) != 1) + 1 for row in position_ids]
+    length = position_ids.shape[1]
+    rows = [documents(np.diff([0, *found, length]).tolist()) if len(found) else full() for found in cuts]
+    return _by_row(rows)
+
+
+def _by_row(rows: list[Mask]) -> Mask | None:
+    if all(row == full() for row in rows):
+        return None
+    return rows[0] if all(row == rows[0] for row in rows) else per_row(rows)

@@ -1,0 +1,229 @@
+"""What is this rank's part of a whole batch, and what does its attention see?
+
+Sequences are split along their tokens; rows of the batch stay together. Padding and packed documents become part of
+the mask, which every rank knows, since every rank is given the whole batch. Labels are shifted before they are split.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
+from ringspan.adapters.transformers.wiring import Asked
+from ringspan.call import attention
+from ringspan.errors import LayoutError, ShapeError, UnsupportedError
+from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.mask import Mask
+from ringspan.session import Session, session_of
+from ringspan.span import Span
+from ringspan.tiles import local_rows
+from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, next_token_labels
+
+LAYOUTS: dict[str, Callable[..., Layout]] = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}
+BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels")  # what has a row for each token
+_SHOWN = 8  # elements of a tensor in an error
+
+
+class Options(NamedTuple):
+    """How a model runs on ranks."""
+
+    group: Any
+    layout: str
+    algorithm: str
+    kernel: str
+
+    @property
+    def session(self) -> Session:
+        """Of the group."""
+        return session_of(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.session.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return self.session.transport.world_size
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which are about to begin a call, that this one will not."""
+        if self.world_size > 1:
+            self.session.contract.refuse(f"{type(error).__name__}: {error}", self.session.transport.timeout_s)
+
+    def layout_of(self, seq_len: int) -> Layout:
+        """Who holds which token; a sequence with fewer tokens than ranks is held by all of them."""
+        if seq_len < self.world_size:
+            return Layout(((),) * self.world_size, (Span(0, seq_len),))
+        return LAYOUTS[self.layout](seq_len, self.world_size)
+
+
+@dataclass(slots=True)
+class ShardRun:
+    """A forward over this rank's part of a batch."""
+
+    options: Options
+    layers: Mapping[nn.Module, Layer]
+    layout: Layout
+    padding: Mask | None
+    documents: Mask | None
+    said: dict[str, str]  # what the batch is, for the ranks to agree on
+    num_labels: int = 0  # that count, on all ranks
+    masks: dict[tuple[Mask, bool], Mask] = field(default_factory=dict)
+
+    def attend(self, asked: Asked) -> torch.Tensor:
+        """Attention with the tokens of all ranks."""
+        layer = layer_of(self.layers, asked)
+        try:
+            options = layer.check(asked)
+        except UnsupportedError as error:
+            self.fail(error)
+            raise
+        out = attention(
+            asked.q,
+            asked.k,
+            asked.v,
+            mask=self.mask_of(layer),
+            layout=self.layout,
+            group=self.options.group,
+            algorithm=self.options.algorithm,
+            kernel=self.options.kernel,
+            scale=options.scale,
+            sinks=options.sinks,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others, which wait for this rank's next call."""
+        self.options.refuse(error)
+
+    def make_mask(self, options: Mapping[str, Any]) -> None:
+        """None: the mask is ours to make."""
+        del options
+
+    def mask_of(self, layer: Layer) -> Mask:
+        """What a layer sees of this batch."""
+        key = (layer.mask, layer.keeps_documents)
+        if key not in self.masks:
+            mask = layer.mask if self.padding is None else layer.mask & self.padding
+            if self.documents is not None and layer.keeps_documents:
+                mask = mask & self.documents
+            self.masks[key] = mask
+        return self.masks[key]
+
+
+def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
+    """The layer a module was found to be."""
+    if asked.module not in layers:
+        raise UnsupportedError(
+            f"{type(asked.module).__name__}: parallelize did not see this layer attend; restore the model and "
+            "parallelize it anew"
+        )
+    return layers[asked.module]
+
+
+class Part(NamedTuple):
+    """This rank's part of a batch, and the run it belongs to."""
+
+    inputs: dict[str, torch.Tensor]
+    run: ShardRun
+
+
+def shard_inputs(
+    batch: Mapping[str, torch.Tensor], options: Options, layers: Mapping[nn.Module, Layer], *, shifts_labels: bool
+) -> Part:
+    """Split a whole batch that every rank holds."""
+    size, seq_len = check_batch(batch)
+    layout, rank = options.layout_of(seq_len), options.rank
+    whole = {name: batch[name] for name in BY_TOKEN if name in batch}
+    tokens = tokens_of(batch.get("attention_mask"), size, seq_len)
+    documents = None
+    if "position_ids" not in whole:
+        device = next(iter(whole.values())).device
+        whole["position_ids"] = torch.arange(seq_len, device=device).expand(size, -1)
+    elif "attention_mask" not in batch:  # as in transformers: one or the other
+        documents = documents_mask(batch["position_ids"].expand(size, -1).cpu().numpy())
+    num_labels = 0
+    if "labels" in whole:
+        labels = next_token_labels(whole["labels"]) if shifts_labels else whole["labels"]
+        num_labels, whole["labels"] = int((labels != IGNORE_INDEX).sum()), labels
+    part = {name: layout.shard(x, rank, 1) for name, x in whole.items()}
+    if "labels" in part and rank > 0 and layout.replicated:
+        part["labels"] = part["labels"].clone()
+        part["labels"][:, local_rows(layout, rank).replicated] = IGNORE_INDEX
+    padding = None if tokens is None else padding_mask(tokens)
+    return Part(part, ShardRun(options, layers, layout, padding, documents, describe(batch), num_labels))
+
+
+def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """(batch, seq) of whole tensors that fit each other."""
+    given = [name for name in ("input_ids", "inputs_embeds") if name in batch]
+    if len(given) != 1:
+        raise ShapeError(f"a batch of {', '.join(batch) or 'nothing'}: give either input_ids or inputs_embeds")
+    x = batch[given[0]]
+    if x.ndim < 2 or not x.numel():
+        raise ShapeError(f"{given[0]}.shape={tuple(x.shape)}: give at least one token, (batch, seq)")
+    size, seq_len = x.shape[:2]
+    for name, tensor in batch.items():
+        rows = (1, size) if name == "position_ids" else (size,)
+        if name != "attention_mask" and (tensor.ndim < 2 or tensor.shape[0] not in rows or tensor.shape[1] != seq_len):
+            raise ShapeError(
+                f"{name}.shape={tuple(tensor.shape)}: {given[0]} has {size} rows of {seq_len} tokens, and all else in "
+                "the batch as many"
+            )
+    if "position_ids" in batch and batch["position_ids"].ndim != 2:
+        raise UnsupportedError(
+            f"position_ids.shape={tuple(batch['position_ids'].shape)}: one position for each token, (batch, seq)"
+        )
+    return size, seq_len
+
+
+def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> Tokens | None:
+    """Which columns are tokens, by the 2-D attention mask."""
+    if attention_mask is None:
+        return None
+    if tuple(attention_mask.shape) != (size, seq_len):
+        raise UnsupportedError(
+            f"attention_mask.shape={tuple(attention_mask.shape)}: it says what is padding, ({size}, {seq_len}); "
+            "leave out others, or use rs.attention with a mask of your own"
+        )
+    values = attention_mask.cpu().numpy()
+    if not np.isin(values, (0, 1)).all():
+        raise UnsupportedError("attention_mask has other values than 0 and 1; mark documents by position_ids instead")
+    return values.astype(np.bool_)
+
+
+def describe(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Whole tensors as short texts, which differ if they do."""
+    return {name: _text(value) for name, value in tensors.items()}
+
+
+def _text(value: Any) -> str:
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    if value.numel() <= _SHOWN:
+        return str(value.tolist())
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{value.dtype} {tuple(value.shape)} #{hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()}"
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+    """The mean over the labels of all ranks, as transformers computes it on one."""
+    losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    return cross_rank_mean_loss(losses.view(labels.shape), labels, group)
+
+
+def check_options(layout: str) -> None:
+    """A layout there is."""
+    if layout not in LAYOUTS:
+        raise LayoutError(f"layout={layout!r}: there is no such layout; use one of {', '.join(LAYOUTS)}")

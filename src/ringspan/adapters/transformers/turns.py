@@ -1,0 +1,244 @@
+"""How does a model run on whole prompts and single tokens, over a cache that lies on all ranks?
+
+The tokens of all rows stand one behind the other, without padding, and every rank computes some of them; where there
+are too few to share out, as in decode, every rank computes all of them. Only the rows whose logits are asked for go
+through the model's head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ringspan.adapters.transformers.cache import Conversation
+from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.masks import Tokens
+from ringspan.adapters.transformers.shards import BY_TOKEN, Options, check_batch, layer_of, tokens_of
+from ringspan.adapters.transformers.wiring import Asked
+from ringspan.attend import Attention
+from ringspan.collectives import gather
+from ringspan.errors import CacheError, UnsupportedError
+from ringspan.inference import Turn, decode, prefill
+from ringspan.kv_cache import KVCache
+from ringspan.layout import Layout
+from ringspan.mask import causal
+from ringspan.span import Span
+
+_TURNS = ("auto", "pass_kv", "pass_q")
+
+
+@dataclass(slots=True)
+class TurnRun:
+    """A forward over new tokens of a conversation."""
+
+    options: Options
+    layers: Mapping[nn.Module, Layer]
+    conversation: Conversation
+    turn: Turn
+    columns: Tokens  # (batch, new columns): which are tokens
+    is_decode: bool  # one token of each row, as (batch, 1)
+    dtype: torch.dtype
+    pending: int | None = None
+
+    def attend(self, asked: Asked) -> torch.Tensor:
+        """Store keys and values, and attend to all that is cached."""
+        layer = layer_of(self.layers, asked)
+        try:
+            options = layer.check(asked)
+            if self.pending is None:
+                raise UnsupportedError(f"{layer.name}: it attends without the cache; use_cache=False")
+        except UnsupportedError as error:
+            self.fail(error)
+            raise
+        index, self.pending = self.pending, None
+        run = decode if self.is_decode else prefill
+        q, k, v = (x.to(self.dtype) for x in (asked.q, asked.k, asked.v))
+        result = run(q, k, v, self.turn, layer=index, scale=options.scale, return_lse=True)
+        assert isinstance(result, Attention)
+        if options.sinks is None:
+            return result.out
+        # A sink joins the softmax after everything is merged.
+        share = torch.sigmoid(result.lse - options.sinks.to(result.lse.dtype)[:, None])
+        return (result.out * share.unsqueeze(-1)).to(self.dtype)
+
+    def make_mask(self, options: Mapping[str, Any]) -> None:
+        """None: the mask is ours to make."""
+        del options
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others: where they agree on the turn, or, if they are in the midst of it, by ending the group."""
+        if not self.turn.is_agreed:
+            self.options.refuse(error)
+        elif self.options.world_size > 1:
+            self.options.session.transport.abort(f"rank {self.options.rank} failed: {error}")
+        self.turn.abort()
+
+    def end(self, is_done: bool) -> None:
+        """Count the new tokens in, or forget them."""
+        self.conversation.run = None
+        if is_done:
+            self.turn.commit()
+            self.conversation.extend(self.columns)
+        elif self.turn.is_open:
+            self.turn.abort()
+
+
+def cached_layers(layers: Mapping[nn.Module, Layer], indices: Mapping[nn.Module, int]) -> tuple[Layer, ...]:
+    """The layers in the order of a cache's; refused if one KVCache cannot hold them all."""
+    if indices.keys() != layers.keys() or sorted(indices.values()) != [*range(len(indices))]:
+        raise UnsupportedError("not every attention layer has a layer of the cache to itself")
+    ordered = tuple(sorted(layers.values(), key=lambda layer: {layers[m]: i for m, i in indices.items()}[layer]))
+    if len({(layer.heads, layer.head_dim, layer.v_head_dim, layer.dtype) for layer in ordered}) > 1:
+        raise UnsupportedError("the attention layers differ in heads or dims, and a cache has one shape")
+    for layer in ordered:
+        if layer.mask.allowed([8], [9]).any():
+            raise UnsupportedError(f"{layer.name}: it sees tokens that come later, so nothing can be cached")
+    return ordered
+
+
+def make_kv(ordered: tuple[Layer, ...], options: Options, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """An empty cache for these layers."""
+    first = ordered[0]
+    return KVCache(
+        num_layers=len(ordered),
+        num_heads=first.heads.num_heads,
+        num_kv_heads=first.heads.num_kv_heads,
+        head_dim=first.head_dim,
+        v_head_dim=first.v_head_dim,
+        dtype=dtype,
+        mask=[layer.mask for layer in ordered],
+        kernel=options.kernel,
+        device=device,
+        group=options.group,
+    )
+
+
+def check_columns(
+    attention_mask: torch.Tensor | None, conversation: Conversation, size: int, seq_len: int, has_window: bool
+) -> Tokens:
+    """(batch, seq): which of the new columns are tokens."""
+    past = conversation.columns
+    if len(past) not in (0, size):
+        raise CacheError(f"a batch of {size} rows: the cache has {len(past)}; give a cache to each batch")
+    whole = tokens_of(attention_mask, size, past.shape[1] + seq_len)
+    if whole is None:
+        if past.size and not past.all():
+            raise CacheError(
+                "no attention_mask, and the cache has rows with padding: give it for all columns, cached ones included"
+            )
+        return np.ones((size, seq_len), np.bool_)
+    if past.size and not np.array_equal(whole[:, : past.shape[1]], past):
+        raise CacheError("attention_mask does not say of the cached columns what it said when they were new")
+    if has_window:
+        for row, tokens in enumerate(whole):
+            found = np.flatnonzero(tokens)
+            if len(found) and len(found) != found[-1] - found[0] + 1:
+                raise UnsupportedError(
+                    f"attention_mask[{row}] has padding between tokens, which a sliding window counts; put it first"
+                )
+    return whole[:, past.shape[1] :]
+
+
+class NewTokens(NamedTuple):
+    """New tokens of whole rows, found in order."""
+
+    conversation: Conversation
+    batch: dict[str, torch.Tensor]  # (batch, new columns, …) each
+    columns: Tokens  # which of them are tokens
+    num_kept: int  # of the last columns, those whose outputs are asked for; 0 is all
+
+
+def check_new_tokens(
+    batch: Mapping[str, torch.Tensor], conversation: Conversation, layers: Mapping[nn.Module, Layer], num_kept: int
+) -> NewTokens:
+    """Refuse what does not fit the cache."""
+    size, seq_len = check_batch(batch)
+    has_window = any(layer.mask != causal() for layer in layers.values())
+    columns = check_columns(batch.get("attention_mask"), conversation, size, seq_len, has_window)
+    if not columns.any():
+        raise CacheError("attention_mask has no token in any new column")
+    whole = {name: batch[name] for name in BY_TOKEN if name in batch}
+    if "position_ids" not in whole:
+        device = next(iter(whole.values())).device
+        whole["position_ids"] = torch.arange(seq_len, device=device)[None] + conversation.num_columns
+    whole["position_ids"] = whole["position_ids"].expand(size, -1)
+    return NewTokens(conversation, whole, columns, num_kept)
+
+
+class Begun(NamedTuple):
+    """This rank's new tokens, the run, and how its outputs become whole."""
+
+    inputs: dict[str, torch.Tensor]
+    run: TurnRun
+    keep: "Keep"
+
+
+def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Layer]) -> Begun:
+    """Share out new tokens to the ranks."""
+    conversation, batch, columns, num_kept = new
+    conversation.forget_run()
+    lengths = {row: int(count) for row, count in enumerate(columns.sum(1)) if count}
+    size, seq_len = columns.shape
+    turn = _share_out(conversation.kv, lengths, options, is_single=seq_len == 1)
+    is_decode = seq_len == 1 and len(lengths) == size
+    run = TurnRun(options, layers, conversation, turn, columns, is_decode, conversation.kv.dtype)
+    conversation.run = run
+    asked = columns.copy()
+    if num_kept:
+        asked[:, :-num_kept] = False
+    keep = Keep.of(asked[columns], asked[:, -num_kept:], turn.layout)
+    if is_decode:
+        return Begun(batch, run, keep)
+    device = batch["position_ids"].device
+    mine = torch.from_numpy(turn.layout.positions(options.rank)).to(device)
+    tokens = torch.from_numpy(columns).to(device)
+    return Begun({name: x[tokens][mine][None] for name, x in batch.items()}, run, keep)
+
+
+def _share_out(kv: KVCache, lengths: dict[int, int], options: Options, *, is_single: bool) -> Turn:
+    if not is_single:
+        algorithm = options.algorithm if options.algorithm in _TURNS else "auto"
+        turn = kv.begin(lengths, algorithm=algorithm)
+        if all(turn.layout.shard_len(rank) for rank in range(options.world_size)):
+            return turn
+        turn.abort()  # a model is not run on no tokens
+    return kv.begin(lengths, query="replicated")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which tokens' outputs are asked for, and where they are."""
+
+    by_rank: tuple[npt.NDArray[np.int64], ...]  # local rows that are kept
+    layout: Layout  # of the kept tokens, counted through
+    places: Tokens  # (batch, kept columns): which of them are tokens
+
+    @classmethod
+    def of(cls, is_kept: npt.NDArray[np.bool_], places: Tokens, layout: Layout) -> "Keep":
+        """From one flag for each token, counted through the rows."""
+        ranks = range(layout.world_size)
+        by_rank = tuple(np.flatnonzero(is_kept[layout.positions(rank)]) for rank in ranks)
+        if layout.replicated:
+            return cls(by_rank, Layout(((),) * layout.world_size, (Span(0, int(is_kept.sum())),)), places)
+        if is_kept.all():
+            return cls(by_rank, layout, places)
+        numbers = np.cumsum(is_kept) - 1
+        kept = [numbers[layout.positions(rank)[by_rank[rank]]] for rank in ranks]
+        return cls(by_rank, layout_of_positions(kept), places)
+
+    def whole(self, part: torch.Tensor, group: Any) -> torch.Tensor:
+        """(batch, kept columns, dim) on every rank, 0 for padding, from (1, kept rows of this rank, dim)."""
+        rows = part if self.layout.replicated else gather(part, self.layout, group, dim=1)
+        places = torch.from_numpy(self.places).to(part.device)
+        whole = part.new_zeros(*places.shape, part.shape[-1])
+        whole[places] = rows[0]
+        return whole
+
+
+def layout_of_positions(by_rank: Sequence[npt.NDArray[np.int64]]) -> Layout:
+    """Each rank holds these positions."""
+    return Layout(tuple(tuple(Span(n, n + 1) for n in mine.tolist()) for mine in by_rank))

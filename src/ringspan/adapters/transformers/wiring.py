@@ -1,0 +1,109 @@
+"""How does a model's attention find out which forward it is part of?
+
+transformers looks attention up by name. Every parallelized model has a name of its own, so that two of them, or one
+that was restored, never meet. Behind the name stands a function that passes what a layer asks for to the run under way:
+that of a shard, that of a turn of a cache, or the recorder of a dry call. A run is handed to the layers as a keyword
+argument, as far as the model passes those on, since activation checkpoints call layers again later, from any thread.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ringspan.errors import UnsupportedError
+
+RUN = "ringspan"  # the keyword argument
+_OUTSIDE = (
+    "outside of its forward: call the model itself, not a part of it; a model that shares the config of a parallelized "
+    "one needs a copy of it"
+)
+_NAMES = (f"ringspan-{number}" for number in itertools.count(1))
+
+
+class Asked(NamedTuple):
+    """What a layer asks of attention: q, k and v are (batch, heads, seq, dim)."""
+
+    module: nn.Module
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: object
+    options: dict[str, Any]
+
+
+class Run(Protocol):
+    """A forward under way."""
+
+    def attend(self, asked: Asked) -> torch.Tensor:
+        """Out, (batch, heads, seq, v_head_dim)."""
+
+    def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor | None:
+        """What the model gets for a mask it asks for."""
+
+
+class Wiring:
+    """The name of one parallelized model's attention, and the run of each thread."""
+
+    def __init__(self) -> None:
+        self.name = next(_NAMES)
+        self._here = threading.local()
+        # The registries keep what they are given, so they are given no way to the model.
+        itself = weakref.ref(self)
+        AttentionInterface.register(self.name, partial(_attend, itself))
+        AttentionMaskInterface.register(self.name, partial(_make_mask, itself))
+
+    @property
+    def run(self) -> Run | None:
+        """The forward under way in this thread."""
+        return getattr(self._here, "run", None)
+
+    @run.setter
+    def run(self, run: Run | None) -> None:
+        self._here.run = run
+
+
+def is_wired(attention: str | None) -> bool:
+    """Is this the name of a parallelized model's attention?"""
+    return (attention or "").startswith("ringspan-")
+
+
+def _attend(
+    wiring: "weakref.ref[Wiring]",
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention, as transformers calls it; out is (batch, seq, heads, dim)."""
+    run = options.pop(RUN, None) or _run_of(wiring)
+    if run is None:
+        raise UnsupportedError(
+            f"attention of a parallelized model {_OUTSIDE}; activation checkpoints need a model that passes keyword "
+            "arguments on to its attention"
+        )
+    out = run.attend(Asked(module, query, key, value, attention_mask, options))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _make_mask(wiring: "weakref.ref[Wiring]", **options: Any) -> torch.Tensor | None:
+    run = _run_of(wiring)
+    if run is None:
+        raise UnsupportedError(
+            f"a mask of a parallelized model {_OUTSIDE}; for a static cache they are made ahead: leave out "
+            "cache_implementation"
+        )
+    return run.make_mask(options)
+
+
+def _run_of(wiring: "weakref.ref[Wiring]") -> Run | None:
+    here = wiring()
+    return None if here is None else here.run

@@ -1,0 +1,251 @@
+"""Messages between processes of one host: one copy, straight from the sender's memory into the receiver's buffer.
+
+A Unix socket joins each two ranks. What is short travels in it. Of what is long only the address does: the receiver has
+the kernel copy from the sender's memory (process_vm_readv, which MPI libraries know as cross-memory attach) and then
+says that it has taken it. So there is no segment to size, to share or to leave behind, there is no thread, and a wait
+sleeps until a socket has something to say, be it that its other end is gone.
+
+A sender that gives up closes its sockets before anyone else may write to its memory. A receiver that has read from it
+later than that finds that it cannot say so any more, and does not use what it has read.
+
+A wait reads from all sockets, so two ranks whose sockets are full do not wait for each other.
+"""
+
+import ctypes
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+
+from ringspan.errors import TransportError
+
+_INLINE, _OFFER, _TAKEN = range(3)
+_HEADER = struct.Struct("<BIQQ")  # kind, tag, bytes, address
+_MOST_INLINE_BYTES = 16 * 2**10
+
+
+class _Span(ctypes.Structure):
+    """The kernel's struct iovec."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class Memory:
+    """The memory of another process of this user."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        self._read.restype = ctypes.c_ssize_t
+        self._read.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
+
+    def read(self, address: int, into: int, nbytes: int) -> None:
+        """Copy from there to an address of this process; OSError if that is not possible."""
+        while nbytes:
+            theirs, ours = _Span(address, nbytes), _Span(into, nbytes)
+            copied = self._read(self._pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+            if copied <= 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            address, into, nbytes = address + copied, into + copied, nbytes - copied
+
+
+class Peer(NamedTuple):
+    """Another rank: its number, a socket of packets that ends there, and its memory."""
+
+    rank: int
+    socket: socket.socket
+    memory: Memory
+
+
+class SameHost:
+    """This rank's end of its links to some peers. `send` and `recv` are those of a process group."""
+
+    def __init__(self, peers: Iterable[Peer]) -> None:
+        self._poll = select.poll()
+        self._links = {peer.rank: _Link(peer, self._poll) for peer in peers}
+        self._by_descriptor = {link.descriptor: link for link in self._links.values()}
+        weakref.finalize(self, _close, [link.socket for link in self._links.values()])
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._links
+
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> "_Message":
+        """Start to send one tensor, which nobody may write to until it has gone."""
+        message = _Message(self, dst, tag, *tensors)
+        self._links[dst].send(message)
+        return message
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int) -> "_Message":
+        """Start to receive into one tensor."""
+        message = _Message(self, src, tag, *tensors)
+        self._links[src].receive(message)
+        return message
+
+    def advance(self) -> None:
+        """Take what has arrived already, without waiting, so that its sender need not wait."""
+        self._serve(0)
+
+    def wait(self, message: "_Message", timeout_s: float) -> None:
+        """Return when a message is through; TransportError if its peer is gone, or late."""
+        link = self._links[message.peer]
+        deadline = time.monotonic() + timeout_s
+        link.advance()
+        while not message.is_through:
+            if not link.is_open:
+                raise TransportError("connection closed by peer")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TransportError(f"timed out after {timeout_s:g} s")
+            self._serve(left_s)
+
+    def _serve(self, timeout_s: float) -> None:
+        """Wait for any link to have something to do, and do it."""
+        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+            self._by_descriptor[descriptor].advance()
+
+    def close(self) -> None:
+        """This rank is of no more use to its peers. Any thread may say so; a wait in another one ends."""
+        for link in self._links.values():
+            with suppress(OSError):
+                link.socket.shutdown(socket.SHUT_RDWR)
+
+
+class _Message:
+    """One end of a message under way. Messages with the same tag are matched in order."""
+
+    __slots__ = ("_links", "is_through", "peer", "tag", "tensor")
+
+    def __init__(self, links: SameHost, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous()
+        self._links = links
+        self.peer = peer
+        self.tag = tag
+        self.tensor = tensor
+        self.is_through = False
+
+    def wait(self, timeout: timedelta) -> None:
+        self._links.wait(self, timeout.total_seconds())
+
+
+class _Arrived(NamedTuple):
+    """What a peer has sent or offers, and nobody has asked for yet."""
+
+    nbytes: int
+    source: bytes | int  # the message itself, or the address where it is
+
+
+class _Link:
+    """This rank's end of the socket to one peer, and what is under way there."""
+
+    def __init__(self, peer: Peer, poll: "select.poll") -> None:
+        self.peer, self.socket, self._memory = peer
+        self.descriptor = self.socket.fileno()
+        self.is_open = True
+        self.socket.setblocking(False)
+        self._poll = poll
+        self._poll.register(self.descriptor, select.POLLIN)
+        self._packet = bytearray(_HEADER.size + _MOST_INLINE_BYTES)
+        # Packets that found the socket full, each with the message that is through once it has left.
+        self._unsent: deque[tuple[bytes, _Message | None]] = deque()
+        self._offered: deque[_Message] = deque()
+        self._expected: defaultdict[int, deque[_Message]] = defaultdict(deque)  # by tag
+        self._arrived: defaultdict[int, deque[_Arrived]] = defaultdict(deque)  # by tag; only if nothing is expected
+
+    def send(self, message: _Message) -> None:
+        address, nbytes = message.tensor.data_ptr(), message.tensor.nbytes
+        if nbytes <= _MOST_INLINE_BYTES:
+            contents = ctypes.string_at(address, nbytes)
+            self._write(_HEADER.pack(_INLINE, message.tag, nbytes, 0) + contents, message)
+        else:
+            self._offered.append(message)
+            self._write(_HEADER.pack(_OFFER, message.tag, nbytes, address), None)
+
+    def receive(self, message: _Message) -> None:
+        arrived = self._arrived[message.tag]
+        if arrived:
+            self._take(message, arrived.popleft())
+        else:
+            self._expected[message.tag].append(message)
+
+    def advance(self) -> None:
+        """Write what is unsent, and read all that is there."""
+        if self._unsent and self.is_open:
+            unsent, self._unsent = self._unsent, deque()
+            self._poll.modify(self.descriptor, select.POLLIN)
+            for packet, message in unsent:
+                self._write(packet, message)
+        while self.is_open:
+            try:
+                nbytes = self.socket.recv_into(self._packet)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # the peer had not read everything; what it has sent before is still there
+            if nbytes == 0:
+                self._shut()
+                return
+            self._read(memoryview(self._packet)[:nbytes])
+
+    def _read(self, packet: memoryview) -> None:
+        kind, tag, nbytes, address = _HEADER.unpack_from(packet)
+        if kind == _TAKEN:
+            self._offered.popleft().is_through = True
+            return
+        arrived = _Arrived(nbytes, bytes(packet[_HEADER.size :]) if kind == _INLINE else address)
+        expected = self._expected[tag]
+        if expected:
+            self._take(expected.popleft(), arrived)
+        else:
+            self._arrived[tag].append(arrived)
+
+    def _take(self, message: _Message, arrived: _Arrived) -> None:
+        nbytes, source = arrived
+        into = message.tensor.data_ptr()
+        expected = message.tensor.nbytes
+        if nbytes != expected:
+            raise TransportError(
+                f"{nbytes} bytes from rank {self.peer}, where {expected} are expected; sizes must be the same on both"
+            )
+        if isinstance(source, bytes):
+            ctypes.memmove(into, source, nbytes)
+            message.is_through = True
+            return
+        try:
+            self._memory.read(source, into, nbytes)
+        except OSError as error:
+            raise TransportError(f"{nbytes} bytes from rank {self.peer} cannot be read ({error.strerror})") from error
+        self._write(_HEADER.pack(_TAKEN, 0, 0, 0), message)
+
+    def _write(self, packet: bytes, message: _Message | None) -> None:
+        """Send a packet, at once if it can be; then the message, if given, is through."""
+        if not self._unsent and self.is_open:
+            try:
+                self.socket.send(packet, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._poll.modify(self.descriptor, select.POLLIN | select.POLLOUT)
+            except OSError:
+                self._shut()
+            else:
+                if message is not None:
+                    message.is_through = True
+                return
+        self._unsent.append((packet, message))
+
+    def _shut(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._poll.unregister(self.descriptor)
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for it in sockets:
+        it.close()

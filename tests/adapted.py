@@ -1,0 +1,56 @@
+"""Parallelized models on ranks in threads, and what their tests compare them by."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import ringspan as rs
+from families import VOCABULARY
+from ringspan.adapters.transformers import Handle, parallelize
+
+torch.set_num_threads(1)
+
+TOLERANCE = 1e-5
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def tokens(rows: int = 2, seq_len: int = 23, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (rows, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+IDS = tokens()
+
+
+def on_ranks(
+    model: PreTrainedModel, fn: Callable[[PreTrainedModel, Handle, Any], Any], world_size: int = 3, **options: Any
+) -> list[Any]:
+    """fn(model, handle, group) on every rank, with a model of its own."""
+
+    def run(group: Any) -> Any:
+        mine = copy.deepcopy(model)
+        with parallelize(mine, group, **options) as handle:
+            return fn(mine, handle, group)
+
+    return rs.run_in_process(run, world_size, timeout_s=120)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def sharded_logits(model: PreTrainedModel, handle: Handle, group: Any, batch: dict[str, Any]) -> torch.Tensor:
+    part = handle.shard(batch)
+    with torch.no_grad():
+        logits = model(**part).logits
+    return rs.gather(logits, part["ringspan"].layout, group, dim=1)
+
+
+def generate(model: PreTrainedModel, prompt: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out = model.generate(
+        prompt,
+        **GREEDY | {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True} | options,
+    )
+    return out.sequences, torch.stack(out.logits, 1)

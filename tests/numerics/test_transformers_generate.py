@@ -1,0 +1,133 @@
+"""generate() and whole sequences on ranks in threads. The oracle is the model itself, unmodified."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+)
+
+from adapted import GREEDY, TOLERANCE, difference, generate, on_ranks, tokens
+from families import FAMILIES
+
+WITH_AND_WITHOUT_WINDOWS = ["Llama", "gpt-oss"]
+
+
+def padded() -> dict[str, torch.Tensor]:
+    ids = tokens(3, 17)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :11] = 0
+    return {"prompt": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": tokens()},
+    "one token on three ranks": {"prompt": tokens(1, 1)},
+    "left padding": padded(),
+    "chunks": {"prompt": tokens(1, 19), "prefill_chunk_size": 5},
+    "chunks with padding": padded() | {"prefill_chunk_size": 7},
+    "without a cache": {"prompt": tokens(2, 7), "use_cache": False, "max_new_tokens": 4},
+    "beams": {"prompt": tokens(), "num_beams": 3, "num_return_sequences": 2},
+    "beams with padding": padded() | {"num_beams": 3, "length_penalty": 0.5},
+    "a cache of one's own": {"prompt": tokens(), "own_cache": True},
+    "embeddings": {"prompt": tokens(), "by_embeddings": True},
+}
+
+
+def run_way(model: PreTrainedModel, way: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    options = dict(way)
+    prompt = options.pop("prompt")
+    if options.pop("own_cache", False):
+        options["past_key_values"] = DynamicCache()
+    if options.pop("by_embeddings", False):
+        options["inputs_embeds"] = model.get_input_embeddings()(prompt).detach()
+    return generate(model, prompt, **options)
+
+
+@pytest.mark.parametrize("name", WITH_AND_WITHOUT_WINDOWS)
+def test_generate_in_many_ways(name: str) -> None:
+    """The same tokens from the same logits, on every rank."""
+    model = FAMILIES[name].make()
+    expected = {way: run_way(model, options) for way, options in WAYS.items()}
+    results = on_ranks(model, lambda mine, *_: {way: run_way(mine, options) for way, options in WAYS.items()})
+    for found in results:
+        for way, (sequences, logits) in expected.items():
+            assert torch.equal(found[way][0], sequences), way
+            assert difference(found[way][1], logits) < TOLERANCE, way
+
+
+@pytest.mark.parametrize("name", WITH_AND_WITHOUT_WINDOWS)
+def test_a_second_turn_on_the_same_cache(name: str) -> None:
+    """With whole inputs and with new tokens only; then some tokens are taken back."""
+    model, more = FAMILIES[name].make(), tokens(3, 6, seed=1)
+
+    def converse(model: PreTrainedModel) -> list[torch.Tensor]:
+        first = model.generate(**prompt(padded()), **GREEDY, max_new_tokens=5, return_dict_in_generate=True)
+        cache = first.past_key_values
+        whole = torch.cat([first.sequences, more], 1)
+        mask = torch.cat([padded()["attention_mask"], torch.ones(3, whole.shape[1] - 17, dtype=torch.long)], 1)
+        second = model.generate(
+            whole, attention_mask=mask, past_key_values=cache, **GREEDY, max_new_tokens=5, return_dict_in_generate=True
+        )
+        length = cache.get_seq_length()
+        new = torch.cat([second.sequences[:, length:], more], 1)
+        mask = torch.cat([mask, torch.ones(3, length + new.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+        with torch.no_grad():
+            third = model(new, attention_mask=mask, past_key_values=cache, position_ids=positions_of(mask, new)).logits
+        return [first.sequences, second.sequences, third, torch.tensor(cache.get_seq_length())]
+
+    expected = converse(model)
+    for found in on_ranks(model, lambda mine, *_: converse(mine)):
+        assert all(torch.equal(found[i], expected[i]) for i in (0, 1, 3))
+        assert difference(found[2], expected[2]) < TOLERANCE
+
+
+def prompt(way: dict[str, Any]) -> dict[str, Any]:
+    return {"inputs": way["prompt"], "attention_mask": way["attention_mask"]}
+
+
+def positions_of(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+
+
+def test_tokens_are_taken_back() -> None:
+    """`crop`, as assisted decoding uses it: the cache goes on as if they had never been there."""
+    model, ids = FAMILIES["Llama"].make(), tokens(2, 20)
+
+    def roll_back(model: PreTrainedModel) -> torch.Tensor:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :15], past_key_values=cache)
+            cache.crop(-6)
+            return model(ids[:, 9:], past_key_values=cache).logits
+
+    expected = roll_back(model)
+    for found in on_ranks(model, lambda mine, *_: roll_back(mine)):
+        assert difference(found, expected) < TOLERANCE
+
+
+def test_whole_sequences_without_gradients() -> None:
+    """Logits of all tokens, of the last ones, and the loss; the model's own outputs in form and number."""
+    model, ids = FAMILIES["Gemma 3"].make(), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, 6] = -100
+
+    @torch.no_grad()
+    def look(model: PreTrainedModel) -> list[Any]:
+        cached, kept = model(**batch), model(**batch, logits_to_keep=4)
+        loss = model(**batch, labels=labels)
+        return [cached.logits, kept.logits, loss.loss, loss.logits, cached.past_key_values.get_seq_length()]
+
+    expected = look(model)
+    real = mask.bool()
+    for found in on_ranks(model, lambda mine, *_: look(mine)):
+        assert difference(found[0][real], expected[0][real]) < TOLERANCE
+        assert difference(found[3][real], expected[3][real]) < TOLERANCE
+        assert difference(found[1], expected[1]) < TOLERANCE
+        assert difference(found[2], expected[2]) < TOLERANCE
+        assert found[4] == expected[4]

@@ -1,0 +1,271 @@
+"""What the adapter refuses, and what ranks learn of each other's failures."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertForSequenceClassification,
+    BertModel,
+    DynamicCache,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    LlamaModel,
+    PreTrainedModel,
+)
+
+import ringspan as rs
+from adapted import GREEDY, IDS, TOLERANCE, difference, on_ranks, sharded_logits, tokens
+from families import FAMILIES, MORE
+from ringspan.adapters.transformers import Handle, parallelize
+
+
+def refusal(name: str, **options: Any) -> str:
+    with pytest.raises(rs.UnsupportedError) as error:
+        parallelize(FAMILIES[name].make(**options))
+    return str(error.value)
+
+
+def test_what_parallelize_refuses_says_where_and_why() -> None:
+    assert refusal("Gemma 2") == (
+        "model.layers.0.self_attn, model.layers.1.self_attn: softcap=50.0: scores are capped before the softmax, which "
+        "no kernel here does"
+    )
+    assert "encoder with a decoder" in refusal("T5")
+    assert "encoder with a decoder" in refusal("BART")
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert "model.rotary_emb: rope_type='dynamic' depends on the length" in refusal("Llama", rope_parameters=scaled)
+    assert "output_router_logits=True" in refusal("Mixtral", output_router_logits=True)
+    assert "output_attentions=True" in refusal("Llama", output_attentions=True, attn_implementation="eager")
+    with pytest.raises(
+        rs.UnsupportedError, match=r"GPT2LMHeadModel is random in training .transformer.drop and 6 more"
+    ):
+        parallelize(FAMILIES["GPT-2"].make(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1).train())
+    with pytest.raises(rs.LayoutError, match=r"layout='zagzig'.*zigzag, contiguous, striped"):
+        parallelize(FAMILIES["Llama"].make(), layout="zagzig")
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    model = FAMILIES["Gemma 2"].make()
+    before = model.config._attn_implementation
+    with pytest.raises(rs.UnsupportedError):
+        parallelize(model)
+    assert model.config._attn_implementation == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_masks_are_taken_from_what_a_model_says_far_out() -> None:
+    """Chunks of 8192 tokens look causal on a few tokens; a window of 100,000 too."""
+    with pytest.raises(rs.UnsupportedError, match=r"self_attn: its mask is neither .* \(such as chunked attention\)"):
+        parallelize(MORE["Llama 4"].make(attention_chunk_size=8192))
+    with parallelize(FAMILIES["Mistral"].make(sliding_window=100_000)) as handle:
+        assert {layer.mask for layer in handle.layers} == {rs.sliding_window(99_999, 0)}
+
+
+class Mixes(torch.nn.Module):
+    """A projection that also looks at the token before."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 0.01 * x.roll(1, 1)
+
+
+def test_whatever_else_joins_tokens_is_noticed() -> None:
+    """A model nobody knows: tokens see each other outside of attention, or it has a pooler."""
+    model = FAMILIES["Llama"].make()
+    model.model.layers[1].mlp = Mixes(model.model.layers[1].mlp)
+    with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* joins tokens"):
+        parallelize(model)
+    parallelize(model, verify=False).restore()
+    with pytest.raises(
+        rs.UnsupportedError, match="BertModel fails on two ranks: UnsupportedError: BertModel returns pooler_output"
+    ):
+        parallelize(BertModel(FAMILIES["BERT"].make().config))
+    with pytest.raises(rs.UnsupportedError, match="nothing that has a row for each token"):
+        parallelize(BertForSequenceClassification(FAMILIES["BERT"].make().config))
+
+
+@pytest.mark.parametrize("name", ["Llama", "gpt-oss", "Qwen3-Next", "RoBERTa"])
+def test_half_types_are_told_by_their_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts chosen otherwise because of a rounding are no reason to refuse a model; what joins tokens is."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # for bfloat16 it may use what a CPU lacks
+    family = (FAMILIES | MORE)[name]
+    model = family.make().to(torch.bfloat16)
+    if family.refused:
+        with pytest.raises(rs.UnsupportedError, match=family.refused):
+            parallelize(model)
+    else:
+        parallelize(model).restore()
+
+
+def test_base_models_and_models_of_token_classes() -> None:
+    ids = tokens()
+    config = FAMILIES["Llama"].make(num_labels=5).config
+    base, classes = LlamaModel(copy.deepcopy(config)).eval(), LlamaForTokenClassification(copy.deepcopy(config)).eval()
+    labels = ids % 5
+    with torch.no_grad():
+        expected = base(ids).last_hidden_state
+        expected_loss = classes(ids, labels=labels).loss
+        for found in on_ranks(base, lambda mine, *_: mine(ids).last_hidden_state):
+            assert difference(found, expected) < TOLERANCE
+        batch = {"input_ids": ids, "labels": labels}
+        for found in on_ranks(classes, lambda mine, handle, _: mine(**handle.shard(batch)).loss):
+            torch.testing.assert_close(found, expected_loss)
+
+
+REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "gradients": ({"grad": True}, "with gradients: use model.*handle.shard"),
+    "weights": ({"output_attentions": True}, "output_attentions=True: attention weights are never in one place"),
+    "hidden states": ({"output_hidden_states": True}, "output_hidden_states of whole sequences"),
+    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q: what it does to a part .* is not known"),
+    "tuple": ({"return_dict": False}, "return_dict=False"),
+    "4-D mask": ({"attention_mask": torch.ones(2, 1, 23, 23)}, r"attention_mask.shape=\(2, 1, 23, 23\)"),
+    "segments": ({"attention_mask": torch.arange(46).view(2, 23)}, "other values than 0 and 1"),
+    "gap": (
+        {"attention_mask": torch.tensor([[1, 0, 1] + [1] * 20] * 2), "use_cache": False},
+        "padding between tokens",
+    ),
+    "static cache": ({"cache_implementation": "static"}, "static cache .* leave out cache_implementation"),
+    "positions": ({"position_ids": torch.zeros(3, 2, 23, dtype=torch.long)}, "position_ids.shape"),
+    "another cache": ({"past_key_values": "filled"}, "has 4 tokens, whole on this rank"),
+    "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may make masks"),
+    "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels beside"),
+    "kept": ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_CALLS)
+def test_what_a_call_refuses(what: str) -> None:
+    """All ranks say so, and the group is still usable."""
+    options, message = REFUSED_CALLS[what]
+    model = FAMILIES["Llama"].make()
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> torch.Tensor:
+        asked = dict(options)
+        if asked.get("past_key_values") == "filled":
+            asked["past_key_values"] = DynamicCache()
+            model(IDS[:, :4], past_key_values=asked["past_key_values"])
+        call = partial(mine.generate, **GREEDY, max_new_tokens=2) if "cache_implementation" in asked else mine
+        with torch.set_grad_enabled(asked.pop("grad", False)), pytest.raises(rs.RingspanError, match=message):
+            call(IDS, **asked)
+        return sharded_logits(mine, handle, group, {"input_ids": IDS})
+
+    with torch.no_grad():
+        expected = model(IDS).logits
+    assert difference(on_ranks(model, run, 2)[0], expected) < TOLERANCE
+
+
+def test_layers_are_not_called_behind_the_models_back() -> None:
+    model = FAMILIES["Llama"].make()
+    other = LlamaForCausalLM(model.config)  # shares its config
+    with parallelize(model), torch.no_grad():
+        with pytest.raises(rs.UnsupportedError, match="call the model itself, not a part of it"):
+            model.model(IDS)
+        with pytest.raises(rs.UnsupportedError, match="shares the config"):
+            other(IDS)
+        with pytest.raises(rs.UnsupportedError, match="parallelized already"):
+            parallelize(model)
+
+
+def test_two_models_at_once_and_one_restored() -> None:
+    models = [FAMILIES[name].make() for name in ("Llama", "Mistral")]
+    with torch.no_grad():
+        expected = [model(IDS).logits for model in models]
+        handles = [parallelize(model) for model in models]
+        assert [difference(model(IDS).logits, x) < TOLERANCE for model, x in zip(models, expected, strict=True)]
+        handles[0].restore()
+        handles[0].restore()
+        assert torch.equal(models[0](IDS).logits, expected[0])
+        assert difference(models[1](IDS).logits, expected[1]) < TOLERANCE
+        with parallelize(models[0]):
+            assert difference(models[0](IDS).logits, expected[0]) < TOLERANCE
+        handles[1].restore()
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    model = FAMILIES["Llama"].make()
+
+    def other_weights(group: Any) -> None:
+        mine = copy.deepcopy(model)
+        if group.rank == 1:
+            mine.lm_head.weight.data[0, 0] += 1e-3
+        parallelize(mine, group)
+
+    with pytest.raises(rs.TransportError, match=r"weights: rank 0 has #\w+, rank 1 has #\w+"):
+        rs.run_in_process(other_weights, 2)
+
+    def other_batch(mine: PreTrainedModel, handle: Handle, group: Any) -> None:
+        mine(**handle.shard({"input_ids": tokens(seed=group.rank)}))
+
+    with pytest.raises(rs.TransportError, match=r"input_ids: rank 0 has .* #\w+, rank 1 has .* #\w+"):
+        on_ranks(model, other_batch, 2)
+
+    @torch.no_grad()
+    def other_token(mine: PreTrainedModel, handle: Handle, group: Any) -> None:
+        cache = DynamicCache()
+        mine(IDS[:1], past_key_values=cache)
+        mine(torch.tensor([[5 + group.rank]]), past_key_values=cache)
+
+    with pytest.raises(rs.TransportError, match=r"input_ids: rank 0 has \[\[5\]\], rank 1 has \[\[6\]\]"):
+        on_ranks(model, other_token, 2)
+
+
+def test_a_rank_that_fails_within_a_layer_leaves_the_cache_as_it_was() -> None:
+    model = FAMILIES["Llama"].make()
+    with parallelize(model), torch.no_grad():
+        cache = DynamicCache()
+        model(IDS, past_key_values=cache)
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            model(IDS[:, :3], past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 23
+        found = model(IDS[:, :3], past_key_values=cache).logits
+    whole = DynamicCache()
+    with torch.no_grad():
+        model(IDS, past_key_values=whole)
+        assert difference(found, model(IDS[:, :3], past_key_values=whole).logits) < TOLERANCE
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("broken")
+
+
+@torch.no_grad()
+def test_a_failure_of_all_ranks_leaves_the_group_usable() -> None:
+    """A prompt longer than a model's table of positions."""
+    model = FAMILIES["GPT-2"].make(n_positions=16)
+    expected = model(IDS[:, :16]).logits
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> torch.Tensor:
+        for call in (lambda: mine(IDS), lambda: mine(**handle.shard({"input_ids": IDS}))):
+            with pytest.raises((IndexError, rs.TransportError), match="index out of range"):
+                call()
+        return mine(IDS[:, :16]).logits
+
+    for found in on_ranks(model, run, 2):
+        assert difference(found, expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_failure_of_one_rank_is_told_to_the_others() -> None:
+    model = FAMILIES["Llama"].make()
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> list[str]:
+        if group.rank == 1:
+            mine.model.layers[0].input_layernorm.register_forward_pre_hook(fail)
+        told = []
+        for call in (lambda: mine(IDS), lambda: mine(**handle.shard({"input_ids": IDS}))):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            told.append(str(error.value))
+        return told
+
+    for told in on_ranks(model, run, 3)[::2]:
+        assert all("rank 1: RuntimeError: broken" in text for text in told)
