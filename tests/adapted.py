@@ -51,6 +51,6 @@ def sharded_logits(model: PreTrainedModel, handle: Handle, group: Any, batch: di
 def generate(model: PreTrainedModel, prompt: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out = model.generate(
         prompt,
-        **GREEDY | {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True} | options,
+        **GREEDY | {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True} | options,
     )
     return out.sequences, torch.stack(out.logits, 1)

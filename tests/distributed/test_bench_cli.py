@@ -336,7 +336,24 @@ def a_result(**changes: Any) -> results.Measured:
     rank = results.RankResult(0, part, 100, changes.pop("scheduled_bytes", 100), results.Memory(10, 30, 20))
     values: dict[str, Any] = {
         "parameters": results.Parameters(
-            1, 512, 1, 1, 1, 8, "float32", "causal()", "zigzag", "pass_kv", None, None, "sdpa_cpu", False, "gloo", 2, 0
+            world_size=1,
+            seq_len=512,
+            batch=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+            dtype="float32",
+            mask="causal()",
+            layout="zigzag",
+            algorithm="pass_kv",
+            direction=None,
+            mesh=None,
+            kernel="sdpa_cpu",
+            has_backward=False,
+            transport="gloo",
+            repeats=2,
+            seed=0,
+            reproducible=False,
         ),
         "machine": results.Machine("here", 2, "CPU", "3", "2"),
         "one_device": timing,
