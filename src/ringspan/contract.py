@@ -113,7 +113,7 @@ def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | Non
     """What the ranks disagree about, if anything; the same text on every rank."""
     refusals = [f"rank {rank}: {text['refused']}" for rank, text in enumerate(texts) if "refused" in text]
     if refusals:
-        return f"attention was refused, on {'; '.join(refusals)}"
+        return f"the call was refused, on {'; '.join(refusals)}"
     calls = _by_value({rank: f"call {header.call}" for rank, header in enumerate(headers)})
     if len(calls) > 1:
         return f"the ranks are out of step: {_tell_apart(calls)}; every rank must make every call"

@@ -81,7 +81,7 @@ def test_a_rank_whose_arguments_are_refused(world_size: int, odd: str) -> None:
         own = outcomes[odd_rank]
         assert f"{own.error}: {own.message}".startswith(message), name
         told = {outcome.message for rank, outcome in enumerate(outcomes) if rank != odd_rank}
-        assert told == {f"attention was refused, on rank {odd_rank}: {own.error}: {own.message}"}
+        assert told == {f"the call was refused, on rank {odd_rank}: {own.error}: {own.message}"}
         assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
 
 

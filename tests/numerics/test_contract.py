@@ -155,7 +155,7 @@ def test_a_refusal_reaches_all_others_and_is_no_error_of_the_contract_on_the_ran
         contract.agree(Signature.of(FIELDS), TIMEOUT_S)
         return message
 
-    told = "attention was refused, on rank 1: ShapeError: q is flat"
+    told = "the call was refused, on rank 1: ShapeError: q is flat"
     assert on_ranks(3, refuse) == [told, None, told]
 
 

@@ -184,7 +184,7 @@ def test_a_mean_where_losses_are_expected_is_refused_on_all_ranks() -> None:
     first, second = on_ranks(2, on_rank)
     assert second.startswith("ShapeError: losses.shape=()")
     assert 'reduction="none"' in second
-    assert first.startswith("TransportError: attention was refused, on rank 1: ShapeError: losses.shape=()")
+    assert first.startswith("TransportError: the call was refused, on rank 1: ShapeError: losses.shape=()")
 
 
 # The model
