@@ -86,8 +86,8 @@ def test_every_matrix_product_is_the_same_one_wherever_it_is_computed(monkeypatc
 
 @pytest.mark.parametrize("layout", [rs.contiguous(TILE + 1, 1, start=5), rs.contiguous(1, 1), rs.contiguous(0, 1)])
 def test_short_sequences(layout: rs.Layout) -> None:
-    x = torch.randn(2, layout.num_positions, 6).requires_grad_()
-    weight = torch.randn(3, 6, requires_grad=True)
+    x = torch.randn(2, layout.num_positions, 6, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     out = rs.reproducible.linear(x, weight, layout=layout)
     out.backward(torch.ones_like(out))
     torch.testing.assert_close(out, x @ weight.T)
