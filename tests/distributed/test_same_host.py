@@ -269,9 +269,7 @@ def siblings_are_readable() -> bool:
     return os.geteuid() == 0 or not scope.exists() or scope.read_text().strip() == "0"
 
 
-@pytest.mark.skipif(
-    not siblings_are_readable(), reason="kernel.yama.ptrace_scope is not 0, so siblings cannot be read"
-)
+@pytest.mark.skipif(not siblings_are_readable(), reason="kernel.yama.ptrace_scope is not 0, so siblings cannot be read")
 def test_messages_between_ranks_of_one_host_do_not_use_the_network() -> None:
     values(run_ranks(run_without_network, 3))
 
