@@ -14,6 +14,7 @@ from ringspan.bench.result import Activity
 from ringspan.bench.timed import Watch
 from ringspan.session import lend_session, session_of
 from ringspan.transports.base import Handle, Posted, Receive, Send, Transport
+from ringspan.transports.wrapped import WrappedTransport
 
 _EVERYONE = -1
 
@@ -28,31 +29,16 @@ def watched(group: Any, watch: Watch) -> Iterator[Transport]:
         yield transport
 
 
-class TimedTransport:
+class TimedTransport(WrappedTransport):
     """`inner`, with all that this rank sends and waits for among the watch's activities.
 
     Messages between two ranks arrive in order, so a number and the two ranks are enough to tell which is which.
     """
 
     def __init__(self, inner: Transport, watch: Watch) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.watch = watch
         self._numbers: Counter[tuple[int, int]] = Counter()
-
-    @property
-    def rank(self) -> int:
-        """The inner transport's."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner transport's."""
-        return self.inner.world_size
-
-    @property
-    def timeout_s(self) -> float:
-        """The inner transport's."""
-        return self.inner.timeout_s
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         """Start all messages; they start together, and share the time that takes."""
@@ -77,14 +63,6 @@ class TimedTransport:
         self.note("send", number, _EVERYONE, _EVERYONE, start_s, start_s)
         self.note("receive", number, _EVERYONE, _EVERYONE, start_s, self.watch.now())
         return everyone
-
-    def abort(self, reason: str) -> None:
-        """Passed on."""
-        self.inner.abort(reason)
-
-    def close(self) -> None:
-        """Passed on."""
-        self.inner.close()
 
     def note(
         self, kind: Literal["send", "receive", "sent"], number: int, src: int, dst: int, start_s: float, end_s: float
