@@ -328,7 +328,7 @@ class _Binder:
         pairs = int(self.grid.pairs[np.ix_(list(q_strips), list(kv_strips))].sum())
         whole = len(self.problem.positions(q)) * len(self.problem.positions(kv)) * self.grid.num_rows
         coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
-        return Tile(q, kv, (), coverage, pairs, (of_q, of_kv) if backward else (of_q,), (), False, tuple(cells))
+        return Tile(q, kv, (), coverage, pairs, (of_q, of_kv) if backward else (of_q,), (), (), tuple(cells))
 
     def _leaf(self, block: Block, index: int, tile: int) -> Rise:
         return self._rise(block, index, self.grid.tree(block, index).leaf(tile))

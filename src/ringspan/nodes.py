@@ -72,7 +72,7 @@ class TreeState(RankState):
         first, *others = cell.pieces
         size = cell.q.stop - cell.q.start, cell.kv.stop - cell.kv.start
         if not others and first.rows is None and (first.q, first.kv) == (slice(0, size[0]), slice(0, size[1])):
-            return self.arithmetic.begin_grad(first, q_grad, kv)
+            return self.arithmetic.attend_grad(first, q_grad, kv, None, None)
         dq = self.arithmetic.new_sum(tile.sums[0], (q_grad[0].shape,))
         dkv = self.arithmetic.new_sum(tile.sums[1], tuple(x.shape for x in kv))
         for piece in cell.pieces:

@@ -174,10 +174,8 @@ class TorchArithmetic:
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Forward: attend a piece of all queries; what the kernel returns is the running output."""
         (queries,), (keys, values) = q, _rows(kv, piece.kv)
-        if queries.dtype != self.dtype:  # a kernel may widen its operands: a slab at a time
-            *rows, _ = queries.shape
-            out = torch.empty(*rows, values.shape[-1], dtype=self.dtype, device=self.device)
-            value = (out, out.new_empty(*rows, 1))
+        if not _is_whole(queries, keys, values):
+            value = self._room(queries.shape[:-1], (values.shape[-1], 1))
             self.attend(piece, q, kv, value, True)
             return value
         part = self.kernel.forward(queries, keys, values, piece, self.scale)
@@ -196,40 +194,68 @@ class TorchArithmetic:
             else:
                 self.merge_parts(Partial(total, lse.squeeze(-1)), part)
 
-    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
-        """Backward: what the kernel returns for a piece that is all there is."""
-        (queries, dout, out, lse), (keys, values) = q_grad, kv
-        part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
-        return (part.dq,), (part.dk, part.dv)
-
-    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
-        """Backward: add a piece's share of dq, dk and dv."""
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
+    ) -> tuple[Value, Value]:
+        """Backward: add a piece's share of dq, dk and dv; where it begins a sum, what the kernel returns is the sum."""
         queries, dout, out, lse = _rows(q_grad, piece.q)
         keys, values = _rows(kv, piece.kv)
+        if dq is None and dkv is None and _is_whole(queries, keys, values):
+            part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+            return (part.dq,), (part.dk, part.dv)
+        begins_q, begins_kv = dq is None, dkv is None
+        dq = dq or self._room(queries.shape[:-1], (queries.shape[-1],))
+        dkv = dkv or self._room(keys.shape[:-1], (keys.shape[-1], values.shape[-1]))
         (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
+        group = queries.shape[1] // keys.shape[1]
         for of_q, of_kv in _slabs(piece, queries, keys, values):
             operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
             merged = Merged(_at(of_q, dout), _at(of_q, out), _at(of_q, lse).squeeze(-1))
             part = self.kernel.backward(*operands, merged, piece, self.scale)
-            _at(of_q, dqs).add_(part.dq)
-            _at(of_kv, dks).add_(part.dk)
-            _at(of_kv, dvs).add_(part.dv)
+            _add(_at(of_q, dqs), part.dq, begins_q)
+            is_first_of_group = not of_q or of_q[1].start % group == 0
+            for total, addend in ((dks, part.dk), (dvs, part.dv)):
+                _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
+        return dq, dkv
+
+    def _room(self, lead: Sequence[int], dims: Sequence[int]) -> Value:
+        """Tensors that will be overwritten."""
+        return tuple(torch.empty(*lead, dim, dtype=self.dtype, device=self.device) for dim in dims)
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:
+    if is_first:
+        total.copy_(part)
+    else:
+        total.add_(part)
 
 
 _Index = tuple[slice, ...]
 
 
+def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of how many heads, counted over all batch rows, a kernel's result or its copy of k is within a slab."""
+    slab = _SLAB_BYTES[q.device.type]
+    at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
+    if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
+        group = q.shape[1] // k.shape[1]
+        at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
+    return at_once
+
+
+def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
+    return q.dtype == accumulator_dtype(q.dtype) or _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
+
+
 def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, as many at a time as keep a kernel's result or copy of k within a slab.
+    """The batch rows and heads of a piece, a slab at a time.
 
     First the KV heads are taken apart, then the heads that share one, then the batch.
     """
-    batch, heads, rows, _ = q.shape
+    batch, heads, _, _ = q.shape
     group = heads // k.shape[1]
-    slab = _SLAB_BYTES[q.device.type]
-    at_once = slab // max(1, 4 * rows * v.shape[3])  # heads of one batch row
-    if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
-        at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
+    at_once = _heads_at_once(q, k, v)
     if piece.rows is None and at_once >= batch * heads:
         yield (), ()
         return
@@ -258,6 +284,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._spare: defaultdict[tuple[object, ...], list[Value]] = defaultdict(list)
+        self._num_taken: defaultdict[tuple[object, ...], int] = defaultdict(int)
         self._last_used: dict[tuple[object, ...], int] = {}
         self._num_calls = 0
 
@@ -265,6 +292,7 @@ class Buffers:
         """Contiguous tensors of these shapes and types, with any contents."""
         key = (shapes, dtypes, device)
         self._last_used[key] = self._num_calls
+        self._num_taken[key] += 1
         spare = self._spare[key]
         if spare:
             return spare.pop()
@@ -273,8 +301,11 @@ class Buffers:
         )
 
     def put(self, value: Value) -> None:
-        """Give tensors back."""
-        self._spare[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device].append(value)
+        """Give tensors back, or others in their place; there are never more than were taken."""
+        key = (tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device)
+        if self._num_taken[key]:
+            self._num_taken[key] -= 1
+            self._spare[key].append(value)
 
     def trim(self) -> None:
         """A call is over: free the buffers that the last few calls had no use for."""
@@ -282,6 +313,7 @@ class Buffers:
         for key in [key for key, used in self._last_used.items() if used < self._num_calls - _KEPT_CALLS]:
             del self._last_used[key]
             self._spare.pop(key, None)
+            self._num_taken.pop(key, None)
 
 
 class TransportWire:
@@ -323,9 +355,12 @@ class TransportWire:
         return value
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Wait until all tensors of a block have left."""
+        """Wait until all tensors of a block have left. A sum that has left is nobody's any more."""
         handles, value = self._outgoing.pop((step, transfer))
         self._wait(handles, step, transfer, value)
+        block = transfer.block
+        if block.is_sum and block.owner != ALL and all([x.untyped_storage().nbytes() == x.nbytes for x in value]):
+            self.buffers.put(value)
 
     def release(self, value: Value, /) -> None:
         """Keep the buffers of a block for the next one."""
