@@ -6,7 +6,7 @@ once and cached, so that a repeated call only walks its program.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -155,6 +155,7 @@ class TorchArithmetic:
         self.scale = scale
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
+        self._queries, self._out = _LastRows(), _LastRows()
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
         """Nothing summed yet: out = 0 with lse = -inf, or zero gradients."""
@@ -183,16 +184,17 @@ class TorchArithmetic:
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
-        (queries,), (keys, values), sums = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
+        (queries,), (keys, values) = self._queries.of(q, piece.q), _rows(kv, piece.kv)
+        sums, column = self._out.of(out, piece.q)
         for of_q, of_kv in _slabs(piece, queries, keys, values):
             operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
             part = self.kernel.forward(*operands, piece, self.scale)
-            total, lse = _at(of_q, sums[0]), _at(of_q, sums[1])
+            total, lse = _at(of_q, sums), _at(of_q, column).squeeze(-1)
             if is_first:
                 total.copy_(part.out)
-                lse.copy_(part.lse.unsqueeze(-1))
+                lse.copy_(part.lse)
             else:
-                self.merge_parts(Partial(total, lse.squeeze(-1)), part)
+                self.merge_parts(Partial(total, lse), part)
 
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
@@ -248,17 +250,20 @@ def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return q.dtype == accumulator_dtype(q.dtype) or _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
 
 
-def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, a slab at a time.
+_WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)
 
-    First the KV heads are taken apart, then the heads that share one, then the batch.
-    """
+
+def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterable[tuple[_Index, _Index]]:
+    """The batch rows and heads of a piece, a slab at a time; nothing to take apart is one slab."""
+    at_once = _heads_at_once(q, k, v)
+    batch, heads, _, _ = q.shape
+    return _WHOLE if piece.rows is None and at_once >= batch * heads else _parts(piece, q, k, at_once)
+
+
+def _parts(piece: Piece, q: torch.Tensor, k: torch.Tensor, at_once: int) -> Iterator[tuple[_Index, _Index]]:
+    """First the KV heads are taken apart, then the heads that share one, then the batch."""
     batch, heads, _, _ = q.shape
     group = heads // k.shape[1]
-    at_once = _heads_at_once(q, k, v)
-    if piece.rows is None and at_once >= batch * heads:
-        yield (), ()
-        return
     num_heads = min(heads, max(1, at_once))
     num_heads = max(n for n in range(1, num_heads + 1) if n % group == 0 or group % n == 0)
     num_rows = max(1, at_once // heads) if piece.rows is None else 1
@@ -279,41 +284,63 @@ def _rows(value: Value, rows: slice) -> Value:
     return value if rows.stop - rows.start == value[0].shape[2] else tuple([x[:, :, rows] for x in value])
 
 
+class _LastRows:
+    """Some rows of a block, kept until others are asked for: a ring wants the same ones of its own step after step."""
+
+    def __init__(self) -> None:
+        self._value: Value = ()
+        self._rows = slice(0)
+        self._views: Value = ()
+
+    def of(self, value: Value, rows: slice) -> Value:
+        """Views of those rows."""
+        if value is not self._value or rows != self._rows:
+            self._value, self._rows, self._views = value, rows, _rows(value, rows)
+        return self._views
+
+
 class Buffers:
     """Receive buffers that outlive a call: a ring needs two, and asking for new ones costs more than filling them."""
 
     def __init__(self) -> None:
-        self._spare: defaultdict[tuple[object, ...], list[Value]] = defaultdict(list)
-        self._num_taken: defaultdict[tuple[object, ...], int] = defaultdict(int)
-        self._last_used: dict[tuple[object, ...], int] = {}
+        self._shelves: defaultdict[tuple[object, ...], _Shelf] = defaultdict(_Shelf)
         self._num_calls = 0
 
     def take(self, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Value:
         """Contiguous tensors of these shapes and types, with any contents."""
-        key = (shapes, dtypes, device)
-        self._last_used[key] = self._num_calls
-        self._num_taken[key] += 1
-        spare = self._spare[key]
-        if spare:
-            return spare.pop()
+        shelf = self._shelves[shapes, dtypes, device]
+        shelf.last_used = self._num_calls
+        shelf.num_taken += 1
+        if shelf.spare:
+            return shelf.spare.pop()
         return tuple(
             torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
     def put(self, value: Value) -> None:
         """Give tensors back, or others in their place; there are never more than were taken."""
-        key = (tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device)
-        if self._num_taken[key]:
-            self._num_taken[key] -= 1
-            self._spare[key].append(value)
+        shelf = self._shelves[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device]
+        if shelf.num_taken:
+            shelf.num_taken -= 1
+            shelf.spare.append(value)
 
     def trim(self) -> None:
         """A call is over: free the buffers that the last few calls had no use for."""
         self._num_calls += 1
-        for key in [key for key, used in self._last_used.items() if used < self._num_calls - _KEPT_CALLS]:
-            del self._last_used[key]
-            self._spare.pop(key, None)
-            self._num_taken.pop(key, None)
+        oldest = self._num_calls - _KEPT_CALLS
+        for key in [key for key, shelf in self._shelves.items() if shelf.last_used < oldest]:
+            del self._shelves[key]
+
+
+class _Shelf:
+    """Buffers of one kind."""
+
+    __slots__ = ("last_used", "num_taken", "spare")
+
+    def __init__(self) -> None:
+        self.spare: list[Value] = []
+        self.num_taken = 0
+        self.last_used = 0
 
 
 class TransportWire:
@@ -359,7 +386,7 @@ class TransportWire:
         handles, value = self._outgoing.pop((step, transfer))
         self._wait(handles, step, transfer, value)
         block = transfer.block
-        if block.is_sum and block.owner != ALL and all([x.untyped_storage().nbytes() == x.nbytes for x in value]):
+        if block.is_sum and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
             self.buffers.put(value)
 
     def release(self, value: Value, /) -> None:
