@@ -7,7 +7,7 @@ of Q_ROWS × KV_ROWS scores and of Q_ROWS rows, however long the sequence is. A 
 NaN and infinity are legal input: they reach the rows that see them, without a warning, and no others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,10 @@ class Blockwise:
         if block.kind == "out":
             value[1].fill(-np.inf)
         return value
+
+    def room(self, shapes: Sequence[Shape]) -> Value:
+        """What will be overwritten."""
+        return tuple(np.empty(shape, self.dtype) for shape in shapes)
 
     @np.errstate(all="ignore")
     def merge(self, block: Block, into: Value, part: Value) -> None:

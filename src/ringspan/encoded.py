@@ -29,7 +29,7 @@ class EncodedArithmetic(TorchArithmetic):
             return super().begin(piece, q, rows)
         *lead, _ = q[0].shape
         v = rows[1] if len(rows) == 2 else rows[2]
-        value = self._room(lead, (v.shape[-1], 1))
+        value = self.room([(*lead, v.shape[-1]), (*lead, 1)])
         self._attend_decoded(piece, q, rows, value, True)
         return value
 

@@ -24,6 +24,9 @@ class Arithmetic(Protocol):
     def new_sum(self, block: Block, shapes: tuple[Shape, ...], /) -> Value:
         """A sum of nothing."""
 
+    def room(self, shapes: Sequence[Shape], /) -> Value:
+        """Arrays that will be overwritten."""
+
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
 

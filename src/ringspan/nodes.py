@@ -57,6 +57,12 @@ class TreeState(RankState):
             self._rise(transfer.block, rise, node)
         return True
 
+    def _begun(self, block: Block) -> Value:
+        """Where the roots of a sum are put together."""
+        if block not in self.sums and block in self.growth.complete:
+            self.sums[block] = self.arithmetic.room(self.problem.block_shapes(block))
+        return super()._begun(block)
+
     def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> Value:
         first, *others = cell.pieces
         height = cell.q.stop - cell.q.start

@@ -164,6 +164,10 @@ class TorchArithmetic:
             value[1].fill_(-torch.inf)
         return value
 
+    def room(self, shapes: Sequence[Shape]) -> Value:
+        """What will be overwritten."""
+        return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place."""
         if block.kind == "out":
@@ -176,7 +180,7 @@ class TorchArithmetic:
         """Forward: attend a piece of all queries; what the kernel returns is the running output."""
         (queries,), (keys, values) = q, _rows(kv, piece.kv)
         if not _is_whole(queries, keys, values):
-            value = self._room(queries.shape[:-1], (values.shape[-1], 1))
+            value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
             self.attend(piece, q, kv, value, True)
             return value
         part = self.kernel.forward(queries, keys, values, piece, self.scale)
@@ -206,8 +210,8 @@ class TorchArithmetic:
             part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
             return (part.dq,), (part.dk, part.dv)
         begins_q, begins_kv = dq is None, dkv is None
-        dq = dq or self._room(queries.shape[:-1], (queries.shape[-1],))
-        dkv = dkv or self._room(keys.shape[:-1], (keys.shape[-1], values.shape[-1]))
+        dq = dq or self.room([queries.shape])
+        dkv = dkv or self.room([keys.shape, values.shape])
         (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
         group = queries.shape[1] // keys.shape[1]
         for of_q, of_kv in _slabs(piece, queries, keys, values):
@@ -219,10 +223,6 @@ class TorchArithmetic:
             for total, addend in ((dks, part.dk), (dvs, part.dv)):
                 _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
         return dq, dkv
-
-    def _room(self, lead: Sequence[int], dims: Sequence[int]) -> Value:
-        """Tensors that will be overwritten."""
-        return tuple(torch.empty(*lead, dim, dtype=self.dtype, device=self.device) for dim in dims)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:
