@@ -6,7 +6,6 @@ the same call. A rank that fails in the middle of a call tells the others, which
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
@@ -25,7 +24,15 @@ from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.quantize import Format, encode_kv, encoded_dtypes, find_format
-from ringspan.runtime import Prepared, TorchArithmetic, TransportWire, prepare, run_backward, run_forward
+from ringspan.runtime import (
+    Prepared,
+    TorchArithmetic,
+    TransportWire,
+    prepare,
+    run_backward,
+    run_forward,
+    without_autocast,
+)
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
 from ringspan.softmax import Partial, steadily
@@ -157,13 +164,10 @@ def _make_plan(options: Options, looks: Looks, which: Pass, session: Session) ->
 def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: Any) -> _Result:
     (prepared, kernel, scale, form, _), session, timeout_s, record = ready
     transport = session.transport
-    device = q.device.type
-    # Sums are kept in a type of our choice.
-    as_it_is = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
     arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
     wire = TransportWire(transport, session.buffers, q, timeout_s)
     try:
-        with as_it_is:
+        with without_autocast(q.device.type):
             if form is not None:
                 k, v = tensors
                 tensors = encode_kv(k, v, form)

@@ -201,12 +201,16 @@ def view_heads(value: Value, heads: range | None) -> Value:
 
 def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     """All ranks' parts in rank order, so that every rank has the same bits; then what was added here since."""
-    total = state.new_sum(block)
+    total = state.arithmetic.room(state.problem.block_shapes(block))
     own = state.leave(block)
     del state.leaving[block]
     for peer in range(state.problem.world_size):
         part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
-        state.arithmetic.merge(block, total, part)
+        if peer:
+            state.arithmetic.merge(block, total, part)
+        else:
+            for x, y in zip(part, total, strict=True):
+                y[...] = x
         if peer != state.rank:
             wire.release(part)
     if block in state.sums:

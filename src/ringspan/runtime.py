@@ -7,6 +7,7 @@ once and cached, so that a repeated call only walks its program.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -143,6 +144,11 @@ def _join(rows: LocalRows, own: Value, replicated: Value) -> Value:
         return whole
 
     return tuple(map(joined, own, replicated))
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Sums are kept in a type of our choice. Where there is no autocast nothing is entered, which takes its time."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class TorchArithmetic:

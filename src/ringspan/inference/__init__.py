@@ -15,6 +15,7 @@ from ringspan.execute import RankState, Value, execute
 from ringspan.inference.cached import CachedRows, TurnArithmetic, TurnWire
 from ringspan.inference.storage import Rows
 from ringspan.inference.turn import CacheState, Plan, Turn
+from ringspan.runtime import without_autocast
 from ringspan.schedule import ALL, Block
 from ringspan.softmax import Partial
 from ringspan.tiles import softmax_scale
@@ -170,7 +171,7 @@ def _run_layer(
         _check_layer(turn, layer)
         _check_tensors(turn, {"q": q, "k": k, "v": v})
         scale = softmax_scale(scale, state.model.head_dim)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(q.device.type):
             rows = _encoded(state, k, v)
             _write(turn, layer, rows)
             part = _attend(turn, turn.plans[state.model.masks[layer]], q, rows, layer, scale)
