@@ -171,7 +171,7 @@ FAMILIES: dict[str, Family] = {
         T5Config,
         {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
         "encoder and decoder, relative positions",
-        refused="encoder with a decoder",
+        refused="a bias for relative positions is added to the scores",
     ),
     "BART": Family(
         BartForConditionalGeneration,
@@ -186,9 +186,16 @@ FAMILIES: dict[str, Family] = {
             "encoder_ffn_dim": 96,
             "decoder_ffn_dim": 96,
             "max_position_embeddings": 256,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 2,
+            "forced_eos_token_id": None,
         },
         "encoder and decoder, cross-attention",
-        refused="encoder with a decoder",
     ),
 }
 # Shown on threads only, which takes less time.

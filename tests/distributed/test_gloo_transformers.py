@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
 from families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
-from ringspan.adapters.transformers import shards, turns
+from ringspan.adapters.transformers import crossing, shards, turns
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 
@@ -125,6 +125,7 @@ def break_attention(rank: int) -> Iterator[None]:
 
     with (
         mock.patch.object(shards, "attention", lose(shards.attention)),
+        mock.patch.object(crossing, "attention", lose(crossing.attention)),
         mock.patch.object(turns, "prefill", lose(turns.prefill)),
         mock.patch.object(turns, "decode", lose(turns.decode)),
     ):

@@ -15,13 +15,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ringspan.adapters.transformers.adapter import Adapter
-from ringspan.adapters.transformers.examine import check_config, compare, examine, find_random, make_reference
+from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.examine import (
+    check_config,
+    compare,
+    examine,
+    find_random,
+    make_reference,
+    takes_num_items,
+)
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.shards import Options, check_options
-from ringspan.adapters.transformers.wiring import Wiring
+from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.contract import Signature
 from ringspan.errors import RingspanError, UnsupportedError
 
@@ -34,15 +42,9 @@ class Handle:
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
         self._attention = attention
-        model = adapter.model
-        names = [*adapter.parameters]
-        self._hooks = [
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: ((), adapter.before(dict(zip(names, args, strict=False)) | kwargs)),
-                with_kwargs=True,
-            ),
-            model.register_forward_hook(lambda *ended: adapter.after(ended[-1]), with_kwargs=True, always_call=True),
-        ]
+        self._hooks = [*_hooks(adapter), *tell_positions(adapter.wiring, adapter.found.counters)]
+        if adapter.found.has_encoder:
+            self._hooks += _hooks(encoder_adapter(adapter))
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -77,6 +79,22 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.restore()
+
+
+def _hooks(adapter: Adapter) -> list[RemovableHandle]:
+    """Around the forwards of a model, but not those that are part of another's."""
+    model, wiring = adapter.model, adapter.wiring
+    names = [*adapter.parameters]
+
+    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if wiring.run is not None:
+            return args, kwargs
+        return (), adapter.before(dict(zip(names, args, strict=False)) | kwargs)
+
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(lambda *ended: adapter.after(ended[-1]), with_kwargs=True, always_call=True),
+    ]
 
 
 def parallelize(
@@ -127,10 +145,6 @@ def parallelize(
 def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Handle:
     check_options(options.layout)
     check_config(model)
-    reference = make_reference(model)
-    random = find_random(model, reference)
-    if model.training and random is not None:
-        raise UnsupportedError(random)
     attention = [
         (module, module.config._attn_implementation)
         for module in model.modules()
@@ -139,7 +153,13 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
     wiring = Wiring()
     try:
         model.set_attn_implementation(wiring.name)
-        found = examine(model, wiring, random)
+        found = examine(model, wiring)
+        _set_attention(attention)
+        reference = make_reference(model)
+        found = found._replace(random=find_random(model, reference), takes_num_items=takes_num_items(model, reference))
+        if model.training and found.random is not None:
+            raise UnsupportedError(found.random)
+        model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
     except BaseException:

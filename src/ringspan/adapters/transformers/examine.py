@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ringspan.adapters.transformers.adapter import Adapter, Found
+from ringspan.adapters.transformers.adapter import Adapter, Found, encoder_adapter
 from ringspan.adapters.transformers.cache import Conversation, ShardedLayer
-from ringspan.adapters.transformers.layers import Layer, Recorder, describe_layers
+from ringspan.adapters.transformers.layers import Layer, Recorder, Side, describe_layers
 from ringspan.adapters.transformers.shards import Options
 from ringspan.adapters.transformers.turns import cached_layers
-from ringspan.adapters.transformers.wiring import RUN, Wiring, is_wired
+from ringspan.adapters.transformers.wiring import RUN, Wiring, is_wired, tell_positions
 from ringspan.errors import UnsupportedError
+from ringspan.training import IGNORE_INDEX
 from ringspan.transports.in_process import run_in_process
 
 _COLUMNS = 12
@@ -28,13 +29,22 @@ _PADDING = 2  # columns of the second row
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 _LABELS = {None: True, "ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}  # are they shifted?
+_DECODED = 9  # columns of a decoder that has an encoder
+_BY_TOKEN = ("logits", "last_hidden_state")  # of the sequence that has outputs
 
 
 class Reference(NamedTuple):
     """What the model itself makes of a small batch."""
 
     batch: dict[str, torch.Tensor]
+    unlabelled: dict[str, torch.Tensor]  # the same without labels
     outputs: dict[str, torch.Tensor]
+
+    def tokens(self, output: str) -> torch.Tensor:
+        """Which rows of an output count: (batch, seq)."""
+        if "decoder_input_ids" in self.unlabelled and not output.startswith("encoder_"):
+            return torch.ones_like(self.unlabelled["decoder_input_ids"]).bool()
+        return self.unlabelled["attention_mask"].bool()
 
 
 def check_config(model: PreTrainedModel) -> None:
@@ -50,14 +60,11 @@ def check_config(model: PreTrainedModel) -> None:
         )
     if any(x.is_meta for x in model.parameters()):
         raise UnsupportedError(f"{name} has weights on the meta device; load them first")
-    if config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{name} is an encoder with a decoder: its two sequences would be sharded apart, and most count their "
-            "positions themselves; use rs.attention with kv_layout in a model of your own"
-        )
     takes = inspect.signature(model.forward).parameters
-    if "input_ids" not in takes or "position_ids" not in takes:
-        raise UnsupportedError(f"{name}.forward takes no input_ids and position_ids: it would count positions by shard")
+    if "input_ids" not in takes:
+        raise UnsupportedError(f"{name}.forward takes no input_ids: what else it takes is not known by token")
+    if config.is_encoder_decoder and "decoder_input_ids" not in takes:
+        raise UnsupportedError(f"{name} has an encoder, and its forward takes no decoder_input_ids")
     for option in ("output_attentions", "output_router_logits"):
         if getattr(config, option, False):
             raise UnsupportedError(f"config.{option}=True: it needs all tokens in one place; set it to False")
@@ -77,34 +84,40 @@ def make_reference(model: PreTrainedModel) -> Reference:
     ids = torch.randint(vocabulary, (2, _COLUMNS), generator=generator)
     attention_mask = torch.ones_like(ids)
     attention_mask[1, :_PADDING] = 0
-    batch = {"input_ids": ids, "attention_mask": attention_mask}
+    batch = unlabelled = {"input_ids": ids, "attention_mask": attention_mask}
+    own = ids
+    if model.config.is_encoder_decoder:
+        own = torch.randint(vocabulary, (2, _DECODED), generator=generator)
+        batch = unlabelled = batch | {"decoder_input_ids": own}
     if _shifts_labels(model) is not None:
-        labels = torch.randint(_num_labels(model), ids.shape, generator=generator)
+        labels = torch.randint(_num_labels(model), own.shape, generator=generator)
         labels[1, : _PADDING + 1] = labels[0, 3] = -100
-        batch["labels"] = labels
-    batch = {name: x.to(model.device) for name, x in batch.items()}
+        batch = batch | {"labels": labels}
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None and model.config.decoder_start_token_id is not None:
+            del batch["decoder_input_ids"]  # so that the model makes them itself
+            unlabelled = unlabelled | {"decoder_input_ids": shift(labels)}
+    batch, unlabelled = ({name: x.to(model.device) for name, x in given.items()} for given in (batch, unlabelled))
     with _mode(model, training=False), torch.no_grad():
         output = model(**batch, **_without_cache(model))
-    outputs = {name: output[name] for name in ("logits", "last_hidden_state", "loss") if name in output}
-    rows = [x for name, x in outputs.items() if name != "loss"]
-    if not rows or any(x.shape[:2] != ids.shape for x in rows):
+    outputs = _rows(output)
+    rows = [x for name, x in outputs.items() if name in _BY_TOKEN]
+    if not rows or any(x.shape[:2] != own.shape for x in rows):
         raise UnsupportedError(
             f"{type(model).__name__} returns nothing that has a row for each token; use its base model"
         )
-    return Reference(batch, outputs)
+    return Reference(batch, unlabelled, outputs)
 
 
 def find_random(model: PreTrainedModel, reference: Reference) -> str | None:
     """What makes the model random in training, if anything does: ranks would draw other numbers than one process."""
-    batch = {name: x for name, x in reference.batch.items() if name != "labels"}
     runs = []
     with _mode(model, training=True), _alone(model):
         for seed in (0, 1):
             torch.manual_seed(seed)
-            runs.append(model(**batch, **_without_cache(model))[0])
-    tokens = reference.batch["attention_mask"].bool()
+            runs.append(model(**reference.unlabelled, **_without_cache(model))[0])
     first, second = runs
-    if _is_close(_errors(first, second, tokens), model):
+    if _is_close(_errors(first, second, reference.tokens("")), model):
         return None
     modules = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     where = f"{modules[0]} and {len(modules) - 1} more modules" if modules else "its forward"
@@ -114,61 +127,160 @@ def find_random(model: PreTrainedModel, reference: Reference) -> str | None:
     )
 
 
-def examine(model: PreTrainedModel, wiring: Wiring, random: str | None) -> Found:
+def takes_num_items(model: PreTrainedModel, reference: Reference) -> bool:
+    """Is the loss divided by num_items_in_batch? Some models take it and go on with the mean."""
+    if "loss" not in reference.outputs:
+        return False
+    labels = reference.batch["labels"]
+    count = int(((labels[:, 1:] if _shifts_labels(model) else labels) != IGNORE_INDEX).sum())
+    try:
+        with _mode(model, training=False), torch.no_grad():
+            loss = model(**reference.batch, **_without_cache(model), num_items_in_batch=2 * count).loss
+    except TypeError:
+        return False
+    return _is_close(_errors(2 * loss, reference.outputs["loss"], reference.tokens("")), model)
+
+
+def examine(model: PreTrainedModel, wiring: Wiring) -> Found:
     """The layers of a model whose attention is wired already."""
     names = {module: name for name, module in model.named_modules()}
-    passes_run = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values())
+    parameters = inspect.signature(model.forward).parameters
+    passes_run = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    has_encoder = bool(model.config.is_encoder_decoder)
     positions = torch.arange(6, device=model.device)[None]
+    ids = {"input_ids": torch.zeros_like(positions)}
+    num_encoded = None
+    if has_encoder:
+        num_encoded, ids["decoder_input_ids"] = positions.shape[1], torch.zeros_like(positions[:, 1:])
+    takes_positions = "position_ids" in parameters and not has_encoder
 
     def record(position_ids: torch.Tensor = positions, **options: Any) -> Recorder:
-        inputs = {"input_ids": torch.zeros_like(positions), "position_ids": position_ids}
+        inputs = ids | ({"position_ids": position_ids} if takes_positions else {})
         return _record(model, wiring, inputs, passes_run, **options)
 
-    plain = record()
+    with _watch(model) as counted:
+        plain = record()
     if not plain.asked:
         raise UnsupportedError(f"{type(model).__name__} does not attend by way of transformers' AttentionInterface")
     packed = positions % 3
-    layers = describe_layers(names, plain, record(packed), packed, record(training=True))
+    layers = describe_layers(names, plain, record(packed), packed, record(training=True), num_encoded)
+    counters: dict[nn.Module, Side] = {} if takes_positions else find_counters(counted, num_encoded)
+    missing = {"own", "encoder"} - {*counters.values()} if has_encoder else {"own"} - {*counters.values()}
+    if missing and not takes_positions:
+        raise UnsupportedError(
+            f"{type(model).__name__}.forward takes no position_ids, nor does a module that counts positions for it: of "
+            "a part of a sequence it would count those of the part"
+        )
     cached, no_cache = _find_cached(model, layers, record)
-    return Found(layers, cached, no_cache, passes_run, _shifts_labels(model), random)
+    return Found(layers, cached, no_cache, passes_run, _shifts_labels(model), counters, has_encoder)
+
+
+class Counted(NamedTuple):
+    """A call of a module that takes position_ids."""
+
+    module: nn.Module
+    given: dict[str, Any]
+    output: Any
+
+
+@contextmanager
+def _watch(model: nn.Module) -> Iterator[list[Counted]]:
+    """See the modules of a model that take position_ids being called."""
+    counted: list[Counted] = []
+    hooks = []
+    for module in model.modules():
+        signature = inspect.signature(module.forward)
+        if module is not model and "position_ids" in signature.parameters:
+
+            def see(
+                module: nn.Module, args: Any, kwargs: Any, output: Any, signature: inspect.Signature = signature
+            ) -> None:
+                counted.append(Counted(module, dict(signature.bind(*args, **kwargs).arguments), output))
+
+            hooks.append(module.register_forward_hook(see, with_kwargs=True))
+    try:
+        yield counted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def find_counters(counted: list[Counted], num_encoded: int | None) -> dict[nn.Module, Side]:
+    """The modules that count positions from 0, unless they are given: then they take those."""
+    counters: dict[nn.Module, Side] = {}
+    for module, given, output in counted:
+        if not isinstance(output, torch.Tensor) or output.ndim < 2:
+            continue
+        num_tokens = output.shape[-2]
+        positions = torch.arange(num_tokens, device=output.device)
+        try:
+            with torch.no_grad():
+                told, flipped = (module(**given | {"position_ids": x}) for x in (positions, positions.flip(0)))
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            continue  # its position_ids are something else
+        if told.shape == output.shape and torch.equal(told, output) and torch.equal(flipped, output.flip(-2)):
+            counters[module] = "encoder" if num_tokens == num_encoded else "own"
+    return counters
 
 
 def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Found, reference: Reference) -> None:
     """Refuse the model if two ranks do not get the numbers it gets alone."""
-    batch, expected = reference
-    tokens = batch["attention_mask"].bool()
     options = options._replace(algorithm="pass_kv")  # neither measured nor dependent on a mesh
 
     def run(group: Any) -> dict[str, torch.Tensor]:
-        adapter = Adapter(model, wiring, options._replace(group=group), found)
-        outputs = {f"{name} on shards": x for name, x in _rows(adapter.call(**batch, use_cache=False)).items()}
+        mine = options._replace(group=group)
+        adapter = Adapter(model, wiring, mine, found)
+        shards = adapter.call(**reference.batch, use_cache=False)
+        outputs = {f"{name} on shards": x for name, x in _rows(shards).items()}
+        if found.has_encoder:
+            encoder = encoder_adapter(adapter)
+            outputs["encoder_last_hidden_state alone"] = encoder.call(
+                **{name: x for name, x in reference.unlabelled.items() if not name.startswith("decoder_")}
+            )[0]
         if not found.cached:
             return outputs
-        cache = DynamicCache()
-        inputs = {"input_ids": batch["input_ids"], "past_key_values": cache}
-        parts = []
-        for start, stop in ((0, _COLUMNS - 3), (_COLUMNS - 3, _COLUMNS - 1), (_COLUMNS - 1, _COLUMNS)):
-            inputs["input_ids"] = batch["input_ids"][:, start:stop]
-            parts.append(_rows(adapter.call(**inputs, attention_mask=batch["attention_mask"][:, :stop])))
-        joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        parts = [_rows(adapter.call(**inputs)) for inputs in _turns(reference, outputs)]
+        joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name in _BY_TOKEN}
         return outputs | {f"{name} over a cache": x for name, x in joined.items()}
 
+    hooks = tell_positions(wiring, found.counters)
     try:
         with _mode(model, training=False), torch.no_grad():
             results = run_in_process(run, 2)
     except Exception as error:
         name = type(model).__name__
         raise UnsupportedError(f"{name} fails on two ranks: {type(error).__name__}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     for rank, found_outputs in enumerate(results):
         for name, x in found_outputs.items():
-            y = expected[name.split()[0]]
-            errors = _errors(x, y, tokens)
+            output = name.split()[0]
+            errors = _errors(x, reference.outputs[output], reference.tokens(output))
             if not _is_close(errors, model):
                 raise UnsupportedError(
                     f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
                     f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
                     "convolution, a recurrence or positions it counts itself; verify=False leaves out this check"
                 )
+
+
+def _turns(reference: Reference, outputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """The small batch in three turns of a cache, of many tokens, of two, and of one."""
+    batch = reference.unlabelled
+    if "decoder_input_ids" in batch:
+        whole, name = batch["decoder_input_ids"], "decoder_input_ids"
+        given = {
+            "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+            "encoder_outputs": (outputs["encoder_last_hidden_state alone"],),
+            "attention_mask": batch["attention_mask"],
+        }
+    else:
+        whole, name, given = batch["input_ids"], "input_ids", {"past_key_values": DynamicCache()}
+    num_columns = whole.shape[1]
+    for start, stop in ((0, num_columns - 3), (num_columns - 3, num_columns - 1), (num_columns - 1, num_columns)):
+        seen = {} if "attention_mask" in given else {"attention_mask": batch["attention_mask"][:, :stop]}
+        yield given | seen | {name: whole[:, start:stop]}
 
 
 def _record(
@@ -217,15 +329,16 @@ def _find_cached(
     conversation = Conversation(None, None)
     cache = DynamicCache()
     cache.layers = [ShardedLayer(conversation, index) for index in range(len(layers))]
+    both = EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
     try:
-        recorder = record(past_key_values=cache, use_cache=True, conversation=conversation)
+        recorder = record(past_key_values=both, use_cache=True, conversation=conversation)
         return cached_layers(layers, recorder.cache_indices), ""
     except UnsupportedError as error:
         return (), str(error)
 
 
 def _rows(output: Any) -> dict[str, torch.Tensor]:
-    return {name: output[name] for name in ("logits", "last_hidden_state", "loss") if name in output}
+    return {name: output[name] for name in (*_BY_TOKEN, "encoder_last_hidden_state", "loss") if name in output}
 
 
 def _without_cache(model: PreTrainedModel) -> dict[str, bool]:
@@ -236,6 +349,8 @@ def _shifts_labels(model: PreTrainedModel) -> bool | None:
     """Are labels those of the next token? None if they are no labels of tokens at all."""
     if "labels" not in inspect.signature(model.forward).parameters or hasattr(model, "_loss_function"):
         return None
+    if model.config.is_encoder_decoder:  # whose decoder is given the tokens before
+        return False if model.loss_type in (None, "ForConditionalGeneration") else None
     return _LABELS.get(model.loss_type)
 
 

@@ -1,6 +1,7 @@
 """What is this rank's part of a whole batch, and what does its attention see?
 
-Sequences are split along their tokens; rows of the batch stay together. Padding and packed documents become part of
+Sequences are split along their tokens; rows of the batch stay together. That of an encoder and that of its decoder are
+split each on its own. Padding and packed documents become part of
 the mask, which every rank knows, since every rank is given the whole batch. Labels are shifted before they are split.
 """
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.crossing import Crossing, cross
+from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.call import attention
@@ -73,26 +75,32 @@ class ShardRun:
     options: Options
     layers: Mapping[nn.Module, Layer]
     layout: Layout
+    tokens: Tokens | None  # None if there is no padding
     padding: Mask | None
     documents: Mask | None
     said: dict[str, str]  # what the batch is, for the ranks to agree on
     num_labels: int = 0  # that count, on all ranks
     masks: dict[tuple[Mask, bool], Mask] = field(default_factory=dict)
+    source: "ShardRun | None" = None  # the part of the encoder, if this is the decoder's
 
     def attend(self, asked: Asked) -> torch.Tensor:
         """Attention with the tokens of all ranks."""
         layer = layer_of(self.layers, asked)
+        if layer.side == "encoder" and self.source is not None:
+            return self.source.attend(asked)
         try:
             options = layer.check(asked)
         except UnsupportedError as error:
             self.fail(error)
             raise
+        mask, layout, kv_layout = self.seen_by(layer)
         out = attention(
             asked.q,
             asked.k,
             asked.v,
-            mask=self.mask_of(layer),
-            layout=self.layout,
+            mask=mask,
+            layout=layout,
+            kv_layout=kv_layout,
             group=self.options.group,
             algorithm=self.options.algorithm,
             kernel=self.options.kernel,
@@ -110,15 +118,23 @@ class ShardRun:
         """None: the mask is ours to make."""
         del options
 
-    def mask_of(self, layer: Layer) -> Mask:
+    def positions(self, side: Side) -> torch.Tensor:
+        """Of this rank's tokens."""
+        run = self.source if side == "encoder" and self.source is not None else self
+        return torch.from_numpy(run.layout.positions(self.options.rank))
+
+    def seen_by(self, layer: Layer) -> Crossing:
         """What a layer sees of this batch."""
+        if layer.side == "cross":
+            assert self.source is not None
+            return cross(self.layout, self.source.layout, self.source.tokens)
         key = (layer.mask, layer.keeps_documents)
         if key not in self.masks:
             mask = layer.mask if self.padding is None else layer.mask & self.padding
             if self.documents is not None and layer.keeps_documents:
                 mask = mask & self.documents
             self.masks[key] = mask
-        return self.masks[key]
+        return Crossing(self.masks[key], self.layout, self.layout)
 
 
 def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
@@ -139,15 +155,23 @@ class Part(NamedTuple):
 
 
 def shard_inputs(
-    batch: Mapping[str, torch.Tensor], options: Options, layers: Mapping[nn.Module, Layer], *, shifts_labels: bool
+    batch: Mapping[str, torch.Tensor],
+    options: Options,
+    layers: Mapping[nn.Module, Layer],
+    *,
+    shifts_labels: bool = False,
+    takes_positions: bool = True,
+    is_known: bool = False,
 ) -> Part:
-    """Split a whole batch that every rank holds."""
+    """Split a whole batch that every rank holds; one that is known has been compared before, but for its padding."""
     size, seq_len = check_batch(batch)
     layout, rank = options.layout_of(seq_len), options.rank
     whole = {name: batch[name] for name in BY_TOKEN if name in batch}
     tokens = tokens_of(batch.get("attention_mask"), size, seq_len)
     documents = None
-    if "position_ids" not in whole:
+    if not takes_positions:
+        assert "position_ids" not in whole
+    elif "position_ids" not in whole:
         device = next(iter(whole.values())).device
         whole["position_ids"] = torch.arange(seq_len, device=device).expand(size, -1)
     elif "attention_mask" not in batch:  # as in transformers: one or the other
@@ -161,7 +185,8 @@ def shard_inputs(
         part["labels"] = part["labels"].clone()
         part["labels"][:, local_rows(layout, rank).replicated] = IGNORE_INDEX
     padding = None if tokens is None else padding_mask(tokens)
-    return Part(part, ShardRun(options, layers, layout, padding, documents, describe(batch), num_labels))
+    said = describe({name: x for name, x in batch.items() if name == "attention_mask" or not is_known})
+    return Part(part, ShardRun(options, layers, layout, tokens, padding, documents, said, num_labels))
 
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
