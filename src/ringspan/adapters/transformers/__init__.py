@@ -19,15 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
-from ringspan.adapters.transformers.examine import (
-    check_config,
-    compare,
-    examine,
-    find_random,
-    make_reference,
-    takes_num_items,
-)
+from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.contract import Signature
@@ -156,7 +150,7 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         found = examine(model, wiring)
         _set_attention(attention)
         reference = make_reference(model)
-        found = found._replace(random=find_random(model, reference), takes_num_items=takes_num_items(model, reference))
+        found = found._replace(random=find_random(model, reference), **find_loss(model, reference)._asdict())
         if model.training and found.random is not None:
             raise UnsupportedError(found.random)
         model.set_attn_implementation(wiring.name)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.crossing import runs_of
 from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.sequences import BOTH, ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
@@ -64,10 +65,10 @@ class Found(NamedTuple):
     cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
     no_cache: str  # and why not
     passes_run: bool  # does forward take keyword arguments of others?
-    shifts_labels: bool | None  # None: labels are for something else than tokens
     counters: dict[nn.Module, Side]  # modules that count positions, where the model does not take them
     has_encoder: bool  # an encoder and a decoder, each with a sequence of its own
-    takes_num_items: bool = True  # does its loss heed num_items_in_batch?
+    shifts_labels: bool | None = None  # None: labels are for something else than tokens
+    takes_num_items: bool = False  # does its loss heed num_items_in_batch?
     random: str | None = None  # what is random in training
 
 
@@ -248,10 +249,16 @@ class Adapter:
         if not self.found.has_encoder:
             return self._shard(given)
         encoder, decoder = apart(self.model, given)
-        source, part = self._shard(encoder), self._shard(decoder)
+        source, part = self._source(encoder), self._shard(decoder)
         part.run.source = source.run
         part.run.said = _said_of("the encoder's", source.run.said) | _said_of("the decoder's", part.run.said)
         return Part(together(source.inputs, part.inputs, ENCODED in given), part.run)
+
+    def _source(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
+        source = self._shard(batch, is_known=is_known)
+        if source.run.tokens is not None:
+            runs_of(source.run.tokens)  # what a decoder cannot see is refused before anything is encoded
+        return source
 
     def _shard(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
         return shard_inputs(
@@ -290,7 +297,7 @@ class Adapter:
         cache = given.setdefault("past_key_values", empty)
         conversation = open_encoder_decoder_cache(cache, make, self, len(layers))
         encoder, decoder = apart(self.model, given)
-        source = self._shard(encoder, is_known=ENCODED in given and conversation.num_encoded > 0)
+        source = self._source(encoder, is_known=ENCODED in given and conversation.num_encoded > 0)
         return check_new_tokens(decoder, conversation, self.found.layers, num_kept, source)
 
     def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:

@@ -38,21 +38,28 @@ class Crossing(NamedTuple):
         return Crossing(self.mask, *layouts)
 
 
+def runs_of(tokens: Tokens) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of each row begin and end; refused if one begins behind the end of another."""
+    runs = tuple(run_of_tokens(row, number) for number, row in enumerate(tokens))
+    first, stop = max(first for first, _ in runs), min(stop for _, stop in runs)
+    if first > stop:
+        raise UnsupportedError(
+            f"attention_mask: a row has its last token at {stop - 1}, before another has its first at {first}; pad the "
+            "rows of a batch on one side"
+        )
+    return runs
+
+
 def cross(layout: Layout, kv_layout: Layout, tokens: Tokens | None) -> Crossing:
     """All tokens of a decoder, laid out one way, see those of the encoder, (batch, columns), laid out another way."""
     if tokens is None or tokens.all():
         return Crossing(full(), layout, kv_layout)
-    return _cross(layout, kv_layout, tuple(run_of_tokens(row, number) for number, row in enumerate(tokens)))
+    return _cross(layout, kv_layout, runs_of(tokens))
 
 
 @lru_cache(maxsize=64)
 def _cross(layout: Layout, kv_layout: Layout, runs: tuple[tuple[int, int], ...]) -> Crossing:
-    at, end = max(first for first, _ in runs), min(stop for _, stop in runs)
-    if at > end:
-        raise UnsupportedError(
-            f"attention_mask: a row has its last token at {end - 1}, before another has its first at {at}; pad the "
-            "rows of a batch on one side"
-        )
+    at = max(first for first, _ in runs)
     length, num_queries = kv_layout.num_positions, layout.num_positions
     rows = [(first, num_queries + stop - first, length - stop) for first, stop in runs]
     mask = by_row([documents([n for n in row if n]) for row in rows])
