@@ -80,14 +80,19 @@ def _hooks(adapter: Adapter) -> list[RemovableHandle]:
     model, wiring = adapter.model, adapter.wiring
     names = [*adapter.parameters]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if wiring.run is not None:
             return args, kwargs
         return (), adapter.before(dict(zip(names, args, strict=False)) | kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(*ended: Any) -> Any:
+        return adapter.after(ended[-1])
+
     return [
         model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(lambda *ended: adapter.after(ended[-1]), with_kwargs=True, always_call=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
 
 

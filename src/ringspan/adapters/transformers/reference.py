@@ -105,7 +105,8 @@ def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
     """What becomes of the labels of a small batch."""
     if "loss" not in reference.outputs:
         return Loss(None, False)
-    batch, labels = reference.batch, reference.batch["labels"]
+    labels = reference.batch["labels"]
+    batch = reference.unlabelled | {"labels": labels}
 
     def loss_of(**options: Any) -> torch.Tensor:
         with in_mode(model, training=False), torch.no_grad():

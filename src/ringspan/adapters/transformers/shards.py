@@ -8,6 +8,7 @@ the mask, which every rank knows, since every rank is given the whole batch. Lab
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,14 @@ class Options(NamedTuple):
 
     def layout_of(self, seq_len: int) -> Layout:
         """Who holds which token; a sequence with fewer tokens than ranks is held by all of them."""
-        if seq_len < self.world_size:
-            return Layout(((),) * self.world_size, (Span(0, seq_len),))
-        return LAYOUTS[self.layout](seq_len, self.world_size)
+        return _layout_of(self.layout, seq_len, self.world_size)
+
+
+@lru_cache(maxsize=64)  # a compiled model is compiled anew for another layout, be it equal
+def _layout_of(name: str, seq_len: int, world_size: int) -> Layout:
+    if seq_len < world_size:
+        return Layout(((),) * world_size, (Span(0, seq_len),))
+    return LAYOUTS[name](seq_len, world_size)
 
 
 @dataclass(slots=True)

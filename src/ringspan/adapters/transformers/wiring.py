@@ -77,6 +77,7 @@ class Wiring:
 def tell_positions(wiring: Wiring, counters: Mapping[nn.Module, Any]) -> list[RemovableHandle]:
     """Hooks that give positions to modules which count them otherwise; each is of one side of the model."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         positions = None if wiring.run is None else wiring.run.positions(counters[module])
         if positions is None:
