@@ -123,7 +123,8 @@ def parallelize(
     session = options.session
     timeout_s = session.transport.timeout_s
     try:
-        handle = _parallelize(model, options, verify)
+        with torch.autocast(model.device.type, enabled=False):  # which the threads of `verify` would not know of
+            handle = _parallelize(model, options, verify)
     except RingspanError as error:
         options.refuse(error)
         raise
@@ -181,7 +182,7 @@ def _digest(model: torch.nn.Module) -> str:
     """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     said = []
-    for name, x in model.named_parameters():
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
         said.append(f"{name} {tuple(x.shape)} {x.dtype}")
         if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
             said.append(str(int(x.detach().view(integers[x.element_size()]).sum(dtype=torch.int64))))

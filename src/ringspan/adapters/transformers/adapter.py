@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.transformers.arguments import Arguments, Found
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
 from ringspan.adapters.transformers.crossing import runs_of
-from ringspan.adapters.transformers.layers import Layer, Side
-from ringspan.adapters.transformers.sequences import BOTH, ENCODED, apart, encoded_by_caller, together
+from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
-    BY_TOKEN,
     Options,
     Part,
     ShardRun,
@@ -41,35 +40,14 @@ from ringspan.adapters.transformers.turns import (
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.collectives import gather
 from ringspan.contract import Signature
-from ringspan.errors import RingspanError, ShapeError, TransportError, UnsupportedError
+from ringspan.errors import RingspanError, TransportError, UnsupportedError
 from ringspan.kv_cache import KVCache
 from ringspan.layout import Layout
-from ringspan.mask import full
 
-_BATCH = {*BY_TOKEN, "attention_mask"}
-_OPTIONS = {"past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
 _ENCODED = "encoder_last_hidden_state"
 _OF_BOTH = {_ENCODED, "encoder_hidden_states", "decoder_hidden_states"}
 _OUTPUTS = {"loss", "logits", "last_hidden_state", "past_key_values", "hidden_states", *_OF_BOTH}
 _BY_ROW = ("logits", "last_hidden_state")
-_REFUSED = {
-    "output_attentions": "attention weights are never in one place",
-    "output_router_logits": "the balance of experts over all tokens is no mean of that over shards",
-}
-
-
-class Found(NamedTuple):
-    """What dry calls told about a model."""
-
-    layers: dict[nn.Module, Layer]
-    cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
-    no_cache: str  # and why not
-    passes_run: bool  # does forward take keyword arguments of others?
-    counters: dict[nn.Module, Side]  # modules that count positions, where the model does not take them
-    has_encoder: bool  # an encoder and a decoder, each with a sequence of its own
-    shifts_labels: bool | None = None  # None: labels are for something else than tokens
-    takes_num_items: bool = False  # does its loss heed num_items_in_batch?
-    random: str | None = None  # what is random in training
 
 
 class _Forward(NamedTuple):
@@ -93,15 +71,15 @@ class Adapter:
         self.options = options
         self.found = found
         self.parameters = inspect.signature(model.forward).parameters
-        batch = _BATCH - ({"position_ids"} - self.parameters.keys())
-        self._batch = BOTH if found.has_encoder else batch
+        self.arguments = Arguments(model, found, wiring.name)
+        self._batch = self.arguments.batch
         self._forward: _Forward | None = None  # under way
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch, with what its forward must know."""
         given = {name: value for name, value in batch.items() if value is not None}
         with self._telling():
-            self._check_names(given, self._batch | {"num_items_in_batch"})
+            self.arguments.check_batch(given)
             num_items = given.pop("num_items_in_batch", None)
             inputs, run = self._split(given)
         run.said["num_items_in_batch"] = str(num_items)
@@ -113,13 +91,13 @@ class Adapter:
         run = given.pop(RUN, None)
         with self._telling():
             given = {name: value for name, value in given.items() if value is not None}
-            self._check_arguments(given)
+            self.arguments.check(given)
             new = None
             if run is not None:
-                self._check_part(given, run)
+                self.arguments.check_part(given, run, self.options.rank)
                 forward = _Forward(run, False, given.pop("labels", None), given.get("num_items_in_batch"), None)
                 inputs = {name: given[name] for name in self._batch if name in given}
-            elif self._wants_cache(given):
+            elif self.arguments.wants_cache(given):
                 new = self._check_turn(given)
             else:
                 forward, inputs = self._split_whole(given)
@@ -179,71 +157,6 @@ class Adapter:
         session = self.options.session
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training, **run.said}
         session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
-
-    def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
-        for name, value in given.items():
-            if name in _REFUSED and value:
-                raise UnsupportedError(f"{name}={value!r}: {_REFUSED[name]}; leave it out")
-            if name not in known | {*_REFUSED}:
-                raise UnsupportedError(
-                    f"{name}: what it does to a part of a sequence is not known; leave it out, or use some of "
-                    f"{', '.join(sorted(known))}"
-                )
-        if "num_items_in_batch" in given and not self.found.takes_num_items:
-            raise UnsupportedError(
-                f"num_items_in_batch: {type(self.model).__name__} does not heed it, its loss is the mean over the "
-                "labels of the batch; leave it out"
-            )
-        if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
-            raise UnsupportedError("token_type_ids: a decoder may make masks of them; leave them out")
-        if "labels" in given and self.found.shifts_labels is None:
-            raise UnsupportedError(
-                f"labels: {type(self.model).__name__} has another loss than that of tokens; compute it from the outputs"
-            )
-
-    def _check_arguments(self, given: dict[str, Any]) -> None:
-        encoded = {ENCODED} if self.found.has_encoder else set()
-        self._check_names(given, self._batch | _OPTIONS | encoded | {"output_hidden_states"})
-        if given.get("return_dict") is False:
-            raise UnsupportedError("return_dict=False: outputs are told apart by name; leave it out")
-        if self.model.training and self.found.random is not None:
-            raise UnsupportedError(self.found.random)
-
-    def _check_part(self, given: dict[str, Any], run: ShardRun) -> None:
-        if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
-            raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
-        prefix = "decoder_" if self.found.has_encoder else ""
-        x = given.get(f"{prefix}input_ids", given.get(f"{prefix}inputs_embeds"))
-        expected = run.layout.shard_len(self.options.rank)
-        has_positions = "position_ids" in given or "position_ids" not in self._batch
-        if x is None or x.shape[1] != expected or not has_positions:
-            raise ShapeError(f"the batch is not what shard() returned: {expected} tokens with their position_ids")
-        for name in ("past_key_values", "logits_to_keep", "attention_mask", "decoder_attention_mask", ENCODED):
-            if name in given:
-                raise UnsupportedError(f"{name} with a sharded batch: give it to shard(), or give whole sequences")
-        if given.get("use_cache"):
-            raise UnsupportedError("use_cache=True with a sharded batch: give whole sequences to fill a cache")
-
-    def _wants_cache(self, given: dict[str, Any]) -> bool:
-        """For whole sequences: with a cache, or without?"""
-        model = self.model
-        if torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters()):
-            raise UnsupportedError(
-                "a forward on whole sequences with gradients: use model(**handle.shard(batch)) to train, and "
-                "torch.no_grad() for inference"
-            )
-        if given.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
-            raise UnsupportedError("output_hidden_states of whole sequences: use model(**handle.shard(batch))")
-        if not isinstance(given.get("logits_to_keep", 0), int):
-            raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
-        has_cache = "past_key_values" in given
-        default = getattr(model.config.get_text_config(), "use_cache", False) and "labels" not in given
-        wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
-        if wants_cache and not self.found.cached:
-            raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
-        if "labels" in given and (wants_cache or given.get("logits_to_keep")):
-            raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
-        return wants_cache
 
     def _split(self, given: Mapping[str, Any]) -> Part:
         if not self.found.has_encoder:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ringspan.adapters.transformers.adapter import Found
+from ringspan.adapters.transformers.arguments import Found
 from ringspan.adapters.transformers.cache import Conversation, ShardedLayer
 from ringspan.adapters.transformers.layers import Layer, Recorder, Side, describe_layers
 from ringspan.adapters.transformers.turns import cached_layers
@@ -34,6 +35,10 @@ def check_config(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} is parallelized already, or shares its config with a model that is; restore it, or copy the config"
         )
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()) or any(
+        isinstance(module, OptimizedModule) for module in model.modules()
+    ):
+        raise UnsupportedError(f"{name} is compiled already: parallelize it first, then compile it")
     if any(x.is_meta for x in model.parameters()):
         raise UnsupportedError(f"{name} has weights on the meta device; load them first")
     takes = inspect.signature(model.forward).parameters

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ringspan.adapters.transformers.adapter import Adapter, Found, encoder_adapter
+from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.arguments import Found
 from ringspan.adapters.transformers.examine import in_mode, left_alone, without_cache
 from ringspan.adapters.transformers.shards import Options
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
@@ -167,7 +168,8 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
                 raise UnsupportedError(
                     f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
                     f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
-                    "convolution, a recurrence or positions it counts itself; verify=False leaves out this check"
+                    "convolution, a recurrence, a scale to quantise by or positions it counts itself; verify=False "
+                    "leaves out this check"
                 )
 
 

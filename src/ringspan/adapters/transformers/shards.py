@@ -197,6 +197,9 @@ def shard_inputs(
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """(batch, seq) of whole tensors that fit each other."""
+    for name, x in batch.items():
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError(f"{name} is a {type(x).__name__}: give tensors, (batch, seq)")
     given = [name for name in ("input_ids", "inputs_embeds") if name in batch]
     if len(given) != 1:
         raise ShapeError(f"a batch of {', '.join(batch) or 'nothing'}: give either input_ids or inputs_embeds")

@@ -48,6 +48,7 @@ class TurnRun:
     source: ShardRun | None  # the encoder's part
     pending: int | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, asked: Asked) -> torch.Tensor:
         """Store keys and values, and attend to all that is cached."""
         layer = layer_of(self.layers, asked)

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -76,17 +76,22 @@ class Wiring:
 
 def tell_positions(wiring: Wiring, counters: Mapping[nn.Module, Any]) -> list[RemovableHandle]:
     """Hooks that give positions to modules which count them otherwise; each is of one side of the model."""
+    return [
+        module.register_forward_pre_hook(_tell(wiring, side), with_kwargs=True) for module, side in counters.items()
+    ]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+
+def _tell(wiring: Wiring, side: Any) -> Callable[..., Any]:
     def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        positions = None if wiring.run is None else wiring.run.positions(counters[module])
+        positions = None if wiring.run is None else wiring.run.positions(side)
         if positions is None:
             return args, kwargs
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         device = next(module.parameters()).device
         return (), given | {"position_ids": positions.to(device)}
 
-    return [module.register_forward_pre_hook(tell, with_kwargs=True) for module in counters]
+    uncompiled: Callable[..., Any] = torch.compiler.disable(tell)  # type: ignore[no-untyped-call]
+    return uncompiled
 
 
 def is_wired(attention: str | None) -> bool:
