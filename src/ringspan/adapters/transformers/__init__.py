@@ -7,7 +7,8 @@
 
 Nothing of the model is replaced: it looks attention up by a name that is registered for it (`wiring.py`), and two hooks
 take this rank's part before a forward and see to the outputs afterwards (`adapter.py`). What cannot be computed exactly
-is refused by `parallelize`, or where an argument asks for it, before a message is sent (`examine.py`).
+is refused by `parallelize` (`examine.py`, `reference.py`), or where an argument asks for it (`arguments.py`), before a
+message is sent.
 """
 
 import hashlib
@@ -52,7 +53,9 @@ class Handle:
             batch: `input_ids` or `inputs_embeds`, (batch, seq, …), and if need be `attention_mask` (2-D, padding before
                 or behind a row's tokens), `position_ids`, `token_type_ids`, `labels` as transformers takes them, each
                 beside its own token, and `num_items_in_batch`. Positions that begin anew without an attention_mask are
-                packed documents, which do not see each other, as in transformers without a cache.
+                packed documents, which do not see each other, as in transformers without a cache. A model with an
+                encoder takes these for it, and `decoder_input_ids`, `decoder_attention_mask` and `labels`, or labels
+                alone, for the decoder.
 
         Returns:
             Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
@@ -108,7 +111,7 @@ def parallelize(
     """Let a model run on the ranks of a group; every rank must call this with the same model.
 
     Args:
-        model: A decoder or an encoder of transformers, with its weights, before DDP, FSDP or compilation.
+        model: A decoder, an encoder or both of transformers, with its weights, before DDP, FSDP or compilation.
         group: As in `rs.attention`.
         layout: How `handle.shard` splits sequences: "zigzag", "contiguous" or "striped".
         algorithm: As in `rs.attention`. Over a cache "pass_kv" and "pass_q" count, and all else is "auto".
