@@ -93,12 +93,15 @@ def make_dout(job: Job) -> torch.Tensor:
     return torch.linspace(-1.0, 1.0, job.out.numel(), dtype=torch.float64).sin_().view(job.out.shape).to(job.q.dtype)
 
 
-def check_gradients(job: Job, of_ranks: list[Gradients], what: object = "") -> None:
+def check_gradients(
+    job: Job, of_ranks: list[Gradients], what: object = "", tolerance: dict[str, float] | None = None
+) -> None:
     """Compare what all ranks have with the oracle; rows that every rank holds count by their sum over the ranks."""
     allowed = oracle.dense_mask(job.spec, job.layout.all_positions(), job.kv_layout.all_positions())
     arrays = [x.double().numpy() for x in (job.q, job.k, job.v)]
     wanted = oracle.dense_gradients(*arrays, allowed, make_dout(job).double().numpy(), job.options.get("scale"))
-    tolerance = {"rtol": 0.0, "atol": DOUBLE_TOLERANCE} if job.q.dtype == torch.float64 else {}
+    if tolerance is None:
+        tolerance = {"rtol": 0.0, "atol": DOUBLE_TOLERANCE} if job.q.dtype == torch.float64 else {}
     for name, layout, whole, *parts in zip(
         Gradients._fields, (job.layout, job.kv_layout, job.kv_layout), wanted, *of_ranks, strict=True
     ):

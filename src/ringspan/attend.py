@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ from ringspan.tiles import Problem, check_kinds, softmax_scale
 
 _LOG = logging.getLogger("ringspan")
 _Result = TypeVar("_Result")
+_KEPT_PLANS = 256
 Pass = Literal["forward", "forward, to be differentiated", "backward"]
 
 
@@ -122,15 +122,16 @@ def _prepare(
     session = session_of(call.group)
     transport = session.transport
     timeout_s = transport.timeout_s
-    options = call.options
     try:
         timeout_s = check_timeout(call.timeout_s, timeout_s)
         looks = look_at(q, k, v, sinks)
+        options = call.options
         check_kinds(options.mask, options.layout, options.kv_layout)
+        plan = session.plans.get((options, looks, which))
+        if plan is None:
+            plan = _make_plan(options, looks, which, session)
         if options.reproducible and sinks is not None and sinks.requires_grad and which != "forward":
             refuse_sink_gradients()
-        options = _without_auto(options, looks, session)
-        plan = _plan(options, looks, which, transport.rank, transport.world_size, session.mesh)
     except TransportError:
         raise  # the others know
     except Exception as error:
@@ -140,6 +141,17 @@ def _prepare(
     if call.contract:
         session.contract.agree(plan.signature if call.place is None else plan.signature.at(call.place), timeout_s)
     return _Ready(plan, session, timeout_s, call.record)
+
+
+def _make_plan(options: Options, looks: Looks, which: Pass, session: Session) -> _Plan:
+    """For the first call of its kind in a session."""
+    decided = _without_auto(options, looks, session)
+    transport = session.transport
+    plan = _plan(decided, looks, which, transport.rank, transport.world_size, session.mesh)
+    if len(session.plans) == _KEPT_PLANS:
+        session.plans.clear()
+    session.plans[options, looks, which] = plan
+    return plan
 
 
 def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: Any) -> _Result:
@@ -244,7 +256,6 @@ def _without_auto(options: Options, looks: Looks, session: Session) -> Options:
     return options._replace(algorithm=choice.algorithm, wire=wire)
 
 
-@lru_cache(maxsize=256)
 def _ring_work(options: Options, looks: Looks) -> RingWork:
     shapes = check_looks(looks)
     if options.wire is not None:
@@ -260,7 +271,6 @@ def _ring_work(options: Options, looks: Looks) -> RingWork:
     return RingWork(float(flops), largest["kv"], largest["q"], largest["out"])
 
 
-@lru_cache(maxsize=256)
 def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: int, group_mesh: Mesh | None) -> _Plan:
     shapes = check_looks(looks)
     form = _check_wire(options, which)

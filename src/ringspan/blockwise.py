@@ -7,7 +7,7 @@ of Q_ROWS × KV_ROWS scores and of Q_ROWS rows, however long the sequence is. A 
 NaN and infinity are legal input: they reach the rows that see them, without a warning, and no others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,10 @@ class Blockwise:
         if block.kind == "out":
             value[1].fill(-np.inf)
         return value
+
+    def room(self, shapes: Sequence[Shape]) -> Value:
+        """What will be overwritten."""
+        return tuple(np.empty(shape, self.dtype) for shape in shapes)
 
     @np.errstate(all="ignore")
     def merge(self, block: Block, into: Value, part: Value) -> None:
@@ -86,19 +90,16 @@ class Blockwise:
                     view = total[..., rows, :]
                     view[...] = result.reshape(view.shape)
 
-    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
-        """Backward: the gradients of a piece that is all there is."""
-        dq = self.new_sum(Block("dq", ALL), (q_grad[0].shape,))
-        dkv = self.new_sum(Block("dkv", ALL), tuple(x.shape for x in kv))
-        self.attend_grad(piece, q_grad, kv, dq, dkv)
-        return dq, dkv
-
     @np.errstate(all="ignore")
-    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
+    ) -> tuple[Value, Value]:
         """Backward: add the piece's share of dq, dk and dv, given the merged out and lse of its queries.
 
         With s = scale · q kᵀ: dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k, dk = dsᵀ (scale · q).
         """
+        dq = dq or self.new_sum(Block("dq", ALL), (q_grad[0].shape,))
+        dkv = dkv or self.new_sum(Block("dkv", ALL), tuple(x.shape for x in kv))
         for queries, douts, outs, lses, keys, values, dqs, dks, dvs in _batches(piece, *q_grad, *kv, *dq, *dkv):
             group = queries.shape[-3] // keys.shape[-3]
             for rows, cells in _rows_of_cells(piece, group):
@@ -122,6 +123,7 @@ class Blockwise:
                     block_dq += self.scale * _product(dscores, k, allowed).reshape(block_dq.shape)
                     dks[..., columns, :] += _product(dscores.swapaxes(-1, -2), block, seen_by)
                     dvs[..., columns, :] += _product(probs.swapaxes(-1, -2), dout, seen_by)
+        return dq, dkv
 
     def _fold(self, x: Array, group: int) -> Array:
         """(..., heads, seq, dim) to (..., KV heads, group · seq, dim): heads that share keys are just more rows."""

@@ -49,6 +49,7 @@ def use_machine(machine: RingMachine, group: Any = None) -> None:
     if min(machine.compute_flops_per_s, machine.link_bytes_per_s) <= 0 or machine.latency_s < 0:
         raise ShapeError(f"machine={machine}: rates are above 0 and a latency is not below 0, in SI units")
     session = session_of(group)
+    session.plans.clear()
     session.measured.clear()
     session.measured[None] = machine
 

@@ -29,8 +29,7 @@ class EncodedArithmetic(TorchArithmetic):
             return super().begin(piece, q, rows)
         *lead, _ = q[0].shape
         v = rows[1] if len(rows) == 2 else rows[2]
-        out = torch.empty(*lead, v.shape[-1], dtype=self.dtype, device=self.device)
-        value = (out, out.new_empty(*lead, 1))
+        value = self.room([(*lead, v.shape[-1]), (*lead, 1)])
         self._attend_decoded(piece, q, rows, value, True)
         return value
 

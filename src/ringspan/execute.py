@@ -24,6 +24,9 @@ class Arithmetic(Protocol):
     def new_sum(self, block: Block, shapes: tuple[Shape, ...], /) -> Value:
         """A sum of nothing."""
 
+    def room(self, shapes: Sequence[Shape], /) -> Value:
+        """Arrays that will be overwritten."""
+
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
 
@@ -33,11 +36,10 @@ class Arithmetic(Protocol):
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool, /) -> None:
         """Take a piece's keys into the running output of its queries; the first may overwrite it."""
 
-    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value, /) -> tuple[Value, Value]:
-        """The gradients dq and dkv of a piece that is all of its queries and keys."""
-
-    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value, /) -> None:
-        """Add a piece's share of the gradients."""
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None, /
+    ) -> tuple[Value, Value]:
+        """The gradients with a piece's share added in place; one that is None begins with it, all of its rows."""
 
 
 class Wire(Protocol):
@@ -116,16 +118,30 @@ class RankState:
     def attend(self, tile: Tile) -> None:
         """Compute a tile and add it to its sums."""
         q, kv = self.input(tile.q), self.input(tile.kv)
-        if tile.begins and tile.q.kind == "q":
-            self.sums[tile.sums[0]] = self.arithmetic.begin(tile.pieces[0], q, kv)
-            return
-        sums = [self.sum(block) for block in tile.sums]
         if tile.q.kind == "q":
-            for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
-                self.arithmetic.attend(piece, q, kv, sums[0], is_first)
+            self._attend(tile, q, kv)
         else:
-            for piece in tile.pieces:
-                self.arithmetic.attend_grad(piece, q, kv, *sums)
+            self._differentiate(tile, q, kv)
+
+    def _attend(self, tile: Tile, q: Value, kv: Value) -> None:
+        (block,), (begins,), pieces, firsts = tile.sums, tile.begins, tile.pieces, tile.firsts
+        if begins:
+            self.sums[block] = self.arithmetic.begin(pieces[0], q, kv)
+            if len(pieces) == 1:
+                return
+            pieces, firsts = pieces[1:], firsts[1:]
+        out = self.sum(block)
+        for piece, is_first in zip(pieces, firsts, strict=True):
+            self.arithmetic.attend(piece, q, kv, out, is_first)
+
+    def _differentiate(self, tile: Tile, q_grad: Value, kv: Value) -> None:
+        dq, dkv = (None if begins else self.sum(block) for block, begins in zip(tile.sums, tile.begins, strict=True))
+        for piece in tile.pieces:
+            dq, dkv = self.arithmetic.attend_grad(piece, q_grad, kv, dq, dkv)
+        for block, value, begins in zip(tile.sums, (dq, dkv), tile.begins, strict=True):
+            if begins:
+                assert value is not None
+                self.sums[block] = value
 
     def new_sum(self, block: Block) -> Value:
         """A sum of nothing, of the block's size."""

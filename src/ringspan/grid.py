@@ -154,9 +154,13 @@ class Grid:
             for node in tree.unfinished(tile for tile in tiles if tile in present):
                 yield index, node
 
-    def is_uniform(self, qs: list[int], kv: int) -> bool:
-        """Whether these are whole tiles, all of whose queries see all keys of a whole tile."""
-        return all(self.pairs[q, kv] == TILE * TILE * self.num_rows for q in qs)
+    def runs(self, qs: list[int], kv: int) -> Iterator[list[int]]:
+        """Those of some neighbouring tiles that see keys: as one where they are whole and see all of a whole tile."""
+        for is_uniform, run in itertools.groupby(qs, lambda q: self.pairs[q, kv] == TILE * TILE * self.num_rows):
+            if is_uniform:
+                yield list(run)
+            else:
+                yield from ([q] for q in run if self.pairs[q, kv])
 
     def cut(self, qs: list[int], kv: int) -> tuple[Piece, ...]:
         """The pieces of a cell; several tiles of queries are uniform."""
@@ -195,12 +199,14 @@ class Growth(NamedTuple):
     """What a rank's program does with nodes, beside what stands in its cells.
 
     `leaving` and `arriving` are the nodes of each message of a sum, by step and transfer; `roots` are what this rank
-    ends with; `pending` is the largest number of nodes that one tile of a sum ever has here.
+    ends with, and `complete` the sums all of whose rows are roots; `pending` is the largest number of nodes that one
+    tile of a sum ever has here.
     """
 
     leaving: dict[tuple[int, Transfer], tuple[Root, ...]]
     arriving: dict[tuple[int, Transfer], tuple[Part, ...]]
     roots: tuple[Root, ...]
+    complete: frozenset[Block]
     pending: int
 
 
@@ -240,7 +246,9 @@ class _Binder:
 
     def bind(self) -> Grown:
         program = tuple(map(self._bound, self.program))
-        return Grown(program, Growth(self.leaving, self.arriving, tuple(self._roots()), self.pending))  # type: ignore[arg-type]
+        roots = tuple(self._roots())
+        growth = Growth(self.leaving, self.arriving, roots, frozenset(self._complete(roots)), self.pending)
+        return Grown(program, growth)  # type: ignore[arg-type]
 
     def _bound(self, instruction: object) -> object:
         match instruction:
@@ -319,7 +327,7 @@ class _Binder:
         cells = []
         for rows in _groups(list(q_strips), 1 if backward else self.at_once):
             for j, kv_strip in kv_strips.items():
-                for each in [rows] if self.grid.is_uniform(rows, j) else ([i] for i in rows if self.grid.pairs[i, j]):
+                for each in self.grid.runs(rows, j):
                     rises = [self._leaf(of_q, i, kv_strip.tile) for i in each]
                     if backward:
                         rises.append(self._leaf(of_kv, j, q_strips[each[0]].tile))
@@ -328,7 +336,7 @@ class _Binder:
         pairs = int(self.grid.pairs[np.ix_(list(q_strips), list(kv_strips))].sum())
         whole = len(self.problem.positions(q)) * len(self.problem.positions(kv)) * self.grid.num_rows
         coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
-        return Tile(q, kv, (), coverage, pairs, (of_q, of_kv) if backward else (of_q,), (), False, tuple(cells))
+        return Tile(q, kv, (), coverage, pairs, (of_q, of_kv) if backward else (of_q,), (), (), tuple(cells))
 
     def _leaf(self, block: Block, index: int, tile: int) -> Rise:
         return self._rise(block, index, self.grid.tree(block, index).leaf(tile))
@@ -356,6 +364,14 @@ class _Binder:
                 )
             (node,) = held
             yield Root(block, self.grid.strips_of(block)[index].rows, self.slots[block, index, node])
+
+    def _complete(self, roots: tuple[Root, ...]) -> Iterator[Block]:
+        num_rows: defaultdict[Block, int] = defaultdict(int)
+        for block, rows, _ in roots:
+            num_rows[block] += rows.stop - rows.start
+        for block, number in num_rows.items():
+            if block.heads is None and number == self.problem.block_shapes(block)[0][-2]:
+                yield block
 
 
 def _groups(indices: list[int], at_once: int) -> Iterator[list[int]]:

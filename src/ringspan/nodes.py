@@ -57,6 +57,12 @@ class TreeState(RankState):
             self._rise(transfer.block, rise, node)
         return True
 
+    def _begun(self, block: Block) -> Value:
+        """Where the roots of a sum are put together."""
+        if block not in self.sums and block in self.growth.complete:
+            self.sums[block] = self.arithmetic.room(self.problem.block_shapes(block))
+        return super()._begun(block)
+
     def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> Value:
         first, *others = cell.pieces
         height = cell.q.stop - cell.q.start
@@ -72,7 +78,7 @@ class TreeState(RankState):
         first, *others = cell.pieces
         size = cell.q.stop - cell.q.start, cell.kv.stop - cell.kv.start
         if not others and first.rows is None and (first.q, first.kv) == (slice(0, size[0]), slice(0, size[1])):
-            return self.arithmetic.begin_grad(first, q_grad, kv)
+            return self.arithmetic.attend_grad(first, q_grad, kv, None, None)
         dq = self.arithmetic.new_sum(tile.sums[0], (q_grad[0].shape,))
         dkv = self.arithmetic.new_sum(tile.sums[1], tuple(x.shape for x in kv))
         for piece in cell.pieces:

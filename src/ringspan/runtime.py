@@ -6,7 +6,7 @@ once and cached, so that a repeated call only walks its program.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -155,6 +155,7 @@ class TorchArithmetic:
         self.scale = scale
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
+        self._queries, self._out = _LastRows(), _LastRows()
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
         """Nothing summed yet: out = 0 with lse = -inf, or zero gradients."""
@@ -162,6 +163,10 @@ class TorchArithmetic:
         if block.kind == "out":
             value[1].fill_(-torch.inf)
         return value
+
+    def room(self, shapes: Sequence[Shape]) -> Value:
+        """What will be overwritten."""
+        return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place."""
@@ -174,10 +179,8 @@ class TorchArithmetic:
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Forward: attend a piece of all queries; what the kernel returns is the running output."""
         (queries,), (keys, values) = q, _rows(kv, piece.kv)
-        if queries.dtype != self.dtype:  # a kernel may widen its operands: a slab at a time
-            *rows, _ = queries.shape
-            out = torch.empty(*rows, values.shape[-1], dtype=self.dtype, device=self.device)
-            value = (out, out.new_empty(*rows, 1))
+        if not _is_whole(queries, keys, values):
+            value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
             self.attend(piece, q, kv, value, True)
             return value
         part = self.kernel.forward(queries, keys, values, piece, self.scale)
@@ -185,54 +188,82 @@ class TorchArithmetic:
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
-        (queries,), (keys, values), sums = _rows(q, piece.q), _rows(kv, piece.kv), _rows(out, piece.q)
+        (queries,), (keys, values) = self._queries.of(q, piece.q), _rows(kv, piece.kv)
+        sums, column = self._out.of(out, piece.q)
         for of_q, of_kv in _slabs(piece, queries, keys, values):
             operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
             part = self.kernel.forward(*operands, piece, self.scale)
-            total, lse = _at(of_q, sums[0]), _at(of_q, sums[1])
+            total, lse = _at(of_q, sums), _at(of_q, column).squeeze(-1)
             if is_first:
                 total.copy_(part.out)
-                lse.copy_(part.lse.unsqueeze(-1))
+                lse.copy_(part.lse)
             else:
-                self.merge_parts(Partial(total, lse.squeeze(-1)), part)
+                self.merge_parts(Partial(total, lse), part)
 
-    def begin_grad(self, piece: Piece, q_grad: Value, kv: Value) -> tuple[Value, Value]:
-        """Backward: what the kernel returns for a piece that is all there is."""
-        (queries, dout, out, lse), (keys, values) = q_grad, kv
-        part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
-        return (part.dq,), (part.dk, part.dv)
-
-    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
-        """Backward: add a piece's share of dq, dk and dv."""
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
+    ) -> tuple[Value, Value]:
+        """Backward: add a piece's share of dq, dk and dv; where it begins a sum, what the kernel returns is the sum."""
         queries, dout, out, lse = _rows(q_grad, piece.q)
         keys, values = _rows(kv, piece.kv)
+        if dq is None and dkv is None and _is_whole(queries, keys, values):
+            part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+            return (part.dq,), (part.dk, part.dv)
+        begins_q, begins_kv = dq is None, dkv is None
+        dq = dq or self.room([queries.shape])
+        dkv = dkv or self.room([keys.shape, values.shape])
         (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
+        group = queries.shape[1] // keys.shape[1]
         for of_q, of_kv in _slabs(piece, queries, keys, values):
             operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
             merged = Merged(_at(of_q, dout), _at(of_q, out), _at(of_q, lse).squeeze(-1))
             part = self.kernel.backward(*operands, merged, piece, self.scale)
-            _at(of_q, dqs).add_(part.dq)
-            _at(of_kv, dks).add_(part.dk)
-            _at(of_kv, dvs).add_(part.dv)
+            _add(_at(of_q, dqs), part.dq, begins_q)
+            is_first_of_group = not of_q or of_q[1].start % group == 0
+            for total, addend in ((dks, part.dk), (dvs, part.dv)):
+                _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
+        return dq, dkv
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:
+    if is_first:
+        total.copy_(part)
+    else:
+        total.add_(part)
 
 
 _Index = tuple[slice, ...]
 
 
-def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, as many at a time as keep a kernel's result or copy of k within a slab.
-
-    First the KV heads are taken apart, then the heads that share one, then the batch.
-    """
-    batch, heads, rows, _ = q.shape
-    group = heads // k.shape[1]
+def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Of how many heads, counted over all batch rows, a kernel's result or its copy of k is within a slab."""
     slab = _SLAB_BYTES[q.device.type]
-    at_once = slab // max(1, 4 * rows * v.shape[3])  # heads of one batch row
+    at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
     if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
+        group = q.shape[1] // k.shape[1]
         at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
-    if piece.rows is None and at_once >= batch * heads:
-        yield (), ()
-        return
+    return at_once
+
+
+def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
+    return q.dtype == accumulator_dtype(q.dtype) or _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
+
+
+_WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)
+
+
+def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterable[tuple[_Index, _Index]]:
+    """The batch rows and heads of a piece, a slab at a time; nothing to take apart is one slab."""
+    at_once = _heads_at_once(q, k, v)
+    batch, heads, _, _ = q.shape
+    return _WHOLE if piece.rows is None and at_once >= batch * heads else _parts(piece, q, k, at_once)
+
+
+def _parts(piece: Piece, q: torch.Tensor, k: torch.Tensor, at_once: int) -> Iterator[tuple[_Index, _Index]]:
+    """First the KV heads are taken apart, then the heads that share one, then the batch."""
+    batch, heads, _, _ = q.shape
+    group = heads // k.shape[1]
     num_heads = min(heads, max(1, at_once))
     num_heads = max(n for n in range(1, num_heads + 1) if n % group == 0 or group % n == 0)
     num_rows = max(1, at_once // heads) if piece.rows is None else 1
@@ -253,35 +284,63 @@ def _rows(value: Value, rows: slice) -> Value:
     return value if rows.stop - rows.start == value[0].shape[2] else tuple([x[:, :, rows] for x in value])
 
 
+class _LastRows:
+    """Some rows of a block, kept until others are asked for: a ring wants the same ones of its own step after step."""
+
+    def __init__(self) -> None:
+        self._value: Value = ()
+        self._rows = slice(0)
+        self._views: Value = ()
+
+    def of(self, value: Value, rows: slice) -> Value:
+        """Views of those rows."""
+        if value is not self._value or rows != self._rows:
+            self._value, self._rows, self._views = value, rows, _rows(value, rows)
+        return self._views
+
+
 class Buffers:
     """Receive buffers that outlive a call: a ring needs two, and asking for new ones costs more than filling them."""
 
     def __init__(self) -> None:
-        self._spare: defaultdict[tuple[object, ...], list[Value]] = defaultdict(list)
-        self._last_used: dict[tuple[object, ...], int] = {}
+        self._shelves: defaultdict[tuple[object, ...], _Shelf] = defaultdict(_Shelf)
         self._num_calls = 0
 
     def take(self, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Value:
         """Contiguous tensors of these shapes and types, with any contents."""
-        key = (shapes, dtypes, device)
-        self._last_used[key] = self._num_calls
-        spare = self._spare[key]
-        if spare:
-            return spare.pop()
+        shelf = self._shelves[shapes, dtypes, device]
+        shelf.last_used = self._num_calls
+        shelf.num_taken += 1
+        if shelf.spare:
+            return shelf.spare.pop()
         return tuple(
             torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
     def put(self, value: Value) -> None:
-        """Give tensors back."""
-        self._spare[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device].append(value)
+        """Give tensors back, or others in their place; there are never more than were taken."""
+        shelf = self._shelves[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device]
+        if shelf.num_taken:
+            shelf.num_taken -= 1
+            shelf.spare.append(value)
 
     def trim(self) -> None:
         """A call is over: free the buffers that the last few calls had no use for."""
         self._num_calls += 1
-        for key in [key for key, used in self._last_used.items() if used < self._num_calls - _KEPT_CALLS]:
-            del self._last_used[key]
-            self._spare.pop(key, None)
+        oldest = self._num_calls - _KEPT_CALLS
+        for key in [key for key, shelf in self._shelves.items() if shelf.last_used < oldest]:
+            del self._shelves[key]
+
+
+class _Shelf:
+    """Buffers of one kind."""
+
+    __slots__ = ("last_used", "num_taken", "spare")
+
+    def __init__(self) -> None:
+        self.spare: list[Value] = []
+        self.num_taken = 0
+        self.last_used = 0
 
 
 class TransportWire:
@@ -323,9 +382,12 @@ class TransportWire:
         return value
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Wait until all tensors of a block have left."""
+        """Wait until all tensors of a block have left. A sum that has left is nobody's any more."""
         handles, value = self._outgoing.pop((step, transfer))
         self._wait(handles, step, transfer, value)
+        block = transfer.block
+        if block.is_sum and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
+            self.buffers.put(value)
 
     def release(self, value: Value, /) -> None:
         """Keep the buffers of a block for the next one."""

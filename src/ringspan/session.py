@@ -1,4 +1,4 @@
-"""What a group keeps from call to call: its transport, the agreement between its ranks, and receive buffers.
+"""What a group keeps from call to call: its transport, the agreement between its ranks, buffers, plans and figures.
 
 There is one session per group, made when the group is first used and gone with it.
 """
@@ -21,6 +21,7 @@ class Session(NamedTuple):
     mesh: Mesh | None
     contract: Contract
     buffers: Buffers
+    plans: dict[object, Any]  # of calls that were made before
     measured: dict[object, Any]  # what calibration found out
 
 
@@ -37,7 +38,7 @@ def session_of(group: Any) -> Session:
         session = None
     if session is None:
         transport, shape = open_transport(key)
-        session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers(), {})
+        session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers(), {}, {})
         _SESSIONS[key] = session
     return session
 

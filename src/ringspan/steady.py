@@ -55,14 +55,16 @@ def tiles_at_once(name: str, request: Request) -> int:
     )
     scale = request.head_dim**-0.5
 
-    def attend(queries: torch.Tensor) -> Partial:
-        piece = Piece(slice(0, queries.shape[2]), slice(0, TILE), PieceKind.FULL, None, None)
-        return kernel.forward(queries, k, v, piece, scale)
+    def attend(rows: slice) -> Partial:
+        piece = Piece(slice(0, rows.stop - rows.start), slice(0, TILE), PieceKind.FULL, None, None)
+        return kernel.forward(q[:, :, rows], k, v, piece, scale)
 
-    whole = attend(q)
-    for tile in (slice(i * TILE, (i + 1) * TILE) for i in range(AT_ONCE)):
-        if not all(torch.equal(x, y[:, :, tile]) for x, y in zip(attend(q[:, :, tile]), whole, strict=True)):
-            return 1
+    one_by_one = [attend(slice(i * TILE, (i + 1) * TILE)) for i in range(AT_ONCE)]
+    for number in range(2, AT_ONCE + 1):
+        together = attend(slice(0, number * TILE))
+        for parts, whole in zip(zip(*one_by_one[:number], strict=True), together, strict=True):
+            if not torch.equal(torch.cat(parts, 2), whole):
+                return 1
     return AT_ONCE
 
 

@@ -6,7 +6,7 @@ running a bound program slices and sends without computing anything about masks 
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
@@ -198,9 +198,9 @@ class Cell(NamedTuple):
 class Tile(NamedTuple):
     """A q block against a kv block: the pieces to compute, how much of it is visible, and the sums it adds to.
 
-    `firsts` says of each piece that nothing has been added to its rows before, so that they may be overwritten;
-    `begins` that its one piece is the beginning of the whole sum, which need not exist before. Where sums are trees
-    there are cells instead of pieces.
+    `firsts` says of each piece that nothing has been added to its queries before, so that they may be overwritten;
+    `begins` of each sum that the first piece is the beginning of all of it, so that it need not exist before. Where
+    sums are trees there are cells instead of pieces.
     """
 
     q: Block
@@ -210,7 +210,7 @@ class Tile(NamedTuple):
     pairs: int
     sums: tuple[Block, ...]
     firsts: tuple[bool, ...]
-    begins: bool
+    begins: tuple[bool, ...]
     cells: tuple[Cell, ...] = ()
 
     def all_pieces(self) -> Iterator[Piece]:
@@ -295,9 +295,19 @@ def _tile(problem: Sizes, q: Block, kv: Block, begun: list[Block]) -> Tile:
         if q.kind == "q"
         else (Block("dq", q.owner, q.heads), Block("dkv", kv.owner, kv.heads))
     )
-    firsts = _firsts(pieces, any(sums[0].overlaps(other) for other in begun))
-    begins = firsts == (True,) and sums[0].heads is None and pieces[0].q == slice(0, problem.block_shapes(q)[0][-2])
-    return Tile(q, kv, pieces, coverage, pairs, sums, firsts, begins)
+    is_new = [not any(block.overlaps(other) for other in begun) for block in sums]
+    begins = tuple(
+        new and _begins(problem, block, pieces, rows)
+        for new, block, rows in zip(is_new, sums, ([it.q for it in pieces], [it.kv for it in pieces]), strict=False)
+    )
+    return Tile(q, kv, pieces, coverage, pairs, sums, _firsts(pieces, not is_new[0]), begins)
+
+
+def _begins(problem: Sizes, block: Block, pieces: tuple[Piece, ...], rows: Sequence[slice]) -> bool:
+    """Whether the first piece adds to every row of a sum, given the rows that each adds to."""
+    if not pieces or block.heads is not None or pieces[0].rows is not None:
+        return False
+    return rows[0] == slice(0, problem.block_shapes(block)[0][-2])
 
 
 def _firsts(pieces: tuple[Piece, ...], has_begun: bool) -> tuple[bool, ...]:

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import oracle
 import ringspan as rs
+import ringspan.runtime
 from attention_cases import Gradients, Job, check_gradients, job_of_case, make_dout, make_job, options_of, run_both
 from cases import ROWS, make_mask, replicated, select
 from ringspan.execute import Event
@@ -28,8 +30,8 @@ CAUSAL = ("causal",)
 each_algorithm = pytest.mark.parametrize("algorithm", [row.algorithm for row in ROWS])
 
 
-def check(job: Job, what: object = "", **options: Any) -> None:
-    check_gradients(job, [gradients for _, gradients in run_both(job, **options)], what)
+def check(job: Job, what: object = "", tolerance: dict[str, float] | None = None, **options: Any) -> None:
+    check_gradients(job, [gradients for _, gradients in run_both(job, **options)], what, tolerance)
 
 
 @each_algorithm
@@ -47,6 +49,30 @@ def test_cross_attention(algorithm: str, heads: rs.Heads) -> None:
 def test_masks_by_row_and_rows_that_see_nothing(algorithm: str) -> None:
     rows = ("per_row", (CAUSAL, ("documents", (13, 24)), ("sliding_window", -2, 9)))
     check(make_job("rows", rows, rs.zigzag(37, 4), HEADS, batch=3, **options_of(algorithm, 4)))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Whatever is allocated and not yet written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 3000, 20_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_sums_that_begin_with_their_first_piece(
+    dtype: torch.dtype, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are never set to zero; with slabs smaller than a group of heads several of them add to the same keys."""
+    monkeypatch.setitem(ringspan.runtime._SLAB_BYTES, "cpu", slab_bytes)
+    coarse = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else None  # a slab too few or too many is more
+    for heads in (rs.Heads(8, 8), rs.Heads(8, 2)):
+        for algorithm in ("pass_kv", "pass_q", "all_gather"):
+            for layout in (rs.zigzag(37, 4), rs.contiguous(37, 1)):
+                job = make_job("first", CAUSAL, layout, heads, dtype=dtype)
+                check(job, (heads, layout), coarse, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])

@@ -151,16 +151,24 @@ def test_large_pieces_are_computed_in_slabs(dtype: torch.dtype, monkeypatch: pyt
     assert peak <= sizes.out + final + sizes.lse + 2 * sizes.kv + 5 * slab + slack(sizes)
 
 
-def test_a_second_call_makes_no_new_buffers() -> None:
+@pytest.mark.parametrize("has_backward", [False, True], ids=["forward", "backward"])
+def test_a_second_call_makes_no_new_buffers(has_backward: bool) -> None:
     layout = rs.zigzag(4 * SHARD_LEN, 4)
 
     def on_rank(group: InProcessRank) -> tuple[int, int]:
         x = torch.randn(BATCH, HEADS, SHARD_LEN, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+
+        def call() -> None:
+            own = x.detach().requires_grad_(has_backward)
+            out = rs.attention(own, own, own, mask=rs.causal(), layout=layout, group=group)
+            if has_backward:
+                torch.autograd.grad(out, own, x)
+
         with LiveStorages() as live:
-            rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
+            call()
             kept = live.now
             for _ in range(3):
-                rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
+                call()
         return kept, live.now
 
     for kept, still_kept in rs.run_in_process(on_rank, 4):

@@ -10,6 +10,7 @@ import ringspan as rs
 from attention_cases import make_job
 from conversations import Story, attend, live_through
 from ringspan.choose import RingMachine, RingWork, choose_by_time
+from ringspan.execute import Event
 from ringspan.quantize import FORMATS, encode, output_bound
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
@@ -135,6 +136,22 @@ def test_turns_follow_the_machine(machine: RingMachine, algorithm: str) -> None:
     assert told[0] == told[1]
     assert told[0][0] == algorithm
     assert told[0][1].startswith(f"{algorithm}: pass_kv should take")
+
+
+def test_a_call_made_before_follows_the_machine_too() -> None:
+    job = make_job("auto", ("full",), rs.contiguous(4, 2), HEADS, kv_layout=rs.contiguous(90, 2), algorithm="auto")
+
+    def travelling(group: InProcessRank, machine: RingMachine) -> set[str]:
+        rs.use_machine(machine, group)
+        events: list[Event] = []
+        job.check(group.rank, job.attend(group, group.rank, record=events.append))
+        return {block.kind for event in events if event.action == "send" for block in event.blocks}
+
+    def follow(group: InProcessRank) -> list[set[str]]:
+        return [travelling(group, machine) for machine in (SLOW_LINK, FAST_LINK, SLOW_LINK)]
+
+    for told in rs.run_in_process(follow, 2):
+        assert told == [{"q", "out"}, {"kv"}, {"q", "out"}]
 
 
 def test_what_is_measured_is_the_same_on_all_ranks_and_measured_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,10 +124,13 @@ class TimedArithmetic(TorchArithmetic):
         super().attend(piece, q, kv, out, is_first)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
 
-    def attend_grad(self, piece: Piece, q_grad: Value, kv: Value, dq: Value, dkv: Value) -> None:
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
+    ) -> tuple[Value, Value]:
         """Backward: what comes after the kernel is the sum."""
-        super().attend_grad(piece, q_grad, kv, dq, dkv)
+        sums = super().attend_grad(piece, q_grad, kv, dq, dkv)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
+        return sums
 
 
 class TimedSteadyArithmetic(TimedArithmetic, SteadyArithmetic):

@@ -1,0 +1,118 @@
+"""What does a repeated call cost outside kernels and transport?
+
+One rank's side of `rs.attention`, causal and zigzag, with a kernel that returns the same result every time and a
+transport that is always through. What is left is Python: checking the arguments, finding the plan, walking the program,
+views of tensors, and the merges, which are arithmetic and are given apart. The smallest of many repetitions is taken:
+nothing makes a call faster than it is, and much makes it slower.
+
+    python benchmarks/overhead.py [--repeats 800] [--write]
+"""
+
+import argparse
+import timeit
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from results import describe_machine, format_table, write_section
+
+import ringspan as rs
+from ringspan.contract import Contract
+from ringspan.pieces import Piece
+from ringspan.runtime import Buffers, TorchArithmetic
+from ringspan.session import Session, lend_session
+from ringspan.softmax import Partial
+from ringspan.transports.base import Posted, Receive, Send
+from ringspan.transports.single import Single
+
+ALLOWED_US = {2: 60, 4: None, 8: 200}
+TOKENS, HEADS, HEAD_DIM = 32, 2, 8  # of one rank
+NUMBER = 20  # of calls in one repetition
+
+
+class Done:
+    """A message that is through."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing to wait for."""
+
+
+class Nowhere(Single):
+    """Everybody says what this rank says, and nothing is carried."""
+
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size, self.timeout_s = 1, world_size, 1.0
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Through at once."""
+        return Posted([Done()] * len(sends), [Done()] * len(receives))
+
+    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:  # noqa: ARG002
+        """The same from all."""
+        return [payload] * self.world_size
+
+
+class Ready:
+    """A kernel that has its results before it is asked."""
+
+    name = "ready"
+
+    def __init__(self) -> None:
+        self._parts = {
+            rows: Partial(torch.zeros(1, HEADS, rows, HEAD_DIM), torch.zeros(1, HEADS, rows))
+            for rows in range(1, TOKENS + 1)
+        }
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:  # noqa: ARG002
+        """Of the right shape."""
+        return self._parts[q.shape[2]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=800)
+    parser.add_argument("--write", action="store_true", help="into RESULTS.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    text = report(args.repeats)
+    print(text)
+    if args.write:
+        write_section("overhead", "What a repeated call costs outside kernels and transport", text)
+
+
+def report(repeats: int) -> str:
+    rows = []
+    for world_size, allowed_us in ALLOWED_US.items():
+        with_merges = call_us(world_size, repeats)
+        with without_merges():
+            without = call_us(world_size, repeats)
+        verdict = "" if allowed_us is None else f"at most {allowed_us}: {'yes' if without <= allowed_us else 'NO'}"
+        rows.append([str(world_size), f"{without:.0f}", verdict, f"{with_merges:.0f}"])
+    table = format_table(["ranks", "µs per call", "promised", "with merges, µs"], rows)
+    return (
+        f"`python benchmarks/overhead.py --repeats {repeats}`\n\n{describe_machine()}, torch {torch.__version__}.\n\n"
+        "One rank's side of a call with a signature that is known, pass_kv, causal, zigzag, a kernel that does nothing "
+        f"and a transport that carries nothing. The smallest of {repeats} repetitions of {NUMBER} calls.\n\n{table}"
+    )
+
+
+def call_us(world_size: int, repeats: int) -> float:
+    transport = Nowhere(world_size)
+    session = Session(transport, None, Contract(transport), Buffers(), {}, {})
+    mask, layout = rs.causal(), rs.zigzag(TOKENS * world_size, world_size)
+    x = torch.zeros(1, HEADS, TOKENS, HEAD_DIM)
+    kernel = Ready()
+    with lend_session(None, session), patch("ringspan.attend.choose_kernel", lambda *_: kernel):
+        calls = timeit.repeat(lambda: rs.attention(x, x, x, mask=mask, layout=layout), number=NUMBER, repeat=repeats)
+    return 1e6 * min(calls) / NUMBER
+
+
+@contextmanager
+def without_merges() -> Iterator[None]:
+    with patch.object(TorchArithmetic, "merge_parts", staticmethod(lambda *_: None)):
+        yield
+
+
+if __name__ == "__main__":
+    main()
