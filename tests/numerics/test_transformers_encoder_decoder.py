@@ -288,9 +288,9 @@ def test_a_cache_is_cropped_reset_and_used_again() -> None:
 
 
 @contextmanager
-def broken(module: torch.nn.Module) -> Iterator[None]:
+def broken(module: torch.nn.Module, error: BaseException) -> Iterator[None]:
     def fail(*_: object) -> None:
-        raise RuntimeError("broken")
+        raise error
 
     hook = module.register_forward_pre_hook(fail)
     yield
@@ -304,10 +304,25 @@ def test_a_failure_leaves_no_trace_of_the_encoder() -> None:
     expected = model(input_ids=other, decoder_input_ids=LABELS).logits
     with parallelize(model):
         cache = new_cache()
-        with broken(model.get_decoder().layers[1].fc1), pytest.raises(RuntimeError, match="broken"):
+        with broken(model.get_decoder().layers[1].fc1, RuntimeError("broken")), pytest.raises(RuntimeError):
             model(input_ids=IDS, decoder_input_ids=LABELS, past_key_values=cache)
         found = model(input_ids=other, decoder_input_ids=LABELS, past_key_values=cache).logits
     assert difference(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_an_interrupt_is_no_trap(part: str) -> None:
+    """No hook is called then, so the forward seems to be under way still."""
+    model = bart()
+    expected = generate(model, IDS)[0]
+    with parallelize(model, verify=False) as handle:
+        layer = getattr(model.model, part).layers[1]
+        with broken(layer, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            generate(model, IDS[:, :9])
+        assert torch.equal(generate(model, IDS)[0], expected)
+        with broken(layer, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            model(**handle.shard(whole("plain")))
+        assert torch.equal(generate(model, IDS)[0], expected)
 
 
 # Refusals

@@ -39,7 +39,7 @@ class Handle:
         self._attention = attention
         self._hooks = [*_hooks(adapter), *tell_positions(adapter.wiring, adapter.found.counters)]
         if adapter.found.has_encoder:
-            self._hooks += _hooks(encoder_adapter(adapter))
+            self._hooks += _hooks(encoder_adapter(adapter), is_part=True)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -78,14 +78,14 @@ class Handle:
         self.restore()
 
 
-def _hooks(adapter: Adapter) -> list[RemovableHandle]:
-    """Around the forwards of a model, but not those that are part of another's."""
-    model, wiring = adapter.model, adapter.wiring
+def _hooks(adapter: Adapter, *, is_part: bool = False) -> list[RemovableHandle]:
+    """Around the forwards of a model; a part of one has some that belong to the whole."""
+    model = adapter.model
     names = [*adapter.parameters]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if wiring.run is not None:
+        if is_part and adapter.is_within(kwargs):
             return args, kwargs
         return (), adapter.before(dict(zip(names, args, strict=False)) | kwargs)
 

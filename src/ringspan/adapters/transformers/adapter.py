@@ -112,6 +112,13 @@ class Adapter:
             inputs["use_cache"] = isinstance(forward.run, TurnRun)
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
+    def is_within(self, arguments: Mapping[str, Any]) -> bool:
+        """Is a forward with these arguments part of another's? What was interrupted before is forgotten."""
+        is_within = RUN in arguments if self.found.passes_run else self.wiring.run is not None
+        if is_within:
+            self._forward = None
+        return is_within
+
     def after(self, output: Any) -> Any:
         """The outputs a caller expects; None is the output of a forward that is failing."""
         forward, self._forward = self._forward, None
