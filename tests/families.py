@@ -28,6 +28,12 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -67,6 +73,25 @@ _DECODER: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _SMALL_HEADS = {"head_dim": 16}
+_BOTH: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 256,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
 
 
 @dataclass(frozen=True)
@@ -171,24 +196,13 @@ FAMILIES: dict[str, Family] = {
         T5Config,
         {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
         "encoder and decoder, relative positions",
-        refused="encoder with a decoder",
+        refused="a bias for relative positions is added to the scores",
     ),
     "BART": Family(
         BartForConditionalGeneration,
         BartConfig,
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 64,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 96,
-            "decoder_ffn_dim": 96,
-            "max_position_embeddings": 256,
-        },
+        _BOTH,
         "encoder and decoder, cross-attention",
-        refused="encoder with a decoder",
     ),
 }
 # Shown on threads only, which takes less time.
@@ -233,6 +247,15 @@ MORE: dict[str, Family] = {
         _decoder(**_SMALL_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=4),
         "linear attention",
         refused="something besides attention joins tokens",
+    ),
+    "mBART": Family(MBartForConditionalGeneration, MBartConfig, _BOTH, "encoder and decoder, norms before the layers"),
+    "Marian": Family(MarianMTModel, MarianConfig, _BOTH, "encoder and decoder, sinusoidal positions"),
+    "M2M100": Family(
+        M2M100ForConditionalGeneration,
+        M2M100Config,
+        _BOTH,
+        "encoder and decoder, positions that depend on padding",
+        refused="takes no position_ids, nor does a module",
     ),
     "RoBERTa": Family(
         RobertaForMaskedLM,

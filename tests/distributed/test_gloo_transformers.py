@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
 from families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
-from ringspan.adapters.transformers import shards, turns
+from ringspan.adapters.transformers import crossing, shards, turns
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 
@@ -125,6 +125,7 @@ def break_attention(rank: int) -> Iterator[None]:
 
     with (
         mock.patch.object(shards, "attention", lose(shards.attention)),
+        mock.patch.object(crossing, "attention", lose(crossing.attention)),
         mock.patch.object(turns, "prefill", lose(turns.prefill)),
         mock.patch.object(turns, "decode", lose(turns.decode)),
     ):
@@ -198,6 +199,32 @@ def test_refused_families() -> None:
     for told in values(run_ranks(refuse, 2)):
         for name, reason in zip(REFUSED, told, strict=True):
             assert FAMILIES[name].refused in reason
+
+
+# Compiled
+
+
+def train_compiled(rank: int) -> list[int]:
+    """Three steps with other tokens; how many graphs there are after each."""
+    model = FAMILIES["Llama"].make(num_hidden_layers=1).train()
+    batches = [make_batch(seed) for seed in range(3)]
+    expected = [(loss := model(**batch).loss, differentiate(loss, model)) for batch in batches]
+    handle = rs.adapters.transformers.parallelize(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    graphs = []
+    for batch, (loss_alone, grads_alone) in zip(batches, expected, strict=True):
+        loss = compiled(**handle.shard(batch)).loss
+        assert relative(loss.detach(), loss_alone.detach()) < TOLERANCE
+        for grad, grad_alone in zip(differentiate(loss, model), grads_alone, strict=True):
+            dist.all_reduce(grad)
+            assert relative(grad, grad_alone) < TOLERANCE
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def test_a_compiled_model() -> None:
+    """The whole forward is one graph, between the two hooks, and it is used again for other tokens."""
+    assert values(run_ranks(train_compiled, 2)) == [[1, 1, 1]] * 2
 
 
 # Data parallel

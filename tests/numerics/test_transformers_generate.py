@@ -33,6 +33,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams with padding": padded() | {"num_beams": 3, "length_penalty": 0.5},
     "a cache of one's own": {"prompt": tokens(), "own_cache": True},
     "embeddings": {"prompt": tokens(), "by_embeddings": True},
+    "prompt lookup": {"prompt": tokens(1, 5).repeat(1, 4), "prompt_lookup_num_tokens": 3},
+    "an assistant": {"prompt": tokens(1), "assisted": True},
 }
 
 
@@ -43,6 +45,8 @@ def run_way(model: PreTrainedModel, way: dict[str, Any]) -> tuple[torch.Tensor, 
         options["past_key_values"] = DynamicCache()
     if options.pop("by_embeddings", False):
         options["inputs_embeds"] = model.get_input_embeddings()(prompt).detach()
+    if options.pop("assisted", False):
+        options["assistant_model"] = FAMILIES["Llama"].make()
     return generate(model, prompt, **options)
 
 

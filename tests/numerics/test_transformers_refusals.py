@@ -33,8 +33,10 @@ def test_what_parallelize_refuses_says_where_and_why() -> None:
         "model.layers.0.self_attn, model.layers.1.self_attn: softcap=50.0: scores are capped before the softmax, which "
         "no kernel here does"
     )
-    assert "encoder with a decoder" in refusal("T5")
-    assert "encoder with a decoder" in refusal("BART")
+    assert refusal("T5") == (
+        "encoder.block.0.layer.0.SelfAttention, encoder.block.1.layer.0.SelfAttention … (6 layers): position_bias: a "
+        "bias for relative positions is added to the scores, which no mask can say"
+    )
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert "model.rotary_emb: rope_type='dynamic' depends on the length" in refusal("Llama", rope_parameters=scaled)
     assert "output_router_logits=True" in refusal("Mixtral", output_router_logits=True)
@@ -171,6 +173,48 @@ def test_layers_are_not_called_behind_the_models_back() -> None:
             other(IDS)
         with pytest.raises(rs.UnsupportedError, match="parallelized already"):
             parallelize(model)
+
+
+def test_what_would_be_wrong_in_silence() -> None:
+    """A copy, gradients of inputs only, layers left out, attention that was set anew, a model compiled already."""
+    model, batch = FAMILIES["Llama"].make(), {"input_ids": IDS, "labels": IDS}
+    with parallelize(model) as handle:
+        with pytest.raises(rs.UnsupportedError, match="parallelize did not see this layer attend"):
+            copy.deepcopy(model)(**handle.shard(batch))
+        model.requires_grad_(False)
+        learned = model.get_input_embeddings()(IDS).requires_grad_()
+        with pytest.raises(rs.UnsupportedError, match="a forward on whole sequences with gradients"):
+            model(inputs_embeds=learned)
+        with pytest.raises(rs.ShapeError, match="input_ids is a list: give tensors"):
+            handle.shard({"input_ids": IDS.tolist()})
+        with pytest.raises(
+            rs.UnsupportedError, match=r"num_hidden_layers=1: it was 2 .* leave out assistant_early_exit"
+        ):
+            model.generate(IDS[:1], **GREEDY, max_new_tokens=4, assistant_early_exit=1)
+        model.config.num_hidden_layers = 2
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(rs.UnsupportedError, match="was set to 'sdpa', which sees a rank's own tokens only"):
+            model(**handle.shard(batch))
+    model.compile(backend="eager")
+    with pytest.raises(rs.UnsupportedError, match="is compiled already: parallelize it first"):
+        parallelize(model)
+
+
+@pytest.mark.parametrize("name", ["Llama", "BERT"])
+def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
+    """num_items_in_batch is for models that heed it: BERT takes it and goes on with the mean."""
+    model, batch = FAMILIES[name].make(), {"input_ids": IDS, "labels": IDS, "num_items_in_batch": 100}
+    assert (model(**batch).loss == model(input_ids=IDS, labels=IDS).loss) == (name == "BERT")
+    with parallelize(model) as handle:
+        if name == "BERT":
+            with pytest.raises(rs.UnsupportedError, match="BertForMaskedLM does not heed it"):
+                handle.shard(batch)
+        else:
+            assert difference(model(**handle.shard(batch)).loss.detach(), model_loss(name, batch)) < TOLERANCE
+
+
+def model_loss(name: str, batch: dict[str, Any]) -> torch.Tensor:
+    return FAMILIES[name].make()(**batch).loss.detach()
 
 
 def test_two_models_at_once_and_one_restored() -> None:

@@ -7,7 +7,8 @@
 
 Nothing of the model is replaced: it looks attention up by a name that is registered for it (`wiring.py`), and two hooks
 take this rank's part before a forward and see to the outputs afterwards (`adapter.py`). What cannot be computed exactly
-is refused by `parallelize`, or where an argument asks for it, before a message is sent (`examine.py`).
+is refused by `parallelize` (`examine.py`, `reference.py`), or where an argument asks for it (`arguments.py`), before a
+message is sent.
 """
 
 import hashlib
@@ -15,13 +16,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ringspan.adapters.transformers.adapter import Adapter
-from ringspan.adapters.transformers.examine import check_config, compare, examine, find_random, make_reference
+from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
-from ringspan.adapters.transformers.wiring import Wiring
+from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.contract import Signature
 from ringspan.errors import RingspanError, UnsupportedError
 
@@ -34,15 +37,9 @@ class Handle:
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
         self._attention = attention
-        model = adapter.model
-        names = [*adapter.parameters]
-        self._hooks = [
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: ((), adapter.before(dict(zip(names, args, strict=False)) | kwargs)),
-                with_kwargs=True,
-            ),
-            model.register_forward_hook(lambda *ended: adapter.after(ended[-1]), with_kwargs=True, always_call=True),
-        ]
+        self._hooks = [*_hooks(adapter), *tell_positions(adapter.wiring, adapter.found.counters)]
+        if adapter.found.has_encoder:
+            self._hooks += _hooks(encoder_adapter(adapter), is_part=True)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -56,7 +53,9 @@ class Handle:
             batch: `input_ids` or `inputs_embeds`, (batch, seq, …), and if need be `attention_mask` (2-D, padding before
                 or behind a row's tokens), `position_ids`, `token_type_ids`, `labels` as transformers takes them, each
                 beside its own token, and `num_items_in_batch`. Positions that begin anew without an attention_mask are
-                packed documents, which do not see each other, as in transformers without a cache.
+                packed documents, which do not see each other, as in transformers without a cache. A model with an
+                encoder takes these for it, and `decoder_input_ids`, `decoder_attention_mask` and `labels`, or labels
+                alone, for the decoder.
 
         Returns:
             Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
@@ -79,6 +78,27 @@ class Handle:
         self.restore()
 
 
+def _hooks(adapter: Adapter, *, is_part: bool = False) -> list[RemovableHandle]:
+    """Around the forwards of a model; a part of one has some that belong to the whole."""
+    model = adapter.model
+    names = [*adapter.parameters]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_part and adapter.is_within(kwargs):
+            return args, kwargs
+        return (), adapter.before(dict(zip(names, args, strict=False)) | kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(*ended: Any) -> Any:
+        return adapter.after(ended[-1])
+
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
 def parallelize(
     model: PreTrainedModel,
     group: Any = None,
@@ -91,7 +111,7 @@ def parallelize(
     """Let a model run on the ranks of a group; every rank must call this with the same model.
 
     Args:
-        model: A decoder or an encoder of transformers, with its weights, before DDP, FSDP or compilation.
+        model: A decoder, an encoder or both of transformers, with its weights, before DDP, FSDP or compilation.
         group: As in `rs.attention`.
         layout: How `handle.shard` splits sequences: "zigzag", "contiguous" or "striped".
         algorithm: As in `rs.attention`. Over a cache "pass_kv" and "pass_q" count, and all else is "auto".
@@ -106,7 +126,8 @@ def parallelize(
     session = options.session
     timeout_s = session.transport.timeout_s
     try:
-        handle = _parallelize(model, options, verify)
+        with torch.autocast(model.device.type, enabled=False):  # which the threads of `verify` would not know of
+            handle = _parallelize(model, options, verify)
     except RingspanError as error:
         options.refuse(error)
         raise
@@ -127,10 +148,6 @@ def parallelize(
 def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Handle:
     check_options(options.layout)
     check_config(model)
-    reference = make_reference(model)
-    random = find_random(model, reference)
-    if model.training and random is not None:
-        raise UnsupportedError(random)
     attention = [
         (module, module.config._attn_implementation)
         for module in model.modules()
@@ -139,7 +156,13 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
     wiring = Wiring()
     try:
         model.set_attn_implementation(wiring.name)
-        found = examine(model, wiring, random)
+        found = examine(model, wiring)
+        _set_attention(attention)
+        reference = make_reference(model)
+        found = found._replace(random=find_random(model, reference), **find_loss(model, reference)._asdict())
+        if model.training and found.random is not None:
+            raise UnsupportedError(found.random)
+        model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
     except BaseException:
@@ -162,7 +185,7 @@ def _digest(model: torch.nn.Module) -> str:
     """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     said = []
-    for name, x in model.named_parameters():
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
         said.append(f"{name} {tuple(x.shape)} {x.dtype}")
         if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
             said.append(str(int(x.detach().view(integers[x.element_size()]).sum(dtype=torch.int64))))

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ringspan.adapters.transformers.cache import open_cache
+from ringspan.adapters.transformers.arguments import Arguments, Found
+from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.crossing import runs_of
 from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
-    BY_TOKEN,
     Options,
     Part,
     ShardRun,
@@ -39,29 +40,14 @@ from ringspan.adapters.transformers.turns import (
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.collectives import gather
 from ringspan.contract import Signature
-from ringspan.errors import RingspanError, ShapeError, TransportError, UnsupportedError
+from ringspan.errors import RingspanError, TransportError, UnsupportedError
+from ringspan.kv_cache import KVCache
 from ringspan.layout import Layout
-from ringspan.mask import full
 
-_BATCH = {*BY_TOKEN, "attention_mask"}
-_ARGUMENTS = {*_BATCH, "past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
-_OUTPUTS = {"loss", "logits", "last_hidden_state", "past_key_values", "hidden_states"}
+_ENCODED = "encoder_last_hidden_state"
+_OF_BOTH = {_ENCODED, "encoder_hidden_states", "decoder_hidden_states"}
+_OUTPUTS = {"loss", "logits", "last_hidden_state", "past_key_values", "hidden_states", *_OF_BOTH}
 _BY_ROW = ("logits", "last_hidden_state")
-_REFUSED = {
-    "output_attentions": "attention weights are never in one place",
-    "output_router_logits": "the balance of experts over all tokens is no mean of that over shards",
-}
-
-
-class Found(NamedTuple):
-    """What dry calls told about a model."""
-
-    layers: dict[nn.Module, Layer]
-    cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
-    no_cache: str  # and why not
-    passes_run: bool  # does forward take keyword arguments of others?
-    shifts_labels: bool | None  # None: labels are for something else than tokens
-    random: str | None  # what is random in training
 
 
 class _Forward(NamedTuple):
@@ -72,7 +58,8 @@ class _Forward(NamedTuple):
     labels: torch.Tensor | None
     num_items: Any
     keep: "Keep | Layout | None"
-    local_rows: torch.Tensor | None  # to be picked from the outputs, where the model could not
+    local_rows: torch.Tensor | None = None  # to be picked from the outputs, where the model could not
+    encoded: torch.Tensor | None = None  # given by the caller, whole
 
 
 class Adapter:
@@ -84,13 +71,15 @@ class Adapter:
         self.options = options
         self.found = found
         self.parameters = inspect.signature(model.forward).parameters
+        self.arguments = Arguments(model, found, wiring.name)
+        self._batch = self.arguments.batch
         self._forward: _Forward | None = None  # under way
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch, with what its forward must know."""
         given = {name: value for name, value in batch.items() if value is not None}
         with self._telling():
-            self._check_names(given, _BATCH | {"num_items_in_batch"})
+            self.arguments.check_batch(given)
             num_items = given.pop("num_items_in_batch", None)
             inputs, run = self._split(given)
         run.said["num_items_in_batch"] = str(num_items)
@@ -102,13 +91,13 @@ class Adapter:
         run = given.pop(RUN, None)
         with self._telling():
             given = {name: value for name, value in given.items() if value is not None}
-            self._check_arguments(given)
+            self.arguments.check(given)
             new = None
             if run is not None:
-                self._check_part(given, run)
-                forward = _Forward(run, False, given.pop("labels", None), given.get("num_items_in_batch"), None, None)
-                inputs = {name: given[name] for name in BY_TOKEN if name in given}
-            elif self._wants_cache(given):
+                self.arguments.check_part(given, run, self.options.rank)
+                forward = _Forward(run, False, given.pop("labels", None), given.get("num_items_in_batch"), None)
+                inputs = {name: given[name] for name in self._batch if name in given}
+            elif self.arguments.wants_cache(given):
                 new = self._check_turn(given)
             else:
                 forward, inputs = self._split_whole(given)
@@ -123,11 +112,19 @@ class Adapter:
             inputs["use_cache"] = isinstance(forward.run, TurnRun)
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
+    def is_within(self, arguments: Mapping[str, Any]) -> bool:
+        """Is a forward with these arguments part of another's? What was interrupted before is forgotten."""
+        is_within = RUN in arguments if self.found.passes_run else self.wiring.run is not None
+        if is_within:
+            self._forward = None
+        return is_within
+
     def after(self, output: Any) -> Any:
         """The outputs a caller expects; None is the output of a forward that is failing."""
-        forward, self._forward, self.wiring.run = self._forward, None, None
+        forward, self._forward = self._forward, None
         if forward is None:
             return None
+        self.wiring.run = None
         if output is None:
             error = sys.exc_info()[1]
             if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
@@ -168,69 +165,33 @@ class Adapter:
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training, **run.said}
         session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
 
-    def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
-        for name, value in given.items():
-            if name in _REFUSED and value:
-                raise UnsupportedError(f"{name}={value!r}: {_REFUSED[name]}; leave it out")
-            if name not in known | {*_REFUSED}:
-                raise UnsupportedError(
-                    f"{name}: what it does to a part of a sequence is not known; leave it out, or use some of "
-                    f"{', '.join(sorted(known))}"
-                )
-        if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
-            raise UnsupportedError("token_type_ids: a decoder may make masks of them; leave them out")
-        if "labels" in given and self.found.shifts_labels is None:
-            raise UnsupportedError(
-                f"labels: {type(self.model).__name__} has another loss than that of tokens; compute it from the outputs"
-            )
-
-    def _check_arguments(self, given: dict[str, Any]) -> None:
-        self._check_names(given, _ARGUMENTS | {"output_hidden_states"})
-        if given.get("return_dict") is False:
-            raise UnsupportedError("return_dict=False: outputs are told apart by name; leave it out")
-        if self.model.training and self.found.random is not None:
-            raise UnsupportedError(self.found.random)
-
-    def _check_part(self, given: dict[str, Any], run: ShardRun) -> None:
-        if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
-            raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
-        x = given.get("input_ids", given.get("inputs_embeds"))
-        expected = run.layout.shard_len(self.options.rank)
-        if x is None or x.shape[1] != expected or "position_ids" not in given:
-            raise ShapeError(f"the batch is not what shard() returned: {expected} tokens with their position_ids")
-        for name in ("past_key_values", "logits_to_keep", "attention_mask"):
-            if name in given:
-                raise UnsupportedError(f"{name} with a sharded batch: give it to shard(), or give whole sequences")
-        if given.get("use_cache"):
-            raise UnsupportedError("use_cache=True with a sharded batch: give whole sequences to fill a cache")
-
-    def _wants_cache(self, given: dict[str, Any]) -> bool:
-        """For whole sequences: with a cache, or without?"""
-        model = self.model
-        if torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters()):
-            raise UnsupportedError(
-                "a forward on whole sequences with gradients: use model(**handle.shard(batch)) to train, and "
-                "torch.no_grad() for inference"
-            )
-        if given.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
-            raise UnsupportedError("output_hidden_states of whole sequences: use model(**handle.shard(batch))")
-        if not isinstance(given.get("logits_to_keep", 0), int):
-            raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
-        has_cache = "past_key_values" in given
-        default = getattr(model.config.get_text_config(), "use_cache", False) and "labels" not in given
-        wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
-        if wants_cache and not self.found.cached:
-            raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
-        if "labels" in given and (wants_cache or given.get("logits_to_keep")):
-            raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
-        return wants_cache
-
     def _split(self, given: Mapping[str, Any]) -> Part:
-        return shard_inputs(given, self.options, self.found.layers, shifts_labels=bool(self.found.shifts_labels))
+        if not self.found.has_encoder:
+            return self._shard(given)
+        encoder, decoder = apart(self.model, given)
+        source, part = self._source(encoder), self._shard(decoder)
+        part.run.source = source.run
+        part.run.said = _said_of("the encoder's", source.run.said) | _said_of("the decoder's", part.run.said)
+        return Part(together(source.inputs, part.inputs, ENCODED in given), part.run)
+
+    def _source(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
+        source = self._shard(batch, is_known=is_known)
+        if source.run.tokens is not None:
+            runs_of(source.run.tokens)  # what a decoder cannot see is refused before anything is encoded
+        return source
+
+    def _shard(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
+        return shard_inputs(
+            batch,
+            self.options,
+            self.found.layers,
+            shifts_labels=bool(self.found.shifts_labels),
+            takes_positions="position_ids" in self._batch,
+            is_known=is_known,
+        )
 
     def _split_whole(self, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
-        batch = {name: given[name] for name in _BATCH if name in given}
-        inputs, run = self._split(batch)
+        inputs, run = self._split({name: x for name, x in given.items() if name in self._batch | {ENCODED}})
         num_kept, layout = given.get("logits_to_keep", 0), run.layout
         first = max(0, layout.num_positions - num_kept) if num_kept else 0
         positions = [layout.positions(rank) for rank in range(self.options.world_size)]
@@ -238,27 +199,40 @@ class Adapter:
         if first and not layout.replicated:
             layout = layout_of_positions([mine[rows] - first for mine, rows in zip(positions, kept, strict=True)])
         rows, picked = self._keep(kept[self.options.rank], is_all=not first)
-        labels = inputs.pop("labels", None)
-        return _Forward(run, True, labels, given.get("num_items_in_batch"), layout, picked), inputs | rows
+        labels, num_items = inputs.pop("labels", None), given.get("num_items_in_batch")
+        return _Forward(run, True, labels, num_items, layout, picked, encoded_by_caller(given)), inputs | rows
 
     def _check_turn(self, given: dict[str, Any]) -> NewTokens:
         layers, device = self.found.cached, self.model.device
-        conversation = open_cache(
-            given.setdefault("past_key_values", DynamicCache()),
-            lambda: make_kv(layers, self.options, _attention_dtype(layers[0], device), device),
-            self,
-            len(layers),
-        )
-        batch = {name: given[name] for name in _BATCH if name in given}
-        return check_new_tokens(batch, conversation, self.found.layers, given.get("logits_to_keep", 0))
+
+        def make() -> KVCache:
+            return make_kv(layers, self.options, _attention_dtype(layers[0], device), device)
+
+        num_kept = given.get("logits_to_keep", 0)
+        if not self.found.has_encoder:
+            conversation = open_cache(given.setdefault("past_key_values", DynamicCache()), make, self, len(layers))
+            batch = {name: given[name] for name in self._batch if name in given}
+            return check_new_tokens(batch, conversation, self.found.layers, num_kept, None)
+        empty = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        cache = given.setdefault("past_key_values", empty)
+        conversation = open_encoder_decoder_cache(cache, make, self, len(layers))
+        encoder, decoder = apart(self.model, given)
+        source = self._source(encoder, is_known=ENCODED in given and conversation.num_encoded > 0)
+        return check_new_tokens(decoder, conversation, self.found.layers, num_kept, source)
 
     def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
         inputs, run, keep = begin_turn(new, self.options, self.found.layers)
         # The ranks agree on it with the turn, before its first message.
-        run.turn.said = describe({**new.batch, "tokens": new.columns, "logits_to_keep": new.num_kept})
+        said = {**new.batch, "tokens": new.columns, "logits_to_keep": new.num_kept}
+        run.turn.said = describe(said)
+        if run.source is not None:
+            run.turn.said |= _said_of("the encoder's", run.source.said)
         rows, picked = self._keep(keep.by_rank[self.options.rank], is_all=run.is_decode)
         cache = {"past_key_values": given["past_key_values"]}
-        return _Forward(run, True, None, None, keep, picked), inputs | rows | cache
+        inputs = {name: x for name, x in inputs.items() if name != "position_ids" or name in self._batch}
+        if new.source is not None:
+            inputs = together(new.source.inputs, inputs, ENCODED in given)
+        return _Forward(run, True, None, None, keep, picked, encoded_by_caller(given)), inputs | rows | cache
 
     def _keep(self, rows: Any, *, is_all: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Which rows of this rank go through the model's head: as an argument, or to be picked afterwards."""
@@ -284,6 +258,8 @@ class Adapter:
             for name in _BY_ROW:
                 if name in fields:
                     fields[name] = self._whole(forward, fields[name], group)
+            if _ENCODED in fields:
+                fields[_ENCODED] = self._whole_encoded(forward, fields[_ENCODED])
         return type(output)(**fields)
 
     def _loss(self, forward: _Forward, logits: torch.Tensor) -> torch.Tensor:
@@ -302,6 +278,28 @@ class Adapter:
             return part if forward.run.is_decode else forward.keep.whole(part, group)
         assert forward.keep is not None
         return part if forward.keep.replicated else gather(part, forward.keep, group, dim=1)
+
+    def _whole_encoded(self, forward: _Forward, part: torch.Tensor) -> torch.Tensor:
+        if forward.encoded is not None:
+            return forward.encoded
+        assert forward.run.source is not None
+        layout = forward.run.source.layout
+        return part if layout.replicated else gather(part, layout, self.options.group, dim=1)
+
+
+def encoder_adapter(adapter: Adapter) -> Adapter:
+    """The encoder of a model by itself, as generate() calls it."""
+    found = adapter.found
+    encoder = adapter.model.get_encoder()
+    passes_run = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(encoder.forward).parameters.values())
+    alone = found._replace(
+        cached=(), no_cache="it is an encoder", passes_run=passes_run, shifts_labels=None, has_encoder=False
+    )
+    return Adapter(encoder, adapter.wiring, adapter.options, alone)
+
+
+def _said_of(whose: str, said: Mapping[str, str]) -> dict[str, str]:
+    return {f"{whose} {name}": text for name, text in said.items()}
 
 
 def _attention_dtype(layer: Layer, device: torch.device) -> torch.dtype:

@@ -4,13 +4,15 @@ The layers of an empty DynamicCache are replaced by ours, so whoever made it, ge
 it. Ours store nothing themselves: `update` only tells the run which layer is next, and attention stores and attends
 through one KVCache for all layers. Rows are sequences of that cache, and padding is left out of them: `columns` says
 which columns of a row are tokens.
+
+What a decoder keeps of its encoder does not grow. Each rank has those of the tokens it encoded, in a plain cache.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.errors import CacheError, UnsupportedError
@@ -34,6 +36,8 @@ class Conversation:
         self.owner = owner  # whose model it is for
         self.columns: Tokens = np.zeros((0, 0), np.bool_)  # (batch, columns so far): which are tokens
         self.run: Updated | None = None
+        self.whole: EncoderDecoderCache | None = None  # the cache this is one half of
+        self.num_encoded = 0  # columns of the encoder that the other half was made from
 
     @property
     def num_columns(self) -> int:
@@ -62,8 +66,16 @@ class Conversation:
             self.kv.select(rows)
             self.columns = self.columns[rows]
 
+    def forget_encoded(self) -> None:
+        """Empty the other half."""
+        self.num_encoded = 0
+        if self.whole is not None:
+            self.whole.cross_attention_cache = DynamicCache()
+            self.whole.is_updated.clear()
+
     def clear(self) -> None:
         """Forget everything."""
+        self.forget_encoded()
         for row in [*self.kv.lengths]:
             self.kv.drop(row)
         self.columns = np.zeros((0, 0), np.bool_)
@@ -160,4 +172,29 @@ def open_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Co
         )
     conversation = Conversation(make_kv(), owner)
     cache.layers = [ShardedLayer(conversation, index) for index in range(num_layers)]
+    return conversation
+
+
+def open_encoder_decoder_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Conversation:
+    """The same for the two caches of a decoder with an encoder."""
+    if not isinstance(cache, EncoderDecoderCache):
+        raise UnsupportedError(
+            f"past_key_values is a {type(cache).__name__}: a model with an encoder and a decoder needs an "
+            "EncoderDecoderCache"
+        )
+    is_new = not isinstance(next(iter(cache.self_attention_cache.layers), None), ShardedLayer)
+    other = cache.cross_attention_cache
+    if is_new and other.get_seq_length():
+        raise CacheError("past_key_values has an encoder's tokens, whole on this rank; begin with an empty cache")
+    if is_new and (type(other) is not DynamicCache or other.offloading):
+        raise UnsupportedError(
+            f"past_key_values has a {type(other).__name__} for the encoder: only a DynamicCache that is not offloaded "
+            "can be sharded; leave out cache_implementation"
+        )
+    conversation = open_cache(cache.self_attention_cache, make_kv, owner, num_layers)
+    if is_new:
+        conversation.whole = cache
+        conversation.forget_encoded()
+    elif conversation.whole is not cache:
+        raise CacheError("past_key_values: its halves come from different caches")
     return conversation

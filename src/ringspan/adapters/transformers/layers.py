@@ -6,7 +6,7 @@ word: heads, mask, window, sinks, scale. Whatever is not known is refused by nam
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ _REASONS = {
     "output_attentions": "attention weights are never in one place",
 }
 _FUNCTION = "ringspan_mask_function"  # how a recorded mask carries the function it comes from
+
+
+Side = Literal["own", "encoder", "cross"]
+"""Whose tokens attend to whose: those of the sequence that has outputs, those of an encoder, or the first to these."""
 
 
 class Options(NamedTuple):
@@ -54,8 +58,8 @@ def read_options(given: Mapping[str, Any]) -> Options:
     )
     if given:
         name, value = next(iter(given.items()))
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise UnsupportedError(f"{name}={shown}: {_REASONS.get(name, 'no such option of attention is known here')}")
+        shown = "" if isinstance(value, torch.Tensor) else f"={value!r}"
+        raise UnsupportedError(f"{name}{shown}: {_REASONS.get(name, 'no such option of attention is known here')}")
     return options
 
 
@@ -64,6 +68,7 @@ class Layer:
     """What an attention layer always asks for."""
 
     name: str
+    side: Side
     mask: Mask  # within a document
     keeps_documents: bool  # does it keep packed documents apart?
     heads: Heads
@@ -114,6 +119,10 @@ class Recorder:
     def end(self, is_done: bool) -> None:
         """Nothing was begun."""
 
+    def positions(self, side: Side) -> None:
+        """The model's own."""
+        del side
+
     def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor:
         """A mask that leads back to its function, as long as nobody works on it."""
         mask = torch.ones(1, 1, options["q_length"], options["kv_length"], dtype=torch.bool, device=self.device)
@@ -129,9 +138,17 @@ class Refusal(NamedTuple):
 
 
 def describe_layers(
-    names: Mapping[nn.Module, str], plain: Recorder, packed: Recorder, packed_ids: torch.Tensor, trained: Recorder
+    names: Mapping[nn.Module, str],
+    plain: Recorder,
+    packed: Recorder,
+    packed_ids: torch.Tensor,
+    trained: Recorder,
+    num_encoded: int | None,
 ) -> dict[nn.Module, Layer]:
-    """The layers of a model from three dry calls: of one document, of packed ones, and in training."""
+    """The layers of a model from three dry calls: of one document, of packed ones, and in training.
+
+    An encoder was given another number of tokens, `num_encoded`, by which its layers are told apart.
+    """
     layers: dict[nn.Module, Layer] = {}
     refusals: list[Refusal] = []
     masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share them
@@ -139,7 +156,8 @@ def describe_layers(
     for asked, asked_packed in zip(plain.asked, packed.asked, strict=True):
         name = names.get(asked.module, type(asked.module).__name__)
         try:
-            layer = _describe(name, asked, asked_packed, packed_ids, dropouts.get(asked.module, 0.0), masks)
+            side = _side_of(asked, num_encoded)
+            layer = _describe(name, side, asked, asked_packed, packed_ids, dropouts.get(asked.module, 0.0), masks)
         except UnsupportedError as error:
             refusals.append(Refusal(name, str(error)))
             continue
@@ -163,17 +181,32 @@ def _some(layers: list[str]) -> str:
     return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} … ({len(layers)} layers)"
 
 
+def _side_of(asked: Asked, num_encoded: int | None) -> Side:
+    if num_encoded is None or asked.k.shape[2] != num_encoded:
+        return "own"
+    return "encoder" if asked.q.shape[2] == num_encoded else "cross"
+
+
 def _describe(
-    name: str, asked: Asked, packed: Asked, packed_ids: torch.Tensor, dropout: float, masks: dict[Any, Mask | None]
+    name: str,
+    side: Side,
+    asked: Asked,
+    packed: Asked,
+    packed_ids: torch.Tensor,
+    dropout: float,
+    masks: dict[Any, Mask | None],
 ) -> Layer:
     options = read_options(asked.options)
     mask = _mask_of(asked, options, masks)
+    if side == "cross" and mask != full():
+        raise UnsupportedError("it sees some of an encoder's tokens only, which no mask here says of two sequences")
     if options.window is not None and mask.allowed([4 * options.window], [0]).any():
         raise UnsupportedError(f"sliding_window={options.window}, but its mask has no such window")
     return Layer(
         name,
+        side,
         mask,
-        _keeps_documents(packed, mask, packed_ids),
+        side == "own" and _keeps_documents(packed, mask, packed_ids),
         Heads(asked.q.shape[1], asked.k.shape[1]),
         asked.q.shape[3],
         asked.v.shape[3],

@@ -58,20 +58,28 @@ def _places(far: int, ends: list[int]) -> npt.NDArray[np.int64]:
 
 def padding_mask(tokens: Tokens) -> Mask | None:
     """Who may see whom if padding is to be seen by nobody else; None if there is none."""
-    return _by_row([_padding(row, number) for number, row in enumerate(tokens)])
+    return by_row([_padding(row, number) for number, row in enumerate(tokens)])
 
 
 def _padding(tokens: npt.NDArray[np.bool_], number: int) -> Mask:
     """Padding and tokens as documents of their own: what padding itself sees is of no consequence."""
-    found = np.flatnonzero(tokens)
-    if not len(found) or len(found) == len(tokens):
+    first, stop = run_of_tokens(tokens, number)
+    if stop - first == len(tokens):
         return full()
+    return documents([n for n in (first, stop - first, len(tokens) - stop) if n])
+
+
+def run_of_tokens(tokens: npt.NDArray[np.bool_], number: int) -> tuple[int, int]:
+    """Where the tokens of a row begin and end; a row without any is taken as it is."""
+    found = np.flatnonzero(tokens)
+    if not len(found):
+        return 0, len(tokens)
     first, last = int(found[0]), int(found[-1])
     if len(found) != last - first + 1:
         raise MaskError(
             f"attention_mask[{number}] has padding between tokens: it may stand before them or behind them; take it out"
         )
-    return documents([n for n in (first, last + 1 - first, len(tokens) - last - 1) if n])
+    return first, last + 1
 
 
 def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:
@@ -79,10 +87,11 @@ def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:
     cuts = [np.flatnonzero(np.diff(row) != 1) + 1 for row in position_ids]
     length = position_ids.shape[1]
     rows = [documents(np.diff([0, *found, length]).tolist()) if len(found) else full() for found in cuts]
-    return _by_row(rows)
+    return by_row(rows)
 
 
-def _by_row(rows: list[Mask]) -> Mask | None:
+def by_row(rows: list[Mask]) -> Mask | None:
+    """One mask for all rows, if it is the same for all; None if nothing is masked."""
     if all(row == full() for row in rows):
         return None
     return rows[0] if all(row == rows[0] for row in rows) else per_row(rows)

@@ -1,12 +1,14 @@
 """What is this rank's part of a whole batch, and what does its attention see?
 
-Sequences are split along their tokens; rows of the batch stay together. Padding and packed documents become part of
+Sequences are split along their tokens; rows of the batch stay together. That of an encoder and that of its decoder are
+split each on its own. Padding and packed documents become part of
 the mask, which every rank knows, since every rank is given the whole batch. Labels are shifted before they are split.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.crossing import Crossing, cross
+from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.call import attention
@@ -61,9 +64,14 @@ class Options(NamedTuple):
 
     def layout_of(self, seq_len: int) -> Layout:
         """Who holds which token; a sequence with fewer tokens than ranks is held by all of them."""
-        if seq_len < self.world_size:
-            return Layout(((),) * self.world_size, (Span(0, seq_len),))
-        return LAYOUTS[self.layout](seq_len, self.world_size)
+        return _layout_of(self.layout, seq_len, self.world_size)
+
+
+@lru_cache(maxsize=64)  # a compiled model is compiled anew for another layout, be it equal
+def _layout_of(name: str, seq_len: int, world_size: int) -> Layout:
+    if seq_len < world_size:
+        return Layout(((),) * world_size, (Span(0, seq_len),))
+    return LAYOUTS[name](seq_len, world_size)
 
 
 @dataclass(slots=True)
@@ -73,26 +81,32 @@ class ShardRun:
     options: Options
     layers: Mapping[nn.Module, Layer]
     layout: Layout
+    tokens: Tokens | None  # None if there is no padding
     padding: Mask | None
     documents: Mask | None
     said: dict[str, str]  # what the batch is, for the ranks to agree on
     num_labels: int = 0  # that count, on all ranks
     masks: dict[tuple[Mask, bool], Mask] = field(default_factory=dict)
+    source: "ShardRun | None" = None  # the part of the encoder, if this is the decoder's
 
     def attend(self, asked: Asked) -> torch.Tensor:
         """Attention with the tokens of all ranks."""
         layer = layer_of(self.layers, asked)
+        if layer.side == "encoder" and self.source is not None:
+            return self.source.attend(asked)
         try:
             options = layer.check(asked)
         except UnsupportedError as error:
             self.fail(error)
             raise
+        mask, layout, kv_layout = self.seen_by(layer)
         out = attention(
             asked.q,
             asked.k,
             asked.v,
-            mask=self.mask_of(layer),
-            layout=self.layout,
+            mask=mask,
+            layout=layout,
+            kv_layout=kv_layout,
             group=self.options.group,
             algorithm=self.options.algorithm,
             kernel=self.options.kernel,
@@ -110,15 +124,23 @@ class ShardRun:
         """None: the mask is ours to make."""
         del options
 
-    def mask_of(self, layer: Layer) -> Mask:
+    def positions(self, side: Side) -> torch.Tensor:
+        """Of this rank's tokens."""
+        run = self.source if side == "encoder" and self.source is not None else self
+        return torch.from_numpy(run.layout.positions(self.options.rank))
+
+    def seen_by(self, layer: Layer) -> Crossing:
         """What a layer sees of this batch."""
+        if layer.side == "cross":
+            assert self.source is not None
+            return cross(self.layout, self.source.layout, self.source.tokens)
         key = (layer.mask, layer.keeps_documents)
         if key not in self.masks:
             mask = layer.mask if self.padding is None else layer.mask & self.padding
             if self.documents is not None and layer.keeps_documents:
                 mask = mask & self.documents
             self.masks[key] = mask
-        return self.masks[key]
+        return Crossing(self.masks[key], self.layout, self.layout)
 
 
 def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
@@ -139,15 +161,23 @@ class Part(NamedTuple):
 
 
 def shard_inputs(
-    batch: Mapping[str, torch.Tensor], options: Options, layers: Mapping[nn.Module, Layer], *, shifts_labels: bool
+    batch: Mapping[str, torch.Tensor],
+    options: Options,
+    layers: Mapping[nn.Module, Layer],
+    *,
+    shifts_labels: bool = False,
+    takes_positions: bool = True,
+    is_known: bool = False,
 ) -> Part:
-    """Split a whole batch that every rank holds."""
+    """Split a whole batch that every rank holds; one that is known has been compared before, but for its padding."""
     size, seq_len = check_batch(batch)
     layout, rank = options.layout_of(seq_len), options.rank
     whole = {name: batch[name] for name in BY_TOKEN if name in batch}
     tokens = tokens_of(batch.get("attention_mask"), size, seq_len)
     documents = None
-    if "position_ids" not in whole:
+    if not takes_positions:
+        assert "position_ids" not in whole
+    elif "position_ids" not in whole:
         device = next(iter(whole.values())).device
         whole["position_ids"] = torch.arange(seq_len, device=device).expand(size, -1)
     elif "attention_mask" not in batch:  # as in transformers: one or the other
@@ -161,11 +191,15 @@ def shard_inputs(
         part["labels"] = part["labels"].clone()
         part["labels"][:, local_rows(layout, rank).replicated] = IGNORE_INDEX
     padding = None if tokens is None else padding_mask(tokens)
-    return Part(part, ShardRun(options, layers, layout, padding, documents, describe(batch), num_labels))
+    said = describe({name: x for name, x in batch.items() if name == "attention_mask" or not is_known})
+    return Part(part, ShardRun(options, layers, layout, tokens, padding, documents, said, num_labels))
 
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """(batch, seq) of whole tensors that fit each other."""
+    for name, x in batch.items():
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError(f"{name} is a {type(x).__name__}: give tensors, (batch, seq)")
     given = [name for name in ("input_ids", "inputs_embeds") if name in batch]
     if len(given) != 1:
         raise ShapeError(f"a batch of {', '.join(batch) or 'nothing'}: give either input_ids or inputs_embeds")

@@ -1,8 +1,9 @@
 """How does a model run on whole prompts and single tokens, over a cache that lies on all ranks?
 
 The tokens of all rows stand one behind the other, without padding, and every rank computes some of them; where there
-are too few to share out, as in decode, every rank computes all of them. Only the rows whose logits are asked for go
-through the model's head.
+are too few to share out, as in decode, every rank computes all of them. So it is with a decoder that has an encoder:
+tokens one behind the other could not attend each to its own row of the encoder's. Only the rows whose logits are asked
+for go through the model's head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
-from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.crossing import attend_to_parts, cross
+from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens
-from ringspan.adapters.transformers.shards import BY_TOKEN, Options, check_batch, layer_of, tokens_of
+from ringspan.adapters.transformers.shards import BY_TOKEN, Options, Part, ShardRun, check_batch, layer_of, tokens_of
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.attend import Attention
 from ringspan.collectives import gather
@@ -42,13 +44,21 @@ class TurnRun:
     columns: Tokens  # (batch, new columns): which are tokens
     is_decode: bool  # one token of each row, as (batch, 1)
     dtype: torch.dtype
+    places: torch.Tensor  # positions of this rank's tokens
+    source: ShardRun | None  # the encoder's part
     pending: int | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, asked: Asked) -> torch.Tensor:
         """Store keys and values, and attend to all that is cached."""
         layer = layer_of(self.layers, asked)
+        if layer.side == "encoder":
+            assert self.source is not None
+            return self.source.attend(asked)
         try:
             options = layer.check(asked)
+            if layer.side == "cross":
+                return self._cross(asked, options.scale)
             if self.pending is None:
                 raise UnsupportedError(f"{layer.name}: it attends without the cache; use_cache=False")
         except UnsupportedError as error:
@@ -64,6 +74,25 @@ class TurnRun:
         # A sink joins the softmax after everything is merged.
         share = torch.sigmoid(result.lse - options.sinks.to(result.lse.dtype)[:, None])
         return (result.out * share.unsqueeze(-1)).to(self.dtype)
+
+    def _cross(self, asked: Asked, scale: float | None) -> torch.Tensor:
+        """Attend to what is kept of the encoder."""
+        assert self.source is not None
+        tokens = torch.from_numpy(self.columns).to(asked.q.device)
+        q = asked.q if self.is_decode else _rows_apart(asked.q, tokens)
+        seen = cross(_all_have(self.options.world_size, q.shape[2]), self.source.layout, self.source.tokens)
+        options = self.options
+        out = attend_to_parts(
+            q, asked.k, asked.v, seen, rank=options.rank, group=options.group, kernel=options.kernel, scale=scale
+        )
+        return out if self.is_decode else out.transpose(1, 2)[tokens].transpose(0, 1)[None]
+
+    def positions(self, side: Side) -> torch.Tensor:
+        """Of this rank's tokens."""
+        if side == "encoder":
+            assert self.source is not None
+            return self.source.positions(side)
+        return self.places
 
     def make_mask(self, options: Mapping[str, Any]) -> None:
         """None: the mask is ours to make."""
@@ -83,12 +112,29 @@ class TurnRun:
         if is_done:
             self.turn.commit()
             self.conversation.extend(self.columns)
-        elif self.turn.is_open:
+            if self.source is not None:
+                self.conversation.num_encoded = self.source.layout.num_positions
+            return
+        if not self.conversation.num_encoded:
+            self.conversation.forget_encoded()
+        if self.turn.is_open:
             self.turn.abort()
+
+
+def _rows_apart(q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, columns, dim) from tokens that stand one behind the other, (1, heads, tokens, dim)."""
+    apart = q.new_zeros(*tokens.shape, q.shape[1], q.shape[3])
+    apart[tokens] = q[0].transpose(0, 1)
+    return apart.transpose(1, 2)
+
+
+def _all_have(world_size: int, num_tokens: int) -> Layout:
+    return Layout(((),) * world_size, (Span(0, num_tokens),))
 
 
 def cached_layers(layers: Mapping[nn.Module, Layer], indices: Mapping[nn.Module, int]) -> tuple[Layer, ...]:
     """The layers in the order of a cache's; refused if one KVCache cannot hold them all."""
+    layers = {module: layer for module, layer in layers.items() if layer.side == "own"}
     if indices.keys() != layers.keys() or sorted(indices.values()) != [*range(len(indices))]:
         raise UnsupportedError("not every attention layer has a layer of the cache to itself")
     ordered = tuple(sorted(layers.values(), key=lambda layer: {layers[m]: i for m, i in indices.items()}[layer]))
@@ -150,14 +196,24 @@ class NewTokens(NamedTuple):
     batch: dict[str, torch.Tensor]  # (batch, new columns, …) each
     columns: Tokens  # which of them are tokens
     num_kept: int  # of the last columns, those whose outputs are asked for; 0 is all
+    source: Part | None  # of the encoder, if there is one
 
 
 def check_new_tokens(
-    batch: Mapping[str, torch.Tensor], conversation: Conversation, layers: Mapping[nn.Module, Layer], num_kept: int
+    batch: Mapping[str, torch.Tensor],
+    conversation: Conversation,
+    layers: Mapping[nn.Module, Layer],
+    num_kept: int,
+    source: Part | None,
 ) -> NewTokens:
     """Refuse what does not fit the cache."""
     size, seq_len = check_batch(batch)
-    has_window = any(layer.mask != causal() for layer in layers.values())
+    has_window = any(layer.mask != causal() for layer in layers.values() if layer.side == "own")
+    if source is not None and conversation.num_encoded not in (0, source.run.layout.num_positions):
+        raise CacheError(
+            f"an encoder's sequence of {source.run.layout.num_positions} tokens: the cache was made with one of "
+            f"{conversation.num_encoded}; give a cache to each batch"
+        )
     columns = check_columns(batch.get("attention_mask"), conversation, size, seq_len, has_window)
     if not columns.any():
         raise CacheError("attention_mask has no token in any new column")
@@ -166,7 +222,7 @@ def check_new_tokens(
         device = next(iter(whole.values())).device
         whole["position_ids"] = torch.arange(seq_len, device=device)[None] + conversation.num_columns
     whole["position_ids"] = whole["position_ids"].expand(size, -1)
-    return NewTokens(conversation, whole, columns, num_kept)
+    return NewTokens(conversation, whole, columns, num_kept, source)
 
 
 class Begun(NamedTuple):
@@ -179,28 +235,37 @@ class Begun(NamedTuple):
 
 def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Layer]) -> Begun:
     """Share out new tokens to the ranks."""
-    conversation, batch, columns, num_kept = new
+    conversation, batch, columns, num_kept, source = new
     conversation.forget_run()
     lengths = {row: int(count) for row, count in enumerate(columns.sum(1)) if count}
     size, seq_len = columns.shape
-    turn = _share_out(conversation.kv, lengths, options, is_single=seq_len == 1)
+    turn = _share_out(conversation.kv, lengths, options, is_shared=seq_len > 1 and source is None)
     is_decode = seq_len == 1 and len(lengths) == size
-    run = TurnRun(options, layers, conversation, turn, columns, is_decode, conversation.kv.dtype)
+    device = batch["position_ids"].device
+    tokens = torch.from_numpy(columns).to(device)
+    mine = torch.from_numpy(turn.layout.positions(options.rank)).to(device)
+    inputs = batch if is_decode else {name: x[tokens][mine][None] for name, x in batch.items()}
+    run = TurnRun(
+        options,
+        layers,
+        conversation,
+        turn,
+        columns,
+        is_decode,
+        conversation.kv.dtype,
+        inputs["position_ids"][0],
+        None if source is None else source.run,
+    )
     conversation.run = run
     asked = columns.copy()
     if num_kept:
         asked[:, :-num_kept] = False
     keep = Keep.of(asked[columns], asked[:, -num_kept:], turn.layout)
-    if is_decode:
-        return Begun(batch, run, keep)
-    device = batch["position_ids"].device
-    mine = torch.from_numpy(turn.layout.positions(options.rank)).to(device)
-    tokens = torch.from_numpy(columns).to(device)
-    return Begun({name: x[tokens][mine][None] for name, x in batch.items()}, run, keep)
+    return Begun(inputs, run, keep)
 
 
-def _share_out(kv: KVCache, lengths: dict[int, int], options: Options, *, is_single: bool) -> Turn:
-    if not is_single:
+def _share_out(kv: KVCache, lengths: dict[int, int], options: Options, *, is_shared: bool) -> Turn:
+    if is_shared:
         algorithm = options.algorithm if options.algorithm in _TURNS else "auto"
         turn = kv.begin(lengths, algorithm=algorithm)
         if all(turn.layout.shard_len(rank) for rank in range(options.world_size)):

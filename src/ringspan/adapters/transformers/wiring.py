@@ -6,15 +6,17 @@ that of a shard, that of a turn of a cache, or the recorder of a dry call. A run
 argument, as far as the model passes those on, since activation checkpoints call layers again later, from any thread.
 """
 
+import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.errors import UnsupportedError
@@ -47,6 +49,9 @@ class Run(Protocol):
     def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor | None:
         """What the model gets for a mask it asks for."""
 
+    def positions(self, side: Any) -> torch.Tensor | None:
+        """Of the tokens a module counts, alike in all rows; None leaves it to count them."""
+
 
 class Wiring:
     """The name of one parallelized model's attention, and the run of each thread."""
@@ -67,6 +72,26 @@ class Wiring:
     @run.setter
     def run(self, run: Run | None) -> None:
         self._here.run = run
+
+
+def tell_positions(wiring: Wiring, counters: Mapping[nn.Module, Any]) -> list[RemovableHandle]:
+    """Hooks that give positions to modules which count them otherwise; each is of one side of the model."""
+    return [
+        module.register_forward_pre_hook(_tell(wiring, side), with_kwargs=True) for module, side in counters.items()
+    ]
+
+
+def _tell(wiring: Wiring, side: Any) -> Callable[..., Any]:
+    def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        positions = None if wiring.run is None else wiring.run.positions(side)
+        if positions is None:
+            return args, kwargs
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        device = next(module.parameters()).device
+        return (), given | {"position_ids": positions.to(device)}
+
+    uncompiled: Callable[..., Any] = torch.compiler.disable(tell)  # type: ignore[no-untyped-call]
+    return uncompiled
 
 
 def is_wired(attention: str | None) -> bool:

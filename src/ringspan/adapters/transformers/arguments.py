@@ -1,0 +1,145 @@
+"""Which arguments of a forward mean the same on ranks? All others are refused by name.
+
+So is what others have changed since the model was parallelized: its attention, or the number of its layers.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ringspan.adapters.transformers.layers import Layer, Side
+from ringspan.adapters.transformers.sequences import BOTH, ENCODED, encoded_by_caller
+from ringspan.adapters.transformers.shards import BY_TOKEN, ShardRun
+from ringspan.adapters.transformers.wiring import RUN
+from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.mask import full
+
+_BATCH = {*BY_TOKEN, "attention_mask"}
+_OPTIONS = {"past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
+_REFUSED = {
+    "output_attentions": "attention weights are never in one place",
+    "output_router_logits": "the balance of experts over all tokens is no mean of that over shards",
+}
+
+
+class Found(NamedTuple):
+    """What dry calls told about a model."""
+
+    layers: dict[nn.Module, Layer]
+    cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
+    no_cache: str  # and why not
+    passes_run: bool  # does forward take keyword arguments of others?
+    counters: dict[nn.Module, Side]  # modules that count positions, where the model does not take them
+    has_encoder: bool  # an encoder and a decoder, each with a sequence of its own
+    shifts_labels: bool | None = None  # None: labels are for something else than tokens
+    takes_num_items: bool = False  # does its loss heed num_items_in_batch?
+    random: str | None = None  # what is random in training
+
+
+class Arguments:
+    """What a model's forward may be given."""
+
+    def __init__(self, model: PreTrainedModel, found: Found, attention: str) -> None:
+        self.model = model
+        self.found = found
+        self.attention = attention
+        takes = inspect.signature(model.forward).parameters
+        self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - takes.keys())
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        by_id = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
+        self._configs = [(config, _num_layers(config)) for config in by_id.values()]
+
+    def check_batch(self, given: Mapping[str, Any]) -> None:
+        """Of what is to be sharded."""
+        self._check_names(given, self.batch | {"num_items_in_batch"})
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Of a forward."""
+        encoded = {ENCODED} if self.found.has_encoder else set()
+        self._check_names(given, self.batch | _OPTIONS | encoded | {"output_hidden_states"})
+        self._check_configs()
+        if given.get("return_dict") is False:
+            raise UnsupportedError("return_dict=False: outputs are told apart by name; leave it out")
+        if self.model.training and self.found.random is not None:
+            raise UnsupportedError(self.found.random)
+
+    def check_part(self, given: Mapping[str, Any], run: object, rank: int) -> None:
+        """Refuse what does not go with a part of a batch."""
+        if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
+            raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
+        prefix = "decoder_" if self.found.has_encoder else ""
+        x = given.get(f"{prefix}input_ids", given.get(f"{prefix}inputs_embeds"))
+        expected = run.layout.shard_len(rank)
+        has_positions = "position_ids" in given or "position_ids" not in self.batch
+        if x is None or x.shape[1] != expected or not has_positions:
+            raise ShapeError(f"the batch is not what shard() returned: {expected} tokens with their position_ids")
+        for name in ("past_key_values", "logits_to_keep", "attention_mask", "decoder_attention_mask", ENCODED):
+            if name in given:
+                raise UnsupportedError(f"{name} with a sharded batch: give it to shard(), or give whole sequences")
+        if given.get("use_cache"):
+            raise UnsupportedError("use_cache=True with a sharded batch: give whole sequences to fill a cache")
+
+    def wants_cache(self, given: Mapping[str, Any]) -> bool:
+        """For whole sequences: with a cache, or without?"""
+        model = self.model
+        learned = (*model.parameters(), *given.values(), encoded_by_caller(given))
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in learned):
+            raise UnsupportedError(
+                "a forward on whole sequences with gradients: use model(**handle.shard(batch)) to train, and "
+                "torch.no_grad() for inference"
+            )
+        if given.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
+            raise UnsupportedError("output_hidden_states of whole sequences: use model(**handle.shard(batch))")
+        if not isinstance(given.get("logits_to_keep", 0), int):
+            raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
+        has_cache = "past_key_values" in given
+        default = getattr(model.config.get_text_config(), "use_cache", False) and "labels" not in given
+        wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
+        if wants_cache and not self.found.cached:
+            raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
+        if "labels" in given and (wants_cache or given.get("logits_to_keep")):
+            raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
+        return wants_cache
+
+    def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
+        for name, value in given.items():
+            if name in _REFUSED and value:
+                raise UnsupportedError(f"{name}={value!r}: {_REFUSED[name]}; leave it out")
+            if name not in known | {*_REFUSED}:
+                raise UnsupportedError(
+                    f"{name}: what it does to a part of a sequence is not known; leave it out, or use some of "
+                    f"{', '.join(sorted(known))}"
+                )
+        if "num_items_in_batch" in given and not self.found.takes_num_items:
+            raise UnsupportedError(
+                f"num_items_in_batch: {type(self.model).__name__} does not heed it, its loss is the mean over the "
+                "labels of the batch; leave it out"
+            )
+        if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
+            raise UnsupportedError("token_type_ids: a decoder may make masks of them; leave them out")
+        if "labels" in given and self.found.shifts_labels is None:
+            raise UnsupportedError(
+                f"labels: {type(self.model).__name__} has another loss than that of tokens; compute it from the outputs"
+            )
+
+    def _check_configs(self) -> None:
+        """Refuse what others changed since."""
+        for config, num_layers in self._configs:
+            if config._attn_implementation != self.attention:
+                raise UnsupportedError(
+                    f"the attention of {type(self.model).__name__} was set to {config._attn_implementation!r}, which "
+                    "sees a rank's own tokens only; restore the model before, and parallelize it anew"
+                )
+            if _num_layers(config) != num_layers:
+                raise UnsupportedError(
+                    f"config.num_hidden_layers={_num_layers(config)}: it was {num_layers} when the model was "
+                    "parallelized; set it back, and leave out assistant_early_exit, which changes it"
+                )
+
+
+def _num_layers(config: PreTrainedConfig) -> int | None:
+    return getattr(config, "num_hidden_layers", None)

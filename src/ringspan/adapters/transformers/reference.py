@@ -1,0 +1,221 @@
+"""What does a model itself make of a small batch, and do two ranks make the same of it?
+
+The model is run as it is, and once more on two ranks in threads of this process, on shards and over a cache; if the
+numbers differ, something in it joins tokens in a way nobody foresaw, and it is refused. So none is silently wrong.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.arguments import Found
+from ringspan.adapters.transformers.examine import in_mode, left_alone, without_cache
+from ringspan.adapters.transformers.shards import Options
+from ringspan.adapters.transformers.wiring import Wiring, tell_positions
+from ringspan.errors import UnsupportedError
+from ringspan.training import IGNORE_INDEX, next_token_labels
+from ringspan.transports.in_process import run_in_process
+
+_COLUMNS = 12
+_DECODED = 9  # columns of a decoder that has an encoder
+_PADDING = 2  # columns of the second row
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_BY_TOKEN = ("logits", "last_hidden_state")  # of the sequence that has outputs
+_LABELLED = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+
+
+class Reference(NamedTuple):
+    """What the model itself makes of a small batch."""
+
+    batch: dict[str, torch.Tensor]
+    unlabelled: dict[str, torch.Tensor]  # the same without labels
+    outputs: dict[str, torch.Tensor]
+
+    def tokens(self, output: str) -> torch.Tensor:
+        """Which rows of an output count: (batch, seq)."""
+        if "decoder_input_ids" in self.unlabelled and not output.startswith("encoder_"):
+            return torch.ones_like(self.unlabelled["decoder_input_ids"]).bool()
+        return self.unlabelled["attention_mask"].bool()
+
+
+def make_reference(model: PreTrainedModel) -> Reference:
+    """Run the model as it is on two rows, one with padding."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (2, _COLUMNS), generator=generator)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[1, :_PADDING] = 0
+    batch = unlabelled = {"input_ids": ids, "attention_mask": attention_mask}
+    own = ids
+    if model.config.is_encoder_decoder:
+        own = torch.randint(vocabulary, (2, _DECODED), generator=generator)
+        batch = unlabelled = batch | {"decoder_input_ids": own}
+    if _takes_labels(model):
+        labels = torch.randint(_num_labels(model), own.shape, generator=generator)
+        labels[1, : _PADDING + 1] = labels[0, 3] = -100
+        batch = batch | {"labels": labels}
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if model.config.is_encoder_decoder and shift is not None and model.config.decoder_start_token_id is not None:
+            del batch["decoder_input_ids"]  # so that the model makes them itself
+            unlabelled = unlabelled | {"decoder_input_ids": shift(labels)}
+    batch, unlabelled = ({name: x.to(model.device) for name, x in given.items()} for given in (batch, unlabelled))
+    with in_mode(model, training=False), torch.no_grad():
+        output = model(**batch, **without_cache(model))
+    outputs = _rows(output)
+    rows = [x for name, x in outputs.items() if name in _BY_TOKEN]
+    if not rows or any(x.shape[:2] != own.shape for x in rows):
+        raise UnsupportedError(
+            f"{type(model).__name__} returns nothing that has a row for each token; use its base model"
+        )
+    return Reference(batch, unlabelled, outputs)
+
+
+def find_random(model: PreTrainedModel, reference: Reference) -> str | None:
+    """What makes the model random in training, if anything does: ranks would draw other numbers than one process."""
+    runs = []
+    with in_mode(model, training=True), left_alone(model):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            runs.append(model(**reference.unlabelled, **without_cache(model))[0])
+    first, second = runs
+    drops_layers = any(getattr(module, "layerdrop", 0) for module in model.modules())  # seldom, maybe not just now
+    if _is_close(_errors(first, second, reference.tokens("")), model) and not drops_layers:
+        return None
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    where = f"{modules[0]} and {len(modules) - 1} more modules" if modules else "its forward"
+    return (
+        f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process; set "
+        "all dropout of the config to 0, or call model.eval()"
+    )
+
+
+class Loss(NamedTuple):
+    """How a model makes its loss of labels."""
+
+    shifts_labels: bool | None  # None: labels are for something else than tokens
+    takes_num_items: bool  # does it divide by num_items_in_batch? Some models take it and go on with the mean
+
+
+def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
+    """What becomes of the labels of a small batch."""
+    if "loss" not in reference.outputs:
+        return Loss(None, False)
+    labels = reference.batch["labels"]
+    batch = reference.unlabelled | {"labels": labels}
+
+    def loss_of(**options: Any) -> torch.Tensor:
+        with in_mode(model, training=False), torch.no_grad():
+            loss: torch.Tensor = model(**batch | options, **without_cache(model)).loss
+        return loss
+
+    first_only = torch.full_like(labels, IGNORE_INDEX)
+    first_only[:, 0] = labels[:, 0]
+    alone = loss_of(labels=first_only)
+    shifts_labels = not (bool(alone.isfinite()) and bool(alone))  # a first token is nobody's next one
+    own = next_token_labels(labels) if shifts_labels else labels
+    loss = cross_entropy(reference.outputs["logits"].float().flatten(0, 1), own.flatten(), ignore_index=IGNORE_INDEX)
+    if not _is_close(_errors(loss, reference.outputs["loss"]), model):
+        return Loss(None, False)
+    try:
+        halved = loss_of(num_items_in_batch=2 * int((own != IGNORE_INDEX).sum()))
+    except TypeError:
+        return Loss(shifts_labels, False)
+    return Loss(shifts_labels, _is_close(_errors(2 * halved, loss), model))
+
+
+def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Found, reference: Reference) -> None:
+    """Refuse the model if two ranks do not get the numbers it gets alone."""
+    options = options._replace(algorithm="pass_kv")  # neither measured nor dependent on a mesh
+    batch = reference.unlabelled if found.shifts_labels is None else reference.batch
+
+    def run(group: Any) -> dict[str, torch.Tensor]:
+        mine = options._replace(group=group)
+        adapter = Adapter(model, wiring, mine, found)
+        shards = adapter.call(**batch, use_cache=False)
+        outputs = {f"{name} on shards": x for name, x in _rows(shards).items()}
+        if found.has_encoder:
+            encoder = encoder_adapter(adapter)
+            outputs["encoder_last_hidden_state alone"] = encoder.call(
+                **{name: x for name, x in reference.unlabelled.items() if not name.startswith("decoder_")}
+            )[0]
+        if not found.cached:
+            return outputs
+        parts = [_rows(adapter.call(**inputs)) for inputs in _turns(reference, outputs)]
+        joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name in _BY_TOKEN}
+        return outputs | {f"{name} over a cache": x for name, x in joined.items()}
+
+    hooks = tell_positions(wiring, found.counters)
+    try:
+        with in_mode(model, training=False), torch.no_grad():
+            results = run_in_process(run, 2)
+    except Exception as error:
+        name = type(model).__name__
+        raise UnsupportedError(f"{name} fails on two ranks: {type(error).__name__}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for rank, found_outputs in enumerate(results):
+        for name, x in found_outputs.items():
+            output = name.split()[0]
+            errors = _errors(x, reference.outputs[output], reference.tokens(output))
+            if not _is_close(errors, model):
+                raise UnsupportedError(
+                    f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
+                    f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
+                    "convolution, a recurrence, a scale to quantise by or positions it counts itself; verify=False "
+                    "leaves out this check"
+                )
+
+
+def _turns(reference: Reference, outputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """The small batch in three turns of a cache, of many tokens, of two, and of one."""
+    batch = reference.unlabelled
+    if "decoder_input_ids" in batch:
+        whole, name = batch["decoder_input_ids"], "decoder_input_ids"
+        given = {
+            "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+            "encoder_outputs": (outputs["encoder_last_hidden_state alone"],),
+            "attention_mask": batch["attention_mask"],
+        }
+    else:
+        whole, name, given = batch["input_ids"], "input_ids", {"past_key_values": DynamicCache()}
+    num_columns = whole.shape[1]
+    for start, stop in ((0, num_columns - 3), (num_columns - 3, num_columns - 1), (num_columns - 1, num_columns)):
+        seen = {} if "attention_mask" in given else {"attention_mask": batch["attention_mask"][:, :stop]}
+        yield given | seen | {name: whole[:, start:stop]}
+
+
+def _rows(output: Any) -> dict[str, torch.Tensor]:
+    return {name: output[name] for name in (*_BY_TOKEN, "encoder_last_hidden_state", "loss") if name in output}
+
+
+def _takes_labels(model: PreTrainedModel) -> bool:
+    takes = "labels" in inspect.signature(model.forward).parameters and not hasattr(model, "_loss_function")
+    return takes and model.loss_type in _LABELLED
+
+
+def _num_labels(model: PreTrainedModel) -> int:
+    is_by_class = model.loss_type == "ForTokenClassification"
+    return model.config.num_labels or 2 if is_by_class else int(model.config.get_text_config().vocab_size)
+
+
+def _errors(x: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest error of each token, in units of the largest number; of a loss a single one."""
+    x, y = (part.float()[tokens] if part.ndim else part.float() for part in (x, y))
+    errors = (x - y).abs() / y.abs().max()
+    return errors.flatten(1).amax(1) if errors.ndim else errors
+
+
+def _is_close(errors: torch.Tensor, model: nn.Module) -> bool:
+    """Within the rounding of the weights' type. In half types a rounding may send a token to another expert."""
+    dtypes = [x.dtype for x in model.parameters() if x.is_floating_point()]
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    is_exact = dtype in (torch.float64, torch.float32)
+    worst = errors.max() if is_exact else errors.quantile(0.75)
+    return bool(worst <= _TOLERANCES.get(dtype, 0.1))  # false for NaN
