@@ -3,6 +3,7 @@
 Used by all tests of the runtime, whatever carries their messages: threads, gloo or MPI.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -116,6 +117,22 @@ def check_gradients(
             **tolerance,
             msg=lambda text, name=name: f"{what}, {name}: {text}",
         )
+
+
+def dense_sink_gradients(job: Job, sinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and dsinks by autograd on the definition: a sink is one more column, whose weight is thrown away."""
+    positions = job.layout.all_positions()
+    allowed = torch.from_numpy(oracle.dense_mask(job.spec, positions, positions))
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (job.q, job.k, job.v, sinks))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
+    column = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+    # exp by hand: softmax has no derivative where everything is -inf
+    weights = torch.cat([scores.exp().masked_fill(~allowed, 0.0), column.exp()], -1)
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    out = weights[..., :-1] @ v.repeat_interleave(group, 1)
+    return torch.autograd.grad(out, (q, k, v, sinks), make_dout(job))
 
 
 def run(job: Job, **options: Any) -> list[rs.Attention]:

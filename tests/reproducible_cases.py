@@ -1,6 +1,7 @@
 """Calls whose bits must not depend on who computes them, and what all ranks make of them."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,17 +13,19 @@ from oracle import MaskSpec
 from ringspan.transports.in_process import InProcessRank
 
 SEQ_LEN = 6 * rs.TILE + 77  # the last tile is short
+SHORT = 3 * rs.TILE + 77
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 CAUSAL: MaskSpec = ("causal",)
 MASKS: dict[str, MaskSpec] = {
     "causal": CAUSAL,
     "full": ("full",),
     "window": ("sliding_window", 700, 0),
-    "documents": ("documents", (900, 1500, SEQ_LEN - 2400)),
+    "documents": ("documents", (900, 600, SEQ_LEN - 1500)),
     "prefix": ("and", ("prefix", 600), ("sliding_window", 1500, 300)),
     "rows": ("per_row", (CAUSAL, ("sliding_window", -400, 2000))),  # rows that see nothing
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 class Call(NamedTuple):
@@ -32,6 +35,8 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.float32
     heads: rs.Heads = rs.Heads(2, 1)
     head_dim: int = 4
+    has_sinks: bool = False
+    seq_len: int = SEQ_LEN
 
     @property
     def batch(self) -> int:
@@ -41,19 +46,25 @@ class Call(NamedTuple):
         """q, k, v and the gradient of the output."""
         generator = torch.Generator().manual_seed(0)
         num = self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads, self.heads.num_heads
-        shapes = [(self.batch, heads, SEQ_LEN, self.head_dim) for heads in num]
+        shapes = [(self.batch, heads, self.seq_len, self.head_dim) for heads in num]
         return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def sinks(self) -> list[torch.Tensor]:
+        """Some of them, if any; one is no sink at all."""
+        values = torch.linspace(-2.0, 1.5, self.heads.num_heads)
+        values[-1] = -torch.inf if self.heads.num_heads > 1 else 0.0
+        return [values] if self.has_sinks else []
 
 
 def on_rank(
     call: Call, layout: rs.Layout, group: Any, rank: int, tensors: list[torch.Tensor] | None = None, **options: Any
 ) -> list[torch.Tensor]:
-    """This rank's out, lse and gradients."""
+    """This rank's out, lse and gradients; the last is that of the sinks, if there are any."""
     *inputs, dout = (layout.shard(x, rank, 2) for x in tensors or call.tensors())
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    options = {"reproducible": True} | options
+    leaves = [x.clone().requires_grad_() for x in (*inputs, *call.sinks())]
+    options = {"reproducible": True, "sinks": leaves[3] if call.has_sinks else None} | options
     got = rs.attention(
-        *leaves, mask=make_mask(MASKS[call.mask]), layout=layout, group=group, return_lse=True, **options
+        *leaves[:3], mask=make_mask(MASKS[call.mask]), layout=layout, group=group, return_lse=True, **options
     )
     assert isinstance(got, rs.Attention)
     return [x.detach() for x in got] + list(torch.autograd.grad(got.out, leaves, dout))
@@ -69,25 +80,28 @@ def run(call: Call, layout: rs.Layout, tensors: list[torch.Tensor] | None = None
 
 
 def together(layout: rs.Layout, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [layout.unshard([part[i] for part in parts], 2) for i in range(len(NAMES))]
+    """Whole tensors; of the gradient of the sinks what each rank has, (ranks, heads)."""
+    of_sinks = [torch.stack(of_ranks) for of_ranks in zip(*(part[5:] for part in parts), strict=True)]
+    return [layout.unshard([part[i] for part in parts], 2) for i in range(5)] + of_sinks
 
 
 @cache
 def alone(call: Call) -> list[torch.Tensor]:
     """What one device makes of it."""
-    return run(call, rs.contiguous(SEQ_LEN, 1))
+    return run(call, rs.contiguous(call.seq_len, 1))
 
 
-def different(these: list[torch.Tensor], those: list[torch.Tensor]) -> list[str]:
-    """The names of what is not the same bits."""
-    return [name for name, a, b in zip(NAMES, these, those, strict=True) if not torch.equal(a, b)]
+def different(these: list[torch.Tensor], of_one: list[torch.Tensor]) -> list[str]:
+    """The names of what is not the same bits as on one device."""
+    assert len(these) == len(of_one)
+    return [name for name, a, b in zip(NAMES, these, of_one, strict=False) if not torch.equal(a, b.expand_as(a))]
 
 
-LAYOUTS = {
-    "zigzag": lambda world_size: rs.zigzag(SEQ_LEN, world_size, align=rs.TILE),
-    "contiguous": lambda world_size: rs.contiguous(SEQ_LEN, world_size, align=rs.TILE),
-    "striped": lambda world_size: rs.striped(SEQ_LEN, world_size, block=rs.TILE),
-    "balanced": lambda world_size: rs.balanced(rs.causal(), SEQ_LEN, world_size, align=rs.TILE),
+LAYOUTS: dict[str, Callable[..., rs.Layout]] = {
+    "zigzag": lambda world_size, seq_len=SEQ_LEN: rs.zigzag(seq_len, world_size, align=rs.TILE),
+    "contiguous": lambda world_size, seq_len=SEQ_LEN: rs.contiguous(seq_len, world_size, align=rs.TILE),
+    "striped": lambda world_size, seq_len=SEQ_LEN: rs.striped(seq_len, world_size, block=rs.TILE),
+    "balanced": lambda world_size, seq_len=SEQ_LEN: rs.balanced(rs.causal(), seq_len, world_size, align=rs.TILE),
 }
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -110,13 +124,18 @@ def options_of(way: str, world_size: int) -> dict[str, Any]:
     return options
 
 
-def cases(way: str, world_size: int) -> Iterator[tuple[Call, str]]:
-    """Some calls and layouts out of all, others for each way and number of ranks."""
-    if way == "ulysses":
-        heads = [rs.Heads(8, 8), rs.Heads(8, 2)] if world_size < 3 else [rs.Heads(world_size, world_size)]
-    else:
-        heads = [rs.Heads(8, 8), rs.Heads(8, 2)]
-    every = [Call(mask, dtype, each) for mask in MASKS for dtype in DTYPES for each in heads]
+def product(way: str, world_size: int) -> Iterator[tuple[Call, str]]:
+    """All masks and dtypes on short sequences; layouts, and whether there are sinks, change from one to the next."""
+    heads = {"ulysses": rs.Heads(world_size, world_size), "hybrid": rs.Heads(2, 2)}.get(way, rs.Heads(2, 1))
+    first = list(WAYS).index(way) + WORLD_SIZES.index(world_size)
+    for i, (mask, dtype) in enumerate(itertools.product(MASKS, DTYPES)):
+        call = Call(mask, dtype, heads, has_sinks=i % 2 == 0, seq_len=SHORT)
+        yield call, list(LAYOUTS)[(first + i) % len(LAYOUTS)]
+
+
+def longer(way: str, world_size: int) -> tuple[Call, str]:
+    """One of all calls on seven tiles and more heads, another for each way and number of ranks."""
+    heads = rs.Heads(world_size, world_size) if way == "ulysses" else rs.Heads(4, 2)
+    every = [Call(mask, dtype, heads) for mask in MASKS for dtype in DTYPES]
     first = 5 * list(WAYS).index(way) + 7 * world_size
-    for i in range(2):
-        yield every[(first + 17 * i) % len(every)], list(LAYOUTS)[(first + i) % len(LAYOUTS)]
+    return every[first % len(every)], list(LAYOUTS)[first % len(LAYOUTS)]

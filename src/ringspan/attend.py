@@ -6,8 +6,9 @@ the same call. A rank that fails in the middle of a call tells the others, which
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -35,9 +36,12 @@ from ringspan.runtime import (
 )
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
-from ringspan.softmax import Partial, steadily
-from ringspan.steady import SteadyArithmetic, tiles_at_once
+from ringspan.sinks import sink_gradients, sink_gradients_of_tiles, with_sinks
+from ringspan.softmax import Partial
+from ringspan.steady import SteadyArithmetic, on_single_threads, tiles_at_once
+from ringspan.tile_sums import sum_over_tiles, tile_layout
 from ringspan.tiles import Problem, check_kinds, softmax_scale
+from ringspan.transports.base import Transport
 
 _LOG = logging.getLogger("ringspan")
 _Result = TypeVar("_Result")
@@ -109,17 +113,20 @@ def run_attention(
     ready = _prepare(call, q, k, v, sinks, "forward, to be differentiated" if wants_grad else "forward")
     out, lse = _run(run_forward, ready, q, k, v)
     if sinks is not None:
-        out, lse = _with_sinks(Partial(out, lse), sinks, steadily if call.options.reproducible else _plainly)
+        out, lse = with_sinks(Partial(out, lse), sinks, is_steady=call.options.reproducible)
     return Attention(out.to(q.dtype), lse)
 
 
 def run_gradients(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, merged: Merged
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """This rank's dq, dk, dv, each in the type of its tensor, and its share of dsinks."""
+    """This rank's dq, dk, dv and dsinks, each in the type of its tensor.
+
+    dsinks is this rank's share of the sum over all ranks; in the reproducible mode it is that sum.
+    """
     ready = _prepare(call, q, k, v, sinks, "backward")
     dq, dk, dv = _run(run_backward, ready, q, k, v, merged)
-    dsinks = None if sinks is None else _sink_gradients(merged, sinks)
+    dsinks = None if sinks is None else _sink_gradients(ready, call.options, merged, sinks).to(sinks.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
@@ -137,8 +144,6 @@ def _prepare(
         plan = session.plans.get((options, looks, which))
         if plan is None:
             plan = _make_plan(options, looks, which, session)
-        if options.reproducible and sinks is not None and sinks.requires_grad and which != "forward":
-            refuse_sink_gradients()
     except TransportError:
         raise  # the others know
     except Exception as error:
@@ -164,61 +169,51 @@ def _make_plan(options: Options, looks: Looks, which: Pass, session: Session) ->
 def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: Any) -> _Result:
     (prepared, kernel, scale, form, _), session, timeout_s, record = ready
     transport = session.transport
-    arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
+    alike = nullcontext(kernel) if prepared.growth is None else on_single_threads(kernel)
     wire = TransportWire(transport, session.buffers, q, timeout_s)
-    try:
-        with without_autocast(q.device.type):
-            if form is not None:
-                k, v = tensors
-                tensors = encode_kv(k, v, form)
-                arithmetic = EncodedArithmetic(kernel, scale, q)
-                wire = EncodedWire(transport, session.buffers, q, timeout_s, encoded_dtypes(form))
-            result = run(
-                prepared,
-                q,
-                *tensors,
-                arithmetic=arithmetic,
-                wire=wire,
-                rank=transport.rank,
-                record=record,
-            )
-    except TransportError:
-        raise  # the others know
-    except Exception as error:
-        # The other ranks are in the middle of this call; without a word they would wait for this one.
-        transport.abort(f"rank {transport.rank} failed: {error}")
-        raise
+    with _telling(transport), without_autocast(q.device.type), alike as kernel:
+        arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
+        if form is not None:
+            k, v = tensors
+            tensors = encode_kv(k, v, form)
+            arithmetic = EncodedArithmetic(kernel, scale, q)
+            wire = EncodedWire(transport, session.buffers, q, timeout_s, encoded_dtypes(form))
+        result = run(
+            prepared,
+            q,
+            *tensors,
+            arithmetic=arithmetic,
+            wire=wire,
+            rank=transport.rank,
+            record=record,
+        )
     session.buffers.trim()
     return result
 
 
-def _plainly(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
-    return function(*operands)
+class _telling:  # noqa: N801
+    """The other ranks are in the middle of this call; without a word they would wait for one that failed."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransportError):  # of which the others know
+            self.transport.abort(f"rank {self.transport.rank} failed: {error}")
 
 
-def _with_sinks(part: Partial, sinks: torch.Tensor, apply: Callable[..., torch.Tensor]) -> Partial:
-    """A sink joins the softmax after everything is merged: exp(lse) of exp(lse) + exp(sink) is left for the keys."""
-    logits = sinks.to(part.lse.dtype)[:, None].expand_as(part.lse)
-    lse = apply(torch.logaddexp, part.lse, logits)
-    # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
-    share = apply(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
-    return Partial(part.out * share.unsqueeze(-1), lse)
-
-
-def _sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
-    """A sink of weight p takes p · delta from its row: its value is 0, where the row's own is delta."""
-    dout, out, lse = merged
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    weights = (sinks.to(lse.dtype)[:, None] - lse).exp_().nan_to_num_(nan=0.0)
-    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def refuse_sink_gradients() -> NoReturn:
-    """In the reproducible mode; a compiled call knows only in its backward pass that they are asked for."""
-    raise UnsupportedError(
-        "reproducible=True, sinks that require a gradient: each rank has only its share of it, and the sum of the "
-        "shares would depend on the number of ranks; use sinks.detach()"
-    )
+def _sink_gradients(ready: _Ready, options: Options, merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
+    """This rank's share of dsinks; in the reproducible mode the sum over all ranks, on each of them."""
+    if not options.reproducible:
+        return sink_gradients(merged, sinks)
+    transport, tiling = ready.session.transport, tile_layout(options.layout)
+    with _telling(transport):
+        parts = sink_gradients_of_tiles(tiling.strips[transport.rank], merged, sinks)
+        like = merged.lse.new_empty(len(sinks))
+        return sum_over_tiles(transport, tiling, parts, like, ready.timeout_s)
 
 
 def _check_wire(options: Options, which: Pass) -> Format | None:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._guards import TracingContext
 
-from ringspan.attend import Attention, Call, Options, refuse_sink_gradients, run_attention, run_gradients
+from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
 from ringspan.balance import balanced
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.base import Merged
@@ -201,8 +201,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
     dout = _check_grads(out, *grads)
-    if ctx.needs_input_grad[3] and _calls[ctx.call].options.reproducible:
-        refuse_sink_gradients()
     dq, dk, dv, dsinks = _attend_backward_op(q, k, v, sinks, dout, out, lse, ctx.call)
     return dq, dk, dv, None if sinks is None else dsinks, None, None
 

@@ -56,7 +56,8 @@ def attention(
         direction: "forward" or "reverse", which way a ring turns.
         kernel: "auto" or the name of a kernel.
         scale: Of the scores before the softmax; 1/sqrt(head_dim) by default.
-        sinks: (heads,), a logit per head that takes its share of the softmax and gives nothing.
+        sinks: (heads,), a logit per head that takes its share of the softmax and gives nothing. A rank's gradient of
+            them is its share, to be summed over the ranks; with `reproducible` it is the whole sum, on every rank.
         wire: "int8" or "float8_e4m3" rounds K and V for all ranks alike and sends bytes; None sends them as they are.
         reproducible: The same bits for any number of ranks and any algorithm; takes layouts with `align=rs.TILE`.
         return_lse: Also return the log-sum-exp, sinks included.

@@ -4,7 +4,6 @@
 gradient of a gathered row goes to the rank that owns it, summed over all ranks, as each of them may have used it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ringspan.errors import RingspanError, ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
-from ringspan.transports.base import Receive, Send
+from ringspan.transports.all_to_all import all_to_all
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
@@ -64,7 +63,7 @@ class _Gather(torch.autograd.Function):
         _agree(session, "gather", part, layout, dim, deadline_s)
         part = part.contiguous()
         shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
-        return layout.unshard(exchange(session, [part] * layout.world_size, shapes, deadline_s), dim)
+        return layout.unshard(all_to_all(session.transport, [part] * layout.world_size, shapes, deadline_s), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -72,7 +71,7 @@ class _Gather(torch.autograd.Function):
         rank = session.transport.rank
         _agree(session, "gradient of gather", grads[0], layout, dim, deadline_s)
         pieces = [layout.shard(grads[0], peer, dim).contiguous() for peer in range(layout.world_size)]
-        received = exchange(session, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
+        received = all_to_all(session.transport, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
         grad = torch.stack(received).sum(dim=0)
         if rank > 0 and layout.replicated:
             # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
@@ -92,19 +91,3 @@ def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:
     shape = list(part.shape)
     shape[dim] = length
     return tuple(shape)
-
-
-def exchange(
-    session: Session, sends: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], deadline_s: float
-) -> list[torch.Tensor]:
-    """Send the r-th tensor to rank r and receive one of the r-th shape from it."""
-    transport = session.transport
-    received = [part if peer == transport.rank else part.new_empty(shapes[peer]) for peer, part in enumerate(sends)]
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
-    posted = transport.exchange(
-        [Send(peer, sends[peer]) for peer in peers if sends[peer].numel()],
-        [Receive(peer, received[peer]) for peer in peers if received[peer].numel()],
-    )
-    for handle in (*posted.receives, *posted.sends):
-        handle.wait(deadline_s)
-    return received

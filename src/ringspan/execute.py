@@ -161,19 +161,22 @@ def execute(
     step = 0
     for instruction in program:
         match instruction:
-            case Exchange(step, sends, receives):
+            case Exchange():
+                step, sends, receives = instruction
                 if record is not None:
                     for transfer, _, nbytes in sends:
                         record(Event(rank, step, "send", (transfer.block,), transfer.dst, nbytes))
                 wire.post(step, [(message, state.take(step, message.transfer)) for message in sends], receives)
                 yield step
-            case Compute(step, tiles):
+            case Compute():
+                step, tiles = instruction
                 for tile in tiles:
                     if record is not None:
                         blocks = (tile.q, tile.kv)
                         record(Event(rank, step, "attend", blocks, pairs=tile.pairs, coverage=tile.coverage))
                     state.attend(tile)
-            case Arrived(posted, transfer):
+            case Arrived():
+                posted, transfer = instruction
                 value = wire.receive(posted, transfer)
                 block = transfer.block
                 if record is not None:
@@ -182,13 +185,15 @@ def execute(
                     state.inputs[block] = value
                 elif state.add(posted, transfer, value):
                     wire.release(value)
-            case AllMerged(posted, block):
+            case AllMerged():
+                posted, block = instruction
                 _merge_all(posted, block, state, wire)
                 if record is not None:
                     record(Event(rank, step, "merge", (block,)))
-            case Sent(posted, transfer):
-                wire.sent(posted, transfer)
-            case Drop(block):
+            case Sent():
+                wire.sent(*instruction)
+            case Drop():
+                (block,) = instruction
                 wire.release(state.inputs.pop(block))
                 if record is not None:
                     record(Event(rank, step, "drop", (block,)))

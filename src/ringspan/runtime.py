@@ -27,6 +27,7 @@ from ringspan.tiles import BoundProgram, LocalRows, Message, Problem, Shape, bin
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
+_NOTHING = nullcontext()
 _SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 """What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
 of it in one call, while a GPU wants enough work in each."""
@@ -148,7 +149,7 @@ def _join(rows: LocalRows, own: Value, replicated: Value) -> Value:
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Sums are kept in a type of our choice. Where there is no autocast nothing is entered, which takes its time."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 class TorchArithmetic:
@@ -375,11 +376,14 @@ class TransportWire:
         except TransportError as error:
             blocks = ", ".join(str(message.transfer) for message, _ in sends)
             raise self._failed(step, f"sending {blocks}" if sends else "receiving", error) from None
-        send_handles, receive_handles = iter(posted.sends), iter(posted.receives)
-        for transfer, tensors in outgoing:
-            self._outgoing[step, transfer] = ([next(send_handles) for _ in tensors], tensors)
-        for transfer, value in incoming:
-            self._incoming[step, transfer] = ([next(receive_handles) for _ in value], value)
+        for pending, messages, handles in (
+            (self._outgoing, outgoing, posted.sends),
+            (self._incoming, incoming, posted.receives),
+        ):
+            first = 0
+            for transfer, value in messages:
+                pending[step, transfer] = handles[first : first + len(value)], value
+                first += len(value)
 
     def receive(self, step: int, transfer: Transfer, /) -> Value:
         """Wait for all tensors of a block."""

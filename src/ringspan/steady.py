@@ -1,17 +1,23 @@
 """Sums of tensors whose bits do not depend on what else is in a call, nor on the number of threads.
 
 The kernel computes each head and block of rows by itself, so a cell comes out the same whatever stands beside it. Two
-things around it do not, and are seen to here:
+things do not, and are seen to here:
 
 - Vectorised exp and logaddexp give other bits in the remainder of a loop than in its body. They are applied to
   contiguous numbers without a remainder, no more at a time than one thread takes (`merge_steadily`).
-- A call for a single head is one task, in which the matrix products themselves use all threads and give other bits than
-  on one. With a second head beside it each product stays on its thread; the second is a copy of the first.
+- A matrix product in the kernel is cut into as many parts as there are threads, even where one thread computes all of
+  them, and has other bits then. So the kernel is called as if there were one thread, and several threads share out the
+  heads (`on_single_threads`).
 
 One call for several tiles of queries is faster, and rows come out the same however many there are; but no library says
 so, and therefore that is tried first (`tiles_at_once`).
 """
 
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -29,9 +35,6 @@ class SteadyArithmetic(TorchArithmetic):
     """The arithmetic of the reproducible mode."""
 
     merge_parts = staticmethod(merge_steadily)
-
-    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
-        super().__init__(kernel if torch.get_num_threads() == 1 else _NeverAlone(kernel), scale, like)
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Attend a piece of all queries; the lse in order, as every merge wants it."""
@@ -59,20 +62,67 @@ def tiles_at_once(name: str, request: Request) -> int:
         piece = Piece(slice(0, rows.stop - rows.start), slice(0, TILE), PieceKind.FULL, None, None)
         return kernel.forward(q[:, :, rows], k, v, piece, scale)
 
-    one_by_one = [attend(slice(i * TILE, (i + 1) * TILE)) for i in range(AT_ONCE)]
-    for number in range(2, AT_ONCE + 1):
-        together = attend(slice(0, number * TILE))
-        for parts, whole in zip(zip(*one_by_one[:number], strict=True), together, strict=True):
-            if not torch.equal(torch.cat(parts, 2), whole):
-                return 1
+    with _ONE_THREAD():
+        one_by_one = [attend(slice(i * TILE, (i + 1) * TILE)) for i in range(AT_ONCE)]
+        for number in range(2, AT_ONCE + 1):
+            together = attend(slice(0, number * TILE))
+            for parts, whole in zip(zip(*one_by_one[:number], strict=True), together, strict=True):
+                if not torch.equal(torch.cat(parts, 2), whole):
+                    return 1
     return AT_ONCE
 
 
-class _NeverAlone:
-    """A kernel that is never called for one batch row and KV head alone."""
+class _OneThread:
+    """While anybody is inside, PyTorch and its matrix library take it that there is one thread.
 
-    def __init__(self, kernel: Kernel) -> None:
+    The library has one number for the whole process, so ranks that are threads of it go in and out together: it is set
+    back by the last. A thread that leaves earlier stays at one thread for what PyTorch itself would share out.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._outside = 1
+
+    @contextmanager
+    def __call__(self) -> Iterator[int]:
+        """Gives the number of threads this one had."""
+        with self._lock:
+            num_threads = torch.get_num_threads()
+            if not self._num_inside:
+                self._outside = num_threads
+            self._num_inside += 1
+            torch.set_num_threads(1)
+        try:
+            yield num_threads
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                if not self._num_inside:
+                    torch.set_num_threads(self._outside)
+
+
+_ONE_THREAD = _OneThread()
+
+
+@contextmanager
+def on_single_threads(kernel: Kernel) -> Iterator[Kernel]:
+    """The kernel with the bits it has on one thread, on as many as there are."""
+    with _ONE_THREAD() as num_threads:
+        if num_threads == 1:
+            yield kernel
+            return
+        with ThreadPoolExecutor(num_threads) as pool:
+            yield _SharedOut(kernel, pool, num_threads)
+
+
+class _SharedOut:
+    """A kernel that attends some of the batch rows or KV heads on each thread."""
+
+    def __init__(self, kernel: Kernel, pool: ThreadPoolExecutor, num_threads: int) -> None:
         self.kernel = kernel
+        self.pool = pool
+        self.num_threads = num_threads
 
     @property
     def name(self) -> str:
@@ -82,23 +132,37 @@ class _NeverAlone:
         return self.kernel.refuses(request)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        if not _is_alone(k):
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
             return self.kernel.forward(q, k, v, piece, scale)
-        part = self.kernel.forward(_twice(q), _twice(k), _twice(v), piece, scale)
-        return Partial(*(x[:1] for x in part))
+
+        return Partial(*self._share_out(attend, q, k, v))
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        if not _is_alone(k):
-            return self.kernel.backward(q, k, v, merged, piece, scale)
-        part = self.kernel.backward(_twice(q), _twice(k), _twice(v), Merged(*map(_twice, merged)), piece, scale)
-        return Gradients(*(x[:1] for x in part))
+        def differentiate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *merged: torch.Tensor) -> Gradients:
+            return self.kernel.backward(q, k, v, Merged(*merged), piece, scale)
+
+        return Gradients(*self._share_out(differentiate, q, k, v, *merged))
+
+    def _share_out(
+        self, compute: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What `compute` makes of all of the tensors, by parts of their heads, or of the batch if it has more rows."""
+        batch, kv_heads = tensors[1].shape[:2]
+        dim, size = (0, batch) if batch > kv_heads else (1, kv_heads)
+        num_parts = min(self.num_threads, size)
+        if num_parts < 2:
+            return compute(*tensors)
+        cuts = [size * i // num_parts for i in range(num_parts + 1)]
+        compute = torch.no_grad()(compute)  # each thread records gradients unless it is told not to
+        parts = self.pool.map(
+            compute, *([_part(x, dim, size, *cut) for cut in itertools.pairwise(cuts)] for x in tensors)
+        )
+        return tuple(torch.cat(of_parts, dim) for of_parts in zip(*parts, strict=True))
 
 
-def _is_alone(k: torch.Tensor) -> bool:
-    return k.shape[0] * k.shape[1] == 1
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    return x.expand(2, *x.shape[1:])
+def _part(x: torch.Tensor, dim: int, size: int, first: int, last: int) -> torch.Tensor:
+    """Those from first to last of the `size` equal groups of rows or heads."""
+    group = x.shape[dim] // size
+    return x.narrow(dim, first * group, (last - first) * group)

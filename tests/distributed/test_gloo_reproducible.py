@@ -38,14 +38,17 @@ def run_on_layouts(rank: int, layouts: list[rs.Layout]) -> list[dict[str, torch.
     return [run_layers(layout, rank, None, torch.float32) for layout in layouts]
 
 
-def test_training_on_processes_ends_in_the_weights_of_one() -> None:
-    alone = train(rs.contiguous(TRAINED, 1), None, steps=8)
-    for weights in values(run_ranks(run_training, 2)):
-        assert [name for name, x in alone.items() if not torch.equal(weights[name], x)] == []
+def test_twenty_steps_on_processes_end_in_the_weights_of_one() -> None:
+    alone = train(rs.contiguous(TRAINED, 1), None)
+    assert len(alone["losses"]) == 20
+    assert alone["losses"][-1] < alone["losses"][0] - 0.1
+    for world_size in (2, 4):
+        for weights in values(run_ranks(run_training, world_size, world_size)):
+            assert [name for name, x in alone.items() if not torch.equal(weights[name], x)] == []
 
 
-def run_training(rank: int) -> dict[str, torch.Tensor]:
-    return train(rs.zigzag(TRAINED, 2, align=TILE), None, steps=8)
+def run_training(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    return train(rs.zigzag(TRAINED, world_size, align=TILE), None)
 
 
 def test_the_number_of_threads_does_not_change_a_bit_if_mkl_is_told_so() -> None:

@@ -9,7 +9,7 @@ from reproducible_cases import LAYOUTS, Call, alone, different, on_rank, options
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
-CALLS = (Call("causal"), Call("rows", torch.bfloat16))
+CALLS = (Call("causal", has_sinks=True), Call("rows", torch.bfloat16))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -22,6 +22,7 @@ import torch
 import ringspan as rs
 from attention_cases import covering_third, job_of_case, make_job
 from cases import select
+from reproducible_cases import LAYOUTS, SHORT, WAYS, Call, alone, on_rank
 
 HARD_TIMEOUT_S = 110
 RANKS = 4
@@ -70,6 +71,15 @@ def check_calls_one_after_the_other(comm: Any) -> None:
         job.check(comm.rank, got)
         whole = rs.gather(got.out, job.layout, comm, dim=2)
         torch.testing.assert_close(whole, job.out, rtol=0, atol=1e-12)
+
+
+def check_the_bits_of_one_device(comm: Any) -> None:
+    call, layout = Call("causal", has_sinks=True, seq_len=SHORT), LAYOUTS["zigzag"](comm.size, SHORT)
+    for way in ("pass_kv", "pass_q"):
+        *of_tokens, dsinks = on_rank(call, layout, comm, comm.rank, **WAYS[way])
+        *wanted, whole = alone(call)
+        assert all(torch.equal(x, layout.shard(y, comm.rank, 2)) for x, y in zip(of_tokens, wanted, strict=True))
+        assert torch.equal(dsinks, whole[0])
 
 
 def check_disagreement(comm: Any) -> None:

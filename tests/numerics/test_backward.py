@@ -15,7 +15,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import oracle
 import ringspan as rs
 import ringspan.runtime
-from attention_cases import Gradients, Job, check_gradients, job_of_case, make_dout, make_job, options_of, run_both
+from attention_cases import (
+    Gradients,
+    Job,
+    check_gradients,
+    dense_sink_gradients,
+    job_of_case,
+    make_dout,
+    make_job,
+    options_of,
+    run_both,
+)
 from cases import ROWS, make_mask, replicated, select
 from ringspan.execute import Event
 from ringspan.tiles import Problem, Shapes
@@ -116,21 +126,6 @@ def test_sinks(algorithm: str, world_size: int) -> None:
         got.append(torch.stack([part[3] for part in parts]).sum(0))
         for mine, wanted in zip(got, dense_sink_gradients(job, values), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
-
-
-def dense_sink_gradients(job: Job, sinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    positions = job.layout.all_positions()
-    allowed = torch.from_numpy(oracle.dense_mask(job.spec, positions, positions))
-    q, k, v, sinks = (x.clone().requires_grad_() for x in (job.q, job.k, job.v, sinks))
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
-    column = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
-    # exp by hand: softmax has no derivative where everything is -inf
-    weights = torch.cat([scores.exp().masked_fill(~allowed, 0.0), column.exp()], -1)
-    total = weights.sum(-1, keepdim=True)
-    weights = weights / total.masked_fill(total == 0, 1.0)
-    out = weights[..., :-1] @ v.repeat_interleave(group, 1)
-    return torch.autograd.grad(out, (q, k, v, sinks), make_dout(job))
 
 
 @each_algorithm

@@ -1,4 +1,4 @@
-"""An ordinary transformer trains to the same bits on 1, 2 and 4 ranks; and what cannot be converted is refused."""
+"""An ordinary transformer trains to the same bits on any number of ranks; and what cannot be converted is refused."""
 
 from functools import partial
 from typing import Any
@@ -28,11 +28,11 @@ def differing(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Te
 # Training
 
 
-def test_twenty_steps_end_in_the_same_weights_on_one_two_and_four_ranks() -> None:
-    alone = train(ALONE, None)
-    assert alone["losses"][-1] < alone["losses"][0] - 0.1
+def test_a_few_steps_end_in_the_same_weights() -> None:
+    """Twenty are taken on processes: tests/distributed/test_gloo_reproducible.py."""
+    alone = train(ALONE, None, steps=6)
     for layout in (rs.zigzag(SEQ_LEN, 2, align=TILE), rs.contiguous(SEQ_LEN, 4, align=TILE)):
-        assert differing(on_ranks(layout), alone) == []
+        assert differing(on_ranks(layout, steps=6), alone) == []
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

@@ -179,17 +179,17 @@ def test_documents_that_end_leave_no_next_token() -> None:
 def test_json_has_these_keys() -> None:
     data = simulate_json()
     assert set(data) == {
-        "version", "parameters", "prefill", "decode", "choices", "num_checks", "failures", "is_verified",
+        "version", "parameters", "prefill", "decode", "choices", "num_checks", "failures", "other_bits", "is_verified",
     }  # fmt: skip
     assert data["parameters"] == {
         "world_size": 4, "seq_len": 64, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32",
         "mask": "causal()", "layout": "zigzag", "algorithms": ["pass_kv", "pass_q"], "direction": "forward",
-        "mesh": None, "seed": 0,
+        "mesh": None, "seed": 0, "reproducible": False,
     }  # fmt: skip
-    assert set(data["prefill"]) == {"shards", "work", "reference", "runs", "one_query"}
+    assert set(data["prefill"]) == {"shards", "work", "reference", "runs", "one_query", "one_device_digest"}
     assert set(data["prefill"]["runs"][0]) == {
         "algorithm", "num_steps", "grid", "steps", "traffic", "sent_bytes", "sent_bytes_per_rank",
-        "largest_rank_step_bytes", "check",
+        "largest_rank_step_bytes", "check", "bits",
     }  # fmt: skip
     assert set(data["decode"]) == {"one_sequence", "batch"}
     assert set(data["decode"]["batch"]["steps"][0]) == {

@@ -30,7 +30,10 @@ from ringspan.lesson import (
     run_lesson,
 )
 from ringspan.mask import Mask
+from ringspan.tree import TILE
 
+TOKENS = 64
+TILES = 4  # one for each of the devices
 FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
 
 EXAMPLES = """\b
@@ -40,6 +43,7 @@ Examples:
   ringspan simulate --devices 8 --tokens 200 --mask "causal & window:32"
   ringspan simulate --mask "causal & documents:24,40" --layout balanced
   ringspan simulate --algorithm hybrid --algorithm double-ring --mesh 2x2
+  ringspan simulate --reproducible --tokens 3000 --devices 3
   ringspan simulate --json > lesson.json
 """
 
@@ -50,8 +54,7 @@ Examples:
     "--tokens",
     callback=parsed_by(partial(parse_tokens, most=MAX_SEQ_LEN)),
     metavar="N",
-    default="64",
-    help="Length of the sequence; 1K is 2^10.",
+    help=f"Length of the sequence; 1K is 2^10.  [default: {TOKENS}, or {TILES * TILE} with --reproducible]",
 )
 @click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=8, help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(1, MAX_HEADS), default=2, help="KV heads; they divide the query heads.")
@@ -89,13 +92,18 @@ Examples:
     metavar="OUTERxINNER",
     help="Ranks in two dimensions, for hybrid and double-ring.",
 )
+@click.option(
+    "--reproducible",
+    is_flag=True,
+    help=f"The bits do not depend on the devices: sums in tiles of {TILE} tokens; compare with one device.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random q, k and v.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def simulate(
     ctx: click.Context,
     devices: int,
-    tokens: int,
+    tokens: int | None,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -104,6 +112,7 @@ def simulate(
     algorithms: tuple[str, ...],
     direction: Direction | None,
     mesh: Mesh | None,
+    reproducible: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -112,10 +121,12 @@ def simulate(
     Shows who holds which tokens, who computes and sends what at which step, and how much work and traffic that makes.
     Every result is held against dense attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
     """
+    tokens = tokens or (TILES * TILE if reproducible else TOKENS)
     names = tuple(dict.fromkeys(name.replace("-", "_") for name in algorithms))
     check_options(names, direction, mesh, devices)
     check_mask(mask, tokens)
-    lesson = _run(Settings(devices, tokens, heads, kv_heads, head_dim, mask, layout, names, direction, mesh, seed))
+    sizes = (devices, tokens, heads, kv_heads, head_dim)
+    lesson = _run(Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible))
     if as_json:
         click.echo(json.dumps({"version": __version__, **dataclasses.asdict(lesson)}, indent=2, allow_nan=False))
     else:

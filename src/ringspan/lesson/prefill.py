@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
-from ringspan.layout import Layout
+from ringspan.layout import Layout, contiguous
+from ringspan.lesson.bits import Bits, compare_bits, digest_bits
 from ringspan.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
 from ringspan.lesson.settings import LayoutChoice, Settings
 from ringspan.schedule import Block, format_schedule
@@ -122,6 +124,7 @@ class Run:
     sent_bytes_per_rank: tuple[int, ...]
     largest_rank_step_bytes: int
     check: Check
+    bits: Bits | None  # in the reproducible mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +156,26 @@ class Prefill:
     reference: Reference
     runs: tuple[Run, ...]
     one_query: OneQuery | None
+    one_device_digest: str | None  # in the reproducible mode: that of `Bits`, for one device
 
 
 def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], None]) -> Prefill:
     """Run every chosen algorithm on the tokens and hold it against the dense reference."""
-    layout = settings.layout.build(settings.mask, settings.seq_len, settings.world_size)
+    layout = settings.build_layout(settings.layout)
     positions = np.arange(settings.seq_len)
     arrays = (tokens.q, tokens.k, tokens.v, settings.mask, positions, positions)
     progress("dense reference")
     truth = dense_attention(*arrays, np.float64)
     float32 = check(*dense_attention(*arrays, np.float32), *truth)
-    runs, one_query = [], None
+    runs, one_query, alone = [], None, None
+    if settings.reproducible:
+        progress("one device")
+        alone = _simulate(settings, tokens, contiguous(settings.seq_len, 1), "pass_kv")
     for algorithm in settings.algorithms:
         progress(algorithm)
         simulation = _simulate(settings, tokens, layout, algorithm)
-        runs.append(_run(algorithm, simulation, check(simulation.out, simulation.lse, *truth)))
+        bits = None if alone is None else compare_bits(simulation, alone)
+        runs.append(_run(algorithm, simulation, check(simulation.out, simulation.lse, *truth), bits))
         if algorithm == "pass_kv":
             one_query = _follow_one_query(simulation, *truth)
     work = tuple(_work(settings, choice) for choice in _compared(settings.layout))
@@ -184,6 +192,7 @@ def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], No
         ),
         runs=tuple(runs),
         one_query=one_query,
+        one_device_digest=None if alone is None else digest_bits(alone),
     )
 
 
@@ -195,6 +204,7 @@ def _simulate(settings: Settings, tokens: Tokens, layout: Layout, algorithm: str
         mask=settings.mask,
         layout=layout,
         algorithm=algorithm,
+        reproducible=settings.reproducible,
         **settings.options(algorithm),  # type: ignore[arg-type]
     )
 
@@ -209,7 +219,7 @@ def _compared(chosen: LayoutChoice) -> tuple[LayoutChoice, ...]:
 
 
 def _work(settings: Settings, choice: LayoutChoice) -> LayoutWork:
-    work = choice.build(settings.mask, settings.seq_len, settings.world_size).work(settings.mask)
+    work = settings.build_layout(choice).work(settings.mask)
     per_rank, per_step = work.per_rank, work.per_step
     if settings.direction == "reverse":
         # In a mirror, where rank r is P-1-r, a ring that turns backward turns forward.
@@ -218,7 +228,7 @@ def _work(settings: Settings, choice: LayoutChoice) -> LayoutWork:
     return LayoutWork(str(choice), tuple(per_rank.tolist()), tuple(map(tuple, per_step.tolist())), work.imbalance)
 
 
-def _run(algorithm: str, simulation: Simulation, result: Check) -> Run:
+def _run(algorithm: str, simulation: Simulation, result: Check, bits: Bits | None) -> Run:
     sent = [[sum(event.nbytes for event in cell.sent) for cell in step] for step in simulation.trace]
     return Run(
         algorithm=algorithm,
@@ -230,6 +240,7 @@ def _run(algorithm: str, simulation: Simulation, result: Check) -> Run:
         sent_bytes_per_rank=tuple(map(sum, zip(*sent, strict=True))),
         largest_rank_step_bytes=max(map(max, sent)),
         check=result,
+        bits=bits,
     )
 
 
@@ -263,14 +274,16 @@ def count_traffic(simulation: Simulation) -> tuple[Traffic, ...]:
 
 def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> Traffic:
     sizes = [nbytes for nbytes, _ in messages]
-    _, largest = max(messages, key=lambda message: message[0])
+    nbytes, largest = max(messages, key=lambda message: message[0])
+    # A part of a sum may travel as several nodes of the same rows, one after the other.
+    times = Fraction(nbytes, problem.block_bytes(largest) or 1)
     return Traffic(
         kind=kind,
         num_messages=len(messages),
         smallest_bytes=min(sizes),
         largest_bytes=max(sizes),
         total_bytes=sum(sizes),
-        shapes=problem.block_shapes(largest),
+        shapes=tuple((*shape[:-2], int(times * shape[-2]), shape[-1]) for shape in problem.block_shapes(largest)),
         bytes_per_element=problem.shapes.sum_itemsize if largest.is_sum else problem.shapes.itemsize,
     )
 

@@ -11,6 +11,7 @@ from ringspan.balance import balanced
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask
+from ringspan.tree import TILE
 
 MAX_WORLD_SIZE = 64
 MAX_SEQ_LEN = 8192
@@ -60,8 +61,15 @@ class Settings:
     direction: Direction | None
     mesh: Mesh | None
     seed: int
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
+        if self.reproducible and self.layout.name == "striped" and self.layout.block % TILE:
+            nearest = max(1, round(self.layout.block / TILE)) * TILE
+            raise LayoutError(
+                f"layout {self.layout} in the reproducible mode: no tile of {TILE} tokens may be on two ranks; the "
+                f"nearest such layout is striped:{nearest}"
+            )
         if self.num_heads % self.num_kv_heads:
             divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ShapeError(
@@ -81,6 +89,10 @@ class Settings:
                 f"{sizes}: the queries would have {elements:,} elements, more than {MAX_ELEMENTS:,}; "
                 "use fewer tokens, fewer heads or a smaller head_dim"
             )
+
+    def build_layout(self, choice: LayoutChoice) -> Layout:
+        """A layout of the sequence; in the reproducible mode on its grid."""
+        return choice.build(self.mask, self.seq_len, self.world_size, align=TILE if self.reproducible else 1)
 
     def options(self, algorithm: str) -> dict[str, object]:
         """Of direction and mesh, what this algorithm takes."""

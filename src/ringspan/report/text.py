@@ -19,6 +19,7 @@ from ringspan.lesson import (
     Run,
     Shard,
 )
+from ringspan.report.bits_text import bits_verdict, print_bits
 from ringspan.report.page import (
     NO_BREAK,
     Page,
@@ -69,7 +70,9 @@ def print_lesson(lesson: Lesson, console: Console) -> None:
         if run.algorithm == "pass_kv" and prefill.one_query is not None and len(prefill.one_query.meetings) > 1:
             _print_one_query(page, prefill.one_query)
     _print_traffic(page, prefill.runs)
-    _print_decode(page, lesson.decode, parameters.world_size)
+    if parameters.reproducible:
+        print_bits(page, prefill, NAMES)
+    _print_decode(page, lesson.decode, parameters)
     _print_choices(page, lesson.choices)
     _print_verdict(page, lesson)
 
@@ -90,6 +93,7 @@ def _print_title(page: Page, parameters: Parameters) -> None:
             ("mask", p.mask),
             ("layout", p.layout),
             ("algorithms", ", ".join(NAMES[name] for name in p.algorithms) + direction + mesh),
+            *([("mode", "reproducible: the same bits on any number of devices")] if p.reproducible else []),
         ]
     )
 
@@ -237,9 +241,11 @@ def _print_traffic(page: Page, runs: Sequence[Run]) -> None:
         page.prose(f"Here pass-Q moves {ratio:.3g} times the bytes of pass-KV; below is when that turns round.")
 
 
-def _print_decode(page: Page, decode: Decode, world_size: int) -> None:
+def _print_decode(page: Page, decode: Decode, parameters: Parameters) -> None:
     page.section("Decoding: the cache stays, new tokens are dealt to the ranks in turn")
     one, batch = decode.one_sequence, decode.batch
+    if parameters.reproducible:
+        page.prose("Decoding has no reproducible mode; these are the bits of this number of devices.")
     if one is None:
         page.prose("The mask's documents end with the sequence, so it has no next token.")
     else:
@@ -251,8 +257,8 @@ def _print_decode(page: Page, decode: Decode, world_size: int) -> None:
         _print_decode_steps(page, one)
     page.prose(
         f"{format_count(batch.num_sequences, 'sequence')} of {format_count(batch.prompt_tokens, 'cached token')}"
-        f" each: sequence b gives its new token at step i to rank (b + i) mod {world_size}. Each rank then has its own"
-        " queries, and they go round the ring as in pass-Q.",
+        f" each: sequence b gives its new token at step i to rank (b + i) mod {parameters.world_size}. Each rank then"
+        " has its own queries, and they go round the ring as in pass-Q.",
     )
     _print_decode_steps(page, batch)
 
@@ -320,7 +326,7 @@ def _pick(algorithm: str) -> Text:
 
 def _print_verdict(page: Page, lesson: Lesson) -> None:
     page.console.print()
-    if lesson.is_verified:
+    if not lesson.failures:
         message = Text(f"✓ All {lesson.num_checks} results agree with dense attention.", "bold green")
     else:
         failures = ", ".join(map(_spelled, lesson.failures))
@@ -329,6 +335,9 @@ def _print_verdict(page: Page, lesson: Lesson) -> None:
             "bold red",
         )
     page.console.print(message)
+    bits = bits_verdict(lesson, NAMES)
+    if bits is not None:
+        page.console.print(bits)
     page.console.print(Text(f"Try also {', '.join(_other_options(lesson.parameters))}.", "dim"))
 
 

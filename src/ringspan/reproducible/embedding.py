@@ -12,12 +12,12 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding as look_up
 
-from ringspan.collectives import exchange
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
-from ringspan.reproducible.sums import Ranks, open_ranks
+from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
+from ringspan.transports.all_to_all import all_to_all
 
 
 def embedding(
@@ -80,7 +80,7 @@ class _Embedding(torch.autograd.Function):
             dwhole.to(accumulator_dtype(dout.dtype)), all_ids, vocabulary, -1, False
         )
         shapes = [(vocabulary, last - first) for first, last in itertools.pairwise(cuts)]
-        columns = exchange(ranks.session, [mine] * world_size, shapes, ranks.deadline_s)
+        columns = all_to_all(ranks.session.transport, [mine] * world_size, shapes, ranks.deadline_s)
         return torch.cat(columns, dim=1).to(dout.dtype), None, None
 
 
@@ -88,5 +88,5 @@ def _unshard(ranks: Ranks, parts: list[torch.Tensor], tail: tuple[int, ...]) -> 
     """Send the r-th part to rank r; what all send here, (batch, seq, *tail), in the order of positions."""
     layout = ranks.tiling.layout
     shapes = [(len(parts[0]), layout.shard_len(rank), *tail) for rank in range(layout.world_size)]
-    received = exchange(ranks.session, [part.contiguous() for part in parts], shapes, ranks.deadline_s)
+    received = all_to_all(ranks.session.transport, [part.contiguous() for part in parts], shapes, ranks.deadline_s)
     return layout.unshard(received, dim=1)

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens, check_weights
-from ringspan.reproducible.sums import Ranks, open_ranks
+from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
 
 _ALIGNMENT = 64  # bytes; torch's own tensors have it, and a matrix product may tell one that has not

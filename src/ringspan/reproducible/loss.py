@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
-from ringspan.reproducible.sums import Ranks, open_ranks
+from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
 from ringspan.training import IGNORE_INDEX
 
