@@ -1,5 +1,7 @@
 """The promises of `compile_rank`, checked by walking the programs of all algorithms instruction by instruction."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -238,10 +240,12 @@ def bound_programs():
 def test_only_a_tile_that_nothing_came_before_is_first():
     """Head by head: not after another tile of the same queries, nor after a part has arrived."""
     num_first = 0
+    num_begun: Counter[str] = Counter()
     for name, heads, program in bound_programs():
         begun: set[tuple[str, int, int]] = set()
 
-        def parts(block: Block, num_heads: int = heads.num_heads) -> set[tuple[str, int, int]]:
+        def parts(block: Block, heads: rs.Heads = heads) -> set[tuple[str, int, int]]:
+            num_heads = heads.num_kv_heads if block.kind == "dkv" else heads.num_heads
             return {(block.kind, block.owner, head) for head in block.heads or range(num_heads)}
 
         for instruction in program:
@@ -253,11 +257,15 @@ def test_only_a_tile_that_nothing_came_before_is_first():
                         rows = set(range(piece.q.start, piece.q.stop))
                         assert not (is_first and rows & seen), f"{name}: {tile.q}×{tile.kv}"
                         seen |= rows
-                    assert not tile.begins or (tile.firsts == (True,) and tile.sums[0].heads is None)
+                    for block, begins, rows in zip(tile.sums, tile.begins, tile.pieces[0], strict=False):
+                        assert not begins or not parts(block) & begun, f"{name}: {block}"
+                        assert not begins or (block.heads is None and rows.start == 0), f"{name}: {block}"
+                        num_begun[block.kind] += begins
                     num_first += sum(tile.firsts)
-                    begun |= parts(tile.sums[0])
+                    begun |= {part for block in tile.sums for part in parts(block)}
             elif isinstance(instruction, Arrived) and instruction.transfer.block.is_sum:
                 begun |= parts(instruction.transfer.block)
             elif isinstance(instruction, AllMerged):
                 begun |= parts(instruction.block)
     assert num_first > 300
+    assert min(num_begun["out"], num_begun["dq"], num_begun["dkv"]) > 10, num_begun
