@@ -29,6 +29,7 @@ from ringspan.pieces import Piece, PieceKind
 HEAD_DIM = 64
 LAYERS = 2
 CASES = [(8, 8, 1), (8, 2, 1), (8, 8, 8), (8, 2, 8)]  # query heads, KV heads, batch
+MOST = max(batch for _, _, batch in CASES)
 AT_LEAST = 0.93
 
 
@@ -44,12 +45,12 @@ class Times(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cached", type=int, default=131072, help="tokens of each sequence")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="with the largest batch, more with a smaller one")
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")
     args = parser.parse_args()
     rows, is_kept = [], True
     for heads, kv_heads, batch in CASES:
-        ranks = run_ranks(measure, 2, heads, kv_heads, batch, args.cached, args.rounds)
+        ranks = run_ranks(measure, 2, heads, kv_heads, batch, args.cached, args.rounds * (MOST // batch))
         rounds = [Times(*map(max, zip(*both, strict=True))) for both in zip(*ranks, strict=True)]  # the slower rank
         medians = Times(*(statistics.median(times) for times in zip(*rounds, strict=True)))
         shares = Times(
@@ -71,7 +72,8 @@ def main() -> None:
     text = (
         f"`python benchmarks/decode.py --cached {args.cached} --rounds {args.rounds}`\n\n{describe_machine()}.\n\n"
         f"{args.cached} cached tokens of each sequence on 2 gloo ranks of one thread, head_dim {HEAD_DIM}, float32, "
-        f"{LAYERS} layers. Medians of {args.rounds} rounds of all runs in turn; shares are of the same round.\n\n"
+        f"{LAYERS} layers. Medians of {args.rounds} rounds of all runs in turn, of one sequence {args.rounds * MOST}; "
+        "shares are of the same round.\n\n"
         + format_table(header, rows)
         + f"\n\nDecode at {100 * AT_LEAST:.0f} % or more of reading alone: {'yes' if is_kept else 'NO'}."
     )
@@ -101,7 +103,7 @@ def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_r
             kernel.forward(q[sequence : sequence + 1], keys, values, piece, HEAD_DIM**-0.5)
 
     def rounds() -> Times:
-        alone = statistics.mean(timed(lambda layer=layer: read_alone(layer)) for layer in range(LAYERS))
+        alone = statistics.mean(timed(lambda layer=layer: read_alone(layer)) for layer in range(1, LAYERS))
         begin = time.perf_counter()
         turn = cache.begin([1] * batch, query="replicated")
         planned = time.perf_counter() - begin
