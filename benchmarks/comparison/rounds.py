@@ -1,10 +1,10 @@
 """How are contenders measured side by side, and where are the figures kept until there are enough?
 
-In every round each contender that is due runs once, in an order of its own, the two whose ratio matters next to each
+In every round each contender that is due runs once, in an order of its own, those whose ratio matters next to each
 other, so that whatever the machine does to one it does to the other; ratios are taken within a round. A round in which
-other programs took part of the machine is thrown away, whatever it says. Rounds are kept in a file, point by point, so
-that a measurement can be stopped at any time and goes on where it was. Those of other code than the present one are
-thrown away too.
+other programs took part of the machine from those is thrown away, whatever it says. Rounds are kept in a file, point by
+point, so that a measurement can be stopped at any time and goes on where it was. Those of other code than the present
+one are thrown away too.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from comparison.points import IDEALS, OURS, PEERS, Point
 from comparison.team import BENCHMARKS, Sample, Team, TeamFailed
@@ -110,14 +111,17 @@ def measure(
         while len(record.rounds) < num_rounds or any(it in teams and not record.count(it) for it in peers):
             if time.monotonic() > deadline:
                 return
+            due = _due(point, record, teams)
+            samples = _run(due.beside, record, teams)
             busy_s, start_s = _busy_seconds(), time.monotonic()
-            samples = _round(point, record, teams)
-            own_s = sum(it.cpu_seconds for it in samples.values())
+            compared = _run(due.compared, record, teams)
+            own_s = sum(it.cpu_seconds for it in compared.values())
             others = (
                 max(0.0, _busy_seconds() - busy_s - own_s - _COARSE_S)
                 / (time.monotonic() - start_s)
                 / (os.cpu_count() or 1)
             )
+            samples |= compared
             brief = ", ".join(f"{name} {sample.seconds:.3f}" for name, sample in samples.items())
             tell(f"{point.name}: round {len(record.rounds) + 1} of {num_rounds}: {brief}; others {others:.0%}")
             if others <= most_others:
@@ -147,15 +151,28 @@ def _teams(point: Point, record: Record, peers: list[str], peers_python: str | N
             team.close()
 
 
-def _round(point: Point, record: Record, teams: dict[str, Team]) -> dict[str, Sample]:
+class _Due(NamedTuple):
+    """Who runs in a round: those whose ratio matters, and before them the rest, such as peers."""
+
+    beside: list[str]
+    compared: list[str]
+
+
+def _due(point: Point, record: Record, teams: dict[str, Team]) -> _Due:
     index = len(record.rounds)
     due = [it for it in teams if record.count(it) <= index // point.every(it)]
     if OURS in due and index >= TRIED and point.peers:
         due.remove(min(IDEALS, key=lambda name: name == record.ideal()))
     random.Random(index).shuffle(due)
-    due.sort(key=lambda it: it in (OURS, *IDEALS))
+    if not point.peers:
+        return _Due([], due)
+    compared = (OURS, *IDEALS)
+    return _Due([it for it in due if it not in compared], [it for it in due if it in compared])
+
+
+def _run(contenders: list[str], record: Record, teams: dict[str, Team]) -> dict[str, Sample]:
     samples = {}
-    for contender in due:
+    for contender in contenders:
         try:
             samples[contender] = teams[contender].run(contender)
         except TeamFailed as error:
