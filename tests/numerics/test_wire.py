@@ -166,5 +166,7 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_measured_once(caplog: pyt
         figures = rs.run_in_process(measure, 3)
     assert len(set(figures)) == 1
     assert figures[0][0] is figures[0][1]
-    assert min(figures[0][0]) > 0
+    *rates_and_latency, busy_s_per_byte = figures[0][0]
+    assert min(rates_and_latency) > 0
+    assert busy_s_per_byte >= 0  # what a copy takes from attention may be too little to be seen
     assert "should take" in caplog.text
