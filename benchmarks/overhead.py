@@ -18,13 +18,14 @@ import torch
 from results import describe_machine, format_table, write_section
 
 import ringspan as rs
+from ringspan.arithmetic import TorchArithmetic
 from ringspan.contract import Contract
 from ringspan.pieces import Piece
-from ringspan.runtime import Buffers, TorchArithmetic
 from ringspan.session import Session, lend_session
 from ringspan.softmax import Partial
 from ringspan.transports.base import Posted, Receive, Send
 from ringspan.transports.single import Single
+from ringspan.wire import Buffers
 
 ALLOWED_US = {2: 60, 4: None, 8: 200}
 TOKENS, HEADS, HEAD_DIM = 32, 2, 8  # of one rank

@@ -14,6 +14,7 @@ import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
 from ringspan.arguments import Looks, check_looks, check_rows, check_timeout, look_at
+from ringspan.arithmetic import TorchArithmetic, without_autocast
 from ringspan.calibrate import measure_machine
 from ringspan.choose import RingWork, choose_by_time
 from ringspan.contract import Signature
@@ -25,15 +26,7 @@ from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.quantize import Format, encode_kv, encoded_dtypes, find_format
-from ringspan.runtime import (
-    Prepared,
-    TorchArithmetic,
-    TransportWire,
-    prepare,
-    run_backward,
-    run_forward,
-    without_autocast,
-)
+from ringspan.runtime import Prepared, prepare, run_backward, run_forward
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
 from ringspan.sinks import sink_gradients, sink_gradients_of_tiles, with_sinks
@@ -42,6 +35,7 @@ from ringspan.steady import SteadyArithmetic, on_single_threads, tiles_at_once
 from ringspan.tile_sums import sum_over_tiles, tile_layout
 from ringspan.tiles import Problem, check_kinds, softmax_scale
 from ringspan.transports.base import Transport
+from ringspan.wire import TransportWire
 
 _LOG = logging.getLogger("ringspan")
 _Result = TypeVar("_Result")

@@ -7,12 +7,13 @@ attends it too, so that all ranks use the same numbers. Rows are decoded a KV he
 import torch
 
 from ringspan import quantize
+from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Value
 from ringspan.kernels.base import Kernel
 from ringspan.pieces import Piece
-from ringspan.runtime import Buffers, TorchArithmetic, TransportWire
 from ringspan.tiles import Message
 from ringspan.transports.base import Transport
+from ringspan.wire import Buffers, TransportWire
 
 
 class EncodedArithmetic(TorchArithmetic):

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 from ringspan.algorithms import Mesh
 from ringspan.contract import Contract
-from ringspan.runtime import Buffers
 from ringspan.transports import Transport, find_group, open_transport
+from ringspan.wire import Buffers
 
 
 class Session(NamedTuple):

@@ -22,11 +22,11 @@ from functools import lru_cache
 
 import torch
 
+from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Value
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece, PieceKind
-from ringspan.runtime import TorchArithmetic
 from ringspan.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.tree import TILE
 

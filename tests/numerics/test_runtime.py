@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.runtime
+import ringspan.arithmetic
 from attention_cases import Job, job_of_case, lse_dtype, make_job, options_of, run
 from cases import ROWS, make_mask, select
 from ringspan.execute import Event
@@ -140,7 +140,7 @@ def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None
 @pytest.mark.parametrize("slab_bytes", [1, 3000, 20_000])
 @each_algorithm
 def test_pieces_in_slabs_of_any_size(algorithm: str, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ringspan.runtime._SLAB_BYTES, "cpu", slab_bytes)
+    monkeypatch.setitem(ringspan.arithmetic._SLAB_BYTES, "cpu", slab_bytes)
     rows = ("per_row", (CAUSAL, ("documents", (13, 24))))
     for heads in (rs.Heads(8, 8), rs.Heads(8, 4), rs.Heads(8, 1)):
         for spec in (("full",), CAUSAL, rows):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ringspan.arithmetic import TorchArithmetic
 from ringspan.bench.calibration import Calibration, fit_attention, fit_link
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
@@ -22,7 +23,6 @@ from ringspan.cost import RINGSPAN
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.pieces import Piece, PieceKind
-from ringspan.runtime import TorchArithmetic
 from ringspan.schedule import Block
 from ringspan.session import Session, session_of
 from ringspan.transports.base import Handle, Receive, Send

@@ -10,15 +10,16 @@ from typing import Literal
 
 import torch
 
+from ringspan.arithmetic import TorchArithmetic
 from ringspan.bench.result import Activity
 from ringspan.execute import Event, Value
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece
-from ringspan.runtime import TorchArithmetic, TransportWire
 from ringspan.schedule import Block, Transfer
 from ringspan.softmax import Partial
 from ringspan.steady import SteadyArithmetic
 from ringspan.tiles import Message
+from ringspan.wire import TransportWire
 
 
 class Watch:

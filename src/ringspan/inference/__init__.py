@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 
 from ringspan import quantize
+from ringspan.arithmetic import without_autocast
 from ringspan.attend import Attention
 from ringspan.errors import CacheError, ShapeError, TransportError
 from ringspan.execute import RankState, Value, execute
 from ringspan.inference.cached import CachedRows, TurnArithmetic, TurnWire
 from ringspan.inference.storage import Rows
 from ringspan.inference.turn import CacheState, Plan, Turn
-from ringspan.runtime import without_autocast
 from ringspan.schedule import ALL, Block
 from ringspan.softmax import Partial
 from ringspan.tiles import softmax_scale

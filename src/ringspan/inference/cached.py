@@ -13,10 +13,10 @@ import torch
 from ringspan.encoded import EncodedArithmetic, EncodedWire
 from ringspan.execute import Value
 from ringspan.inference.storage import Rows
-from ringspan.runtime import Buffers
 from ringspan.schedule import Transfer
 from ringspan.tiles import BoundProgram, Exchange, Message
 from ringspan.transports.base import Transport
+from ringspan.wire import Buffers
 
 SHORT_BYTES = 2**18
 
