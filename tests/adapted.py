@@ -14,6 +14,9 @@ from ringspan.adapters.transformers import Handle, parallelize
 torch.set_num_threads(1)
 
 TOLERANCE = 1e-5
+Generated = tuple[torch.Tensor, torch.Tensor]
+"""Tokens, and the logits they were chosen from."""
+
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -48,9 +51,24 @@ def sharded_logits(model: PreTrainedModel, handle: Handle, group: Any, batch: di
     return rs.gather(logits, part["ringspan"].layout, group, dim=1)
 
 
-def generate(model: PreTrainedModel, prompt: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def generate(model: PreTrainedModel, prompt: torch.Tensor, **options: Any) -> Generated:
     out = model.generate(
         prompt,
         **GREEDY | {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True} | options,
     )
     return out.sequences, torch.stack(out.logits, 1)
+
+
+def check_ways(
+    model: PreTrainedModel,
+    ways: dict[str, dict[str, Any]],
+    run: Callable[[PreTrainedModel, dict[str, Any]], Generated],
+    **options: Any,
+) -> None:
+    """Every way to generate gives the same tokens from the same logits, on every rank."""
+    expected = {way: run(model, given) for way, given in ways.items()}
+    results = on_ranks(model, lambda mine, *_: {way: run(mine, given) for way, given in ways.items()}, **options)
+    for found in results:
+        for way, (sequences, logits) in expected.items():
+            assert torch.equal(found[way][0], sequences), way
+            assert difference(found[way][1], logits) < TOLERANCE, way

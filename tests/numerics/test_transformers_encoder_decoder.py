@@ -12,7 +12,7 @@ from transformers import BartForCausalLM, DynamicCache, EncoderDecoderCache, Pre
 from transformers.modeling_outputs import BaseModelOutput
 
 import ringspan as rs
-from adapted import IDS, TOLERANCE, difference, generate, sharded_logits, tokens
+from adapted import IDS, TOLERANCE, check_ways, difference, generate, sharded_logits, tokens
 from adapted import on_ranks as on_ranks_that_verify
 from families import FAMILIES
 from ringspan.adapters.transformers import Handle, parallelize
@@ -22,7 +22,8 @@ LABELS = tokens(2, 13, seed=1)
 
 
 # To verify the model and to measure the machine once is enough, which is when families are compared.
-on_ranks = partial(on_ranks_that_verify, verify=False, algorithm="pass_kv")
+ONCE_IS_ENOUGH: dict[str, Any] = {"verify": False, "algorithm": "pass_kv"}
+on_ranks = partial(on_ranks_that_verify, **ONCE_IS_ENOUGH)
 
 
 def bart(**options: Any) -> PreTrainedModel:
@@ -237,14 +238,7 @@ def run_way(model: PreTrainedModel, way: dict[str, Any]) -> tuple[torch.Tensor, 
 
 
 def test_generate_in_many_ways() -> None:
-    """The same tokens from the same logits, on every rank."""
-    model = bart()
-    expected = {way: run_way(model, options) for way, options in WAYS.items()}
-    results = on_ranks(model, lambda mine, *_: {way: run_way(mine, options) for way, options in WAYS.items()})
-    for found in results:
-        for way, (sequences, logits) in expected.items():
-            assert torch.equal(found[way][0], sequences), way
-            assert difference(found[way][1], logits) < TOLERANCE, way
+    check_ways(bart(), WAYS, run_way, **ONCE_IS_ENOUGH)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from adapted import GREEDY, TOLERANCE, difference, generate, on_ranks, tokens
+from adapted import GREEDY, TOLERANCE, check_ways, difference, generate, on_ranks, tokens
 from families import FAMILIES
 
 WITH_AND_WITHOUT_WINDOWS = ["Llama", "gpt-oss"]
@@ -52,14 +52,7 @@ def run_way(model: PreTrainedModel, way: dict[str, Any]) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("name", WITH_AND_WITHOUT_WINDOWS)
 def test_generate_in_many_ways(name: str) -> None:
-    """The same tokens from the same logits, on every rank."""
-    model = FAMILIES[name].make()
-    expected = {way: run_way(model, options) for way, options in WAYS.items()}
-    results = on_ranks(model, lambda mine, *_: {way: run_way(mine, options) for way, options in WAYS.items()})
-    for found in results:
-        for way, (sequences, logits) in expected.items():
-            assert torch.equal(found[way][0], sequences), way
-            assert difference(found[way][1], logits) < TOLERANCE, way
+    check_ways(FAMILIES[name].make(), WAYS, run_way)
 
 
 @pytest.mark.parametrize("name", WITH_AND_WITHOUT_WINDOWS)
