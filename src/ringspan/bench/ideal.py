@@ -1,7 +1,8 @@
 """What would a call cost if ranks had nothing to do but attention: no messages, nothing merged?
 
 Every rank computes the pieces its own program gives it, with the kernel of the call. Whose values they are makes no
-difference to the time, so one set of tensors of the right shapes serves for all blocks.
+difference to the time, so one q, one k and so on of each shape serves for all blocks. But q is not k: a core finds one
+tensor in its caches where it would not find three, which is worth up to 4 % of the time.
 """
 
 import math
@@ -32,12 +33,12 @@ class Operands(NamedTuple):
 def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
     """The pieces of a rank's program, forward or backward."""
     problem = prepared.problem
-    tensors = {tuple(x.shape): x for x in inputs}
+    tensors = {(name, tuple(x.shape)): x for name, x in inputs._asdict().items()}
 
-    def tensor(shape: Shape) -> torch.Tensor:
-        if shape not in tensors:
-            tensors[shape] = inputs.q.new_empty(shape).normal_()
-        return tensors[shape]
+    def tensor(name: str, shape: Shape) -> torch.Tensor:
+        if (name, shape) not in tensors:
+            tensors[name, shape] = inputs.q.new_empty(shape).normal_()
+        return tensors[name, shape]
 
     def merged(block: Block) -> Merged | None:
         if block.kind == "q":
@@ -47,12 +48,12 @@ def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
         typical = torch.full(
             lse[:-1], math.log(problem.kv_layout.num_positions), dtype=accumulator_dtype(inputs.q.dtype)
         )
-        return Merged(tensor(dout), tensor(out), typical.to(inputs.q.device))
+        return Merged(tensor("dout", dout), tensor("out", out), typical.to(inputs.q.device))
 
     for instruction in prepared.program:
         for tile in instruction.tiles if isinstance(instruction, Compute) else ():
-            q, whole = tensor(problem.block_shapes(tile.q)[0]), merged(tile.q)
-            k, v = map(tensor, problem.block_shapes(tile.kv))
+            q, whole = tensor("q", problem.block_shapes(tile.q)[0]), merged(tile.q)
+            k, v = map(tensor, "kv", problem.block_shapes(tile.kv))
             for piece in tile.all_pieces():
                 part = whole and Merged(*(x[:, :, piece.q] for x in whole))
                 yield Operands(q[:, :, piece.q], k[:, :, piece.kv], v[:, :, piece.kv], part, piece)
