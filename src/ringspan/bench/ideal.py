@@ -33,7 +33,7 @@ class Operands(NamedTuple):
 def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
     """The pieces of a rank's program, forward or backward."""
     problem = prepared.problem
-    tensors = {(name, tuple(x.shape)): x for name, x in inputs._asdict().items()}
+    tensors: dict[tuple[str, Shape], torch.Tensor] = {(name, tuple(x.shape)): x for name, x in inputs._asdict().items()}
 
     def tensor(name: str, shape: Shape) -> torch.Tensor:
         if (name, shape) not in tensors:
