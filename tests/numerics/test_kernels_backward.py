@@ -232,6 +232,15 @@ def test_odd_values_in_a_later_inner_block(kernel: Kernel, kind: PieceKind) -> N
         assert_reaches_only_what_sees_it(kernel, qkv, dout, kind)
 
 
+@each_kernel
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_an_infinity_without_weight_reaches_only_what_sees_it(kernel: Kernel, which: str) -> None:
+    """All its scores are -inf, so of the gradients only its own neighbour shows it: dq for a key, dk for a query."""
+    q, k, v = (x.abs() for x in random_qkv(530, 530, batch=1))
+    {"q": q, "k": k}[which][:, :, 260] = -torch.inf
+    assert_reaches_only_what_sees_it(kernel, (q, k, v), random_dout((q, k, v)), PieceKind.CAUSAL)
+
+
 # Memory
 
 

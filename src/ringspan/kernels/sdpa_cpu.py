@@ -8,9 +8,10 @@ What the operator gets wrong, it gets wrong silently, so everything it needs is 
 - A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row whose NaN it overlooked.
 - In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
 
-The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds; what shows
-one is computed again by the reference, and so are gradients with a NaN that may have spread. That is done for each
-batch row and KV head by itself, so that what comes out for one does not depend on the others.
+The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds: under a
+causal mask the last query sees all keys and the first key is seen by all queries, so whatever NaN or infinity there is
+shows in the last row of out, or of dq, or in the first of dk. What shows a trace is computed again by the reference.
+That is done for each batch row and KV head by itself, so that what comes out for one does not depend on the others.
 """
 
 import itertools
@@ -70,10 +71,10 @@ class SdpaCpu:
         bias = _bias(piece, operands[0].dtype) if piece.kind is PieceKind.MASKED else None
         dq, dk, dv = _backward_operator(*operands, merged.lse, 0.0, is_causal, attn_mask=bias, scale=scale)
         part = Gradients(dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]])
-        if piece.kind is not PieceKind.FULL and _has_nan(part):
+        if piece.kind is not PieceKind.FULL and not _is_finite(_traces(part, piece)):
             for of_q, of_kv in _heads(q, k):
                 one = Gradients(part.dq[of_q], part.dk[of_kv], part.dv[of_kv])
-                if _has_nan(one):
+                if math.isnan(sum(x.sum() for x in one)):
                     of_row = Merged(*(x[of_q] for x in merged))
                     _copy(_REFERENCE.backward(q[of_q], k[of_kv], v[of_kv], of_row, piece, scale), one)
         return part
@@ -131,7 +132,9 @@ def _is_doubtful(part: Partial, piece: Piece) -> bool:
     """Whether the result may be wrong: see above. It may also be right, as an lse of 0 or a NaN in the input can be."""
     if not part.lse.all():
         return True
-    return piece.kind is not PieceKind.FULL and math.isnan(part.out.sum())
+    if piece.kind is PieceKind.FULL:
+        return False
+    return not _is_finite([part.out[:, :, -1:] if piece.kind is PieceKind.CAUSAL else part.out])
 
 
 def _is_wrong(part: Partial, q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> bool:
@@ -153,8 +156,16 @@ def _heads(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[_Heads, _Heads]]:
         yield (here, slice(head * group, (head + 1) * group)), (here, slice(head, head + 1))
 
 
-def _has_nan(part: Gradients) -> bool:
-    return math.isnan(part.dq.sum() + part.dk.sum() + part.dv.sum())
+def _traces(part: Gradients, piece: Piece) -> Sequence[torch.Tensor]:
+    """The gradients, or as few of them as must show a NaN or an infinity if there is any."""
+    if piece.kind is PieceKind.MASKED:
+        return part
+    return part.dq[:, :, -1:], part.dk[:, :, :1]
+
+
+def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Never wrong about NaN and infinity; numbers so large that their sum is infinite are looked at once more."""
+    return math.isfinite(sum(x.sum() for x in tensors))
 
 
 def _copy(part: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
