@@ -62,6 +62,8 @@ class Contract:
 
         A signature that never comes again is given as not new: descriptions then follow only if digests differ.
         """
+        if self.transport.world_size == 1:
+            return
         state = _KNOWN if not is_new or signature.digest in self.agreed else _NEW
         headers, texts = self._tell(state, signature, timeout_s)
         if texts is None:

@@ -60,7 +60,16 @@ def test_the_digest_knows_every_field(name: str) -> None:
     assert len({signature.digest for signature in signatures}) == 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    def agree(contract: Contract, _: int) -> list[int]:
+        contract.agree(Signature.of(FIELDS), TIMEOUT_S)
+        assert isinstance(contract.transport, Listening)
+        return contract.transport.lengths
+
+    assert on_ranks(1, agree) == [[]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_a_signature_is_described_once_and_then_known_by_its_digest(world_size: int) -> None:
     def agree(contract: Contract, rank: int) -> list[int]:
         for fields in (FIELDS, FIELDS, {**FIELDS, "batch": 3}, FIELDS, {**FIELDS, "batch": 3}):

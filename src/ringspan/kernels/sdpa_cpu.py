@@ -165,7 +165,7 @@ def _traces(part: Gradients, piece: Piece) -> Sequence[torch.Tensor]:
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Never wrong about NaN and infinity; numbers so large that their sum is infinite are looked at once more."""
-    return math.isfinite(sum(x.sum() for x in tensors))
+    return math.isfinite(sum(x.sum().item() for x in tensors))
 
 
 def _copy(part: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
