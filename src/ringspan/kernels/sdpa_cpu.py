@@ -7,11 +7,13 @@ What the operator gets wrong, it gets wrong silently, so everything it needs is 
 - It reads the last dim of its tensors as contiguous, whatever their strides, and wants v as wide as q and k.
 - A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row whose NaN it overlooked.
 - In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
+- It scales after it has masked, so a scale of 0 makes NaN of what is masked, and a negative one infinity.
 
-The last two leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds: under a
-causal mask the last query sees all keys and the first key is seen by all queries, so whatever NaN or infinity there is
-shows in the last row of out, or of dq, or in the first of dk. What shows a trace is computed again by the reference.
-That is done for each batch row and KV head by itself, so that what comes out for one does not depend on the others.
+The last three leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds: under a
+causal mask the last query sees all keys and the first key is seen by all queries, so with a scale above 0 whatever NaN
+or infinity there is shows in the last row of out, or of dq, or in the first of dk. What shows a trace is computed again
+by the reference. That is done for each batch row and KV head by itself, so that what comes out for one does not depend
+on the others.
 """
 
 import itertools
@@ -54,7 +56,7 @@ class SdpaCpu:
         part = Partial(*_ATTEND[piece.kind](*operands, piece, scale))
         if q.shape[-1] > v.shape[-1]:
             part = Partial(part.out[..., : v.shape[-1]], part.lse)
-        if _is_doubtful(part, piece):
+        if _is_doubtful(part, piece, scale):
             for of_q, of_kv in _heads(q, k):
                 one = Partial(part.out[of_q], part.lse[of_q])
                 if _is_wrong(one, q[of_q], k[of_kv], piece, scale):
@@ -71,7 +73,7 @@ class SdpaCpu:
         bias = _bias(piece, operands[0].dtype) if piece.kind is PieceKind.MASKED else None
         dq, dk, dv = _backward_operator(*operands, merged.lse, 0.0, is_causal, attn_mask=bias, scale=scale)
         part = Gradients(dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]])
-        if piece.kind is not PieceKind.FULL and not _is_finite(_traces(part, piece)):
+        if piece.kind is not PieceKind.FULL and not _is_finite(_traces(part, piece, scale)):
             for of_q, of_kv in _heads(q, k):
                 one = Gradients(part.dq[of_q], part.dk[of_kv], part.dv[of_kv])
                 if math.isnan(sum(x.sum() for x in one)):
@@ -128,13 +130,13 @@ def _bias(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
 _ATTEND = {PieceKind.FULL: _attend_full, PieceKind.CAUSAL: _attend_causal, PieceKind.MASKED: _attend_masked}
 
 
-def _is_doubtful(part: Partial, piece: Piece) -> bool:
+def _is_doubtful(part: Partial, piece: Piece, scale: float) -> bool:
     """Whether the result may be wrong: see above. It may also be right, as an lse of 0 or a NaN in the input can be."""
     if not part.lse.all():
         return True
     if piece.kind is PieceKind.FULL:
         return False
-    return not _is_finite([part.out[:, :, -1:] if piece.kind is PieceKind.CAUSAL else part.out])
+    return not _is_finite([part.out[:, :, -1:] if _shows_at_ends(piece, scale) else part.out])
 
 
 def _is_wrong(part: Partial, q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> bool:
@@ -156,11 +158,14 @@ def _heads(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[_Heads, _Heads]]:
         yield (here, slice(head * group, (head + 1) * group)), (here, slice(head, head + 1))
 
 
-def _traces(part: Gradients, piece: Piece) -> Sequence[torch.Tensor]:
+def _traces(part: Gradients, piece: Piece, scale: float) -> Sequence[torch.Tensor]:
     """The gradients, or as few of them as must show a NaN or an infinity if there is any."""
-    if piece.kind is PieceKind.MASKED:
-        return part
-    return part.dq[:, :, -1:], part.dk[:, :, :1]
+    return (part.dq[:, :, -1:], part.dk[:, :, :1]) if _shows_at_ends(piece, scale) else part
+
+
+def _shows_at_ends(piece: Piece, scale: float) -> bool:
+    """Whether the last query and the first key show what there is: see above."""
+    return piece.kind is PieceKind.CAUSAL and scale > 0
 
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
