@@ -163,7 +163,7 @@ def _make_plan(options: Options, looks: Looks, which: Pass, session: Session) ->
 def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: Any) -> _Result:
     (prepared, kernel, scale, form, _), session, timeout_s, record = ready
     transport = session.transport
-    alike = nullcontext(kernel) if prepared.growth is None else on_single_threads(kernel)
+    alike = nullcontext(kernel) if prepared.growth is None else on_single_threads(kernel, q.device)
     wire = TransportWire(transport, session.buffers, q, timeout_s)
     with _telling(transport), without_autocast(q.device.type), alike as kernel:
         arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)

@@ -1,6 +1,6 @@
 """Sums of tensors whose bits do not depend on what else is in a call, nor on the number of threads.
 
-The kernel computes each head and block of rows by itself, so a cell comes out the same whatever stands beside it. Two
+The kernel computes each head and block of rows by itself, so a cell comes out the same whatever stands beside it. Three
 things do not, and are seen to here:
 
 - Vectorised exp and logaddexp give other bits in the remainder of a loop than in its body. They are applied to
@@ -8,6 +8,9 @@ things do not, and are seen to here:
 - A matrix product in the kernel is cut into as many parts as there are threads, even where one thread computes all of
   them, and has other bits then. So the kernel is called as if there were one thread, and several threads share out the
   heads (`on_single_threads`).
+- On some CPUs a matrix product has other bits where a row begins in the midst of a vector. So every head and every row
+  begins at a multiple of ALIGNMENT bytes: what does not is copied, and a head_dim that makes it impossible is filled up
+  with zeros, which add nothing (`_Aligned`).
 
 One call for several tiles of queries is faster, and rows come out the same however many there are; but no library says
 so, and therefore that is tried first (`tiles_at_once`).
@@ -19,8 +22,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Value
@@ -30,11 +35,17 @@ from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.tree import TILE
 
+ALIGNMENT = 64
+"""Bytes: no vector of a CPU is longer, and torch's own tensors begin so."""
+
 
 class SteadyArithmetic(TorchArithmetic):
     """The arithmetic of the reproducible mode."""
 
     merge_parts = staticmethod(merge_steadily)
+
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
+        super().__init__(_Aligned(kernel), scale, like)
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Attend a piece of all queries; the lse in order, as every merge wants it."""
@@ -49,7 +60,7 @@ AT_ONCE = 4
 @lru_cache(maxsize=64)
 def tiles_at_once(name: str, request: Request) -> int:
     """How many tiles of queries one call may attend: several, if on this machine that gives the bits of one by one."""
-    kernel = choose_kernel(name, request)
+    kernel = _Aligned(choose_kernel(name, request))
     dtype = accumulator_dtype(request.dtype)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -70,6 +81,45 @@ def tiles_at_once(name: str, request: Request) -> int:
                 if not torch.equal(torch.cat(parts, 2), whole):
                     return 1
     return AT_ONCE
+
+
+class _Aligned:
+    """A kernel whose operands lie in memory as they would on any rank."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def refuses(self, request: Request) -> str | None:
+        return self.kernel.refuses(request)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
+        out, lse = self.kernel.forward(_aligned(q), _aligned(k), _aligned(v), piece, scale)
+        return Partial(out[..., : v.shape[-1]], lse)
+
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
+    ) -> Gradients:
+        dout, out, lse = merged
+        merged = Merged(_aligned(dout), _aligned(out), lse)
+        gradients = self.kernel.backward(_aligned(q), _aligned(k), _aligned(v), merged, piece, scale)
+        return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel converts to another type it copies anyway, but no dim of it becomes longer."""
+    dtype = accumulator_dtype(x.dtype)
+    if x.device.type != "cpu":
+        return x
+    if missing := -x.shape[-1] % (ALIGNMENT // dtype.itemsize):
+        return pad(x, (0, missing))
+    if x.dtype != dtype:
+        return x
+    starts = x.data_ptr(), *(dtype.itemsize * stride for stride in x.stride()[:-1])
+    return x.clone(memory_format=torch.contiguous_format) if any(it % ALIGNMENT for it in starts) else x
 
 
 class _OneThread:
@@ -105,24 +155,38 @@ class _OneThread:
 _ONE_THREAD = _OneThread()
 
 
+class Threads(NamedTuple):
+    """So many threads, and a `map` over them, without autograd."""
+
+    number: int
+    map: Callable[..., Iterator[Any]]
+
+
 @contextmanager
-def on_single_threads(kernel: Kernel) -> Iterator[Kernel]:
-    """The kernel with the bits it has on one thread, on as many as there are."""
+def single_threads(device: torch.device) -> Iterator[Threads]:
+    """Threads that compute what they are given with the bits of a single one; other devices want just this one."""
     with _ONE_THREAD() as num_threads:
-        if num_threads == 1:
-            yield kernel
+        if num_threads == 1 or device.type != "cpu":
+            yield Threads(1, map)
             return
         with ThreadPoolExecutor(num_threads) as pool:
-            yield _SharedOut(kernel, pool, num_threads)
+            # Each thread records gradients unless it is told not to.
+            yield Threads(num_threads, lambda compute, *items: pool.map(torch.no_grad()(compute), *items))
+
+
+@contextmanager
+def on_single_threads(kernel: Kernel, device: torch.device) -> Iterator[Kernel]:
+    """The kernel with the bits it has on one thread, on as many as there are."""
+    with single_threads(device) as threads:
+        yield kernel if threads.number == 1 else _SharedOut(kernel, threads)
 
 
 class _SharedOut:
     """A kernel that attends some of the batch rows or KV heads on each thread."""
 
-    def __init__(self, kernel: Kernel, pool: ThreadPoolExecutor, num_threads: int) -> None:
+    def __init__(self, kernel: Kernel, threads: Threads) -> None:
         self.kernel = kernel
-        self.pool = pool
-        self.num_threads = num_threads
+        self.threads = threads
 
     @property
     def name(self) -> str:
@@ -151,12 +215,11 @@ class _SharedOut:
         """What `compute` makes of all of the tensors, by parts of their heads, or of the batch if it has more rows."""
         batch, kv_heads = tensors[1].shape[:2]
         dim, size = (0, batch) if batch > kv_heads else (1, kv_heads)
-        num_parts = min(self.num_threads, size)
+        num_parts = min(self.threads.number, size)
         if num_parts < 2:
             return compute(*tensors)
         cuts = [size * i // num_parts for i in range(num_parts + 1)]
-        compute = torch.no_grad()(compute)  # each thread records gradients unless it is told not to
-        parts = self.pool.map(
+        parts = self.threads.map(
             compute, *([_part(x, dim, size, *cut) for cut in itertools.pairwise(cuts)] for x in tensors)
         )
         return tuple(torch.cat(of_parts, dim) for of_parts in zip(*parts, strict=True))

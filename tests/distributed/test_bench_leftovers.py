@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-PROGRAM = [sys.executable, "-c", "from ringspan.cli import main; main()"]
+PROGRAM = [
+    sys.executable,
+    "-c",
+    "import signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background is born without
+    "from ringspan.cli import main\n"
+    "main()",
+]
 LONG = ["--ranks", "2", "--tokens", "64K"]  # still busy when it is interrupted
 LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 ENDS_WITHIN_S = 10.0

@@ -179,6 +179,30 @@ def test_the_tiles_of_one_kernel_call_do_not_matter(monkeypatch: pytest.MonkeyPa
     assert different(run(call, LAYOUTS["contiguous"](2)), expected) == []
 
 
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_where_the_tensors_lie_does_not_matter(head_dim: int) -> None:
+    """A matrix product may have other bits where a row begins in the midst of a vector."""
+    call = Call("causal", torch.float64, rs.Heads(2, 2), head_dim, seq_len=SHORT)
+    for place in (one_number_on, between_others):
+        q, k, v, dout = map(place, call.tensors())
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        layout = rs.contiguous(SHORT, 1)
+        got = rs.attention(*leaves, mask=rs.causal(), layout=layout, return_lse=True, reproducible=True)
+        assert isinstance(got, rs.Attention)
+        results = [*(x.detach() for x in got), *torch.autograd.grad(got.out, leaves, dout)]
+        assert different(results, alone(call)) == [], place
+
+
+def one_number_on(x: torch.Tensor) -> torch.Tensor:
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    assert moved.data_ptr() % 64 == 8
+    return moved
+
+
+def between_others(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (1, 2))[..., 1:-2]
+
+
 def test_functions_of_single_numbers_do_not_depend_on_their_place() -> None:
     x = torch.randn(3, 40_000)
     whole = steadily(torch.exp, x)

@@ -1,22 +1,25 @@
 """`linear`: a matrix product for each tile, forward and backward.
 
 The bits of a row of a product may change with the number of rows in it, so every product here has the rows of one batch
-row of one tile, wherever it is computed. Half types are multiplied and summed in float32 and rounded once.
+row of one tile, wherever it is computed. They may change with the number of threads too, so a product has one, and the
+threads there are share out the tiles. Half types are multiplied and summed in float32 and rounded once.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ringspan.errors import ShapeError
+from ringspan.grid import Strip
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens, check_weights
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
+from ringspan.steady import ALIGNMENT, Threads, single_threads
 
-_ALIGNMENT = 64  # bytes; torch's own tensors have it, and a matrix product may tell one that has not
+_Part = TypeVar("_Part")
 
 
 def linear(
@@ -69,45 +72,47 @@ class _Linear(torch.autograd.Function):
         dtype = accumulator_dtype(x.dtype)
         transposed = _aligned(weight, dtype).T
         added = None if bias is None else bias.to(dtype)
-        out = x.new_empty(*x.shape[:2], weight.shape[0])
-        for strip in ranks.tiles:
-            for x_row, out_row in zip(x, out, strict=True):
-                tile = _aligned(x_row[strip.rows], dtype)
-                _multiply(tile, transposed, added, out_row[strip.rows])
-        return out
+        return _product(ranks, x, transposed, added)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-        dx = _x_gradient(ctx.ranks, dout, weight) if needs_dx else None
+        dtype = accumulator_dtype(weight.dtype)
+        dx = _product(ctx.ranks, dout, _aligned(weight, dtype), None) if needs_dx else None
         if not (needs_dweight or needs_dbias):
             return dx, None, None, None
         num_weights = weight.numel() if needs_dweight else 0
         length = num_weights + (weight.shape[0] if needs_dbias else 0)
-        like = weight.new_empty(length, dtype=accumulator_dtype(weight.dtype))
-        parts = _weight_gradients(ctx.ranks, x, dout, like, num_weights)
-        whole = ctx.ranks.sum_over_tiles("gradient of reproducible.linear", parts, like).to(weight.dtype)
+        like = weight.new_empty(length, dtype=dtype)
+        with single_threads(x.device) as threads:
+            parts = _weight_gradients(ctx.ranks, threads, x, dout, like, num_weights)
+            whole = ctx.ranks.sum_over_tiles("gradient of reproducible.linear", parts, like).to(weight.dtype)
         dweight = whole[:num_weights].view_as(weight) if needs_dweight else None
         return dx, dweight, whole[num_weights:] if needs_dbias else None, None
 
 
-def _x_gradient(ranks: Ranks, dout: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    matrix = _aligned(weight, accumulator_dtype(weight.dtype))
-    dx = dout.new_empty(*dout.shape[:2], weight.shape[1])
-    for strip in ranks.tiles:
-        for dout_row, dx_row in zip(dout, dx, strict=True):
-            tile = _aligned(dout_row[strip.rows], matrix.dtype)
-            _multiply(tile, matrix, None, dx_row[strip.rows])
-    return dx
+def _product(ranks: Ranks, x: torch.Tensor, matrix: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    """`x @ matrix + added`."""
+    out = x.new_empty(*x.shape[:2], matrix.shape[1])
+
+    def multiply(strip: Strip) -> None:
+        for x_row, out_row in zip(x, out, strict=True):
+            _multiply(_aligned(x_row[strip.rows], matrix.dtype), matrix, added, out_row[strip.rows])
+
+    with single_threads(x.device) as threads:
+        for _ in _each_tile(ranks, threads, multiply):
+            pass
+    return out
 
 
 def _weight_gradients(
-    ranks: Ranks, x: torch.Tensor, dout: torch.Tensor, like: torch.Tensor, num_weights: int
+    ranks: Ranks, threads: Threads, x: torch.Tensor, dout: torch.Tensor, like: torch.Tensor, num_weights: int
 ) -> Iterator[torch.Tensor]:
     """For each tile: that of the weight, if wanted, and that of the bias, if wanted, in one flat tensor."""
-    for strip in ranks.tiles:
+
+    def differentiate(strip: Strip) -> torch.Tensor:
         part = torch.empty_like(like)
         dweight = part[:num_weights].view(-1, x.shape[2])
         dbias = part[num_weights:].zero_()
@@ -117,18 +122,26 @@ def _weight_gradients(
                 dweight.addmm_(dtile.T, _aligned(x_row[strip.rows], like.dtype), beta=min(i, 1))
             if len(dbias):
                 dbias += dtile.sum(dim=0)
-        yield part
+        return part
+
+    return _each_tile(ranks, threads, differentiate)
+
+
+def _each_tile(ranks: Ranks, threads: Threads, compute: Callable[[Strip], _Part]) -> Iterator[_Part]:
+    """In the order of the tiles; no more results are held than there are threads."""
+    for first in range(0, len(ranks.tiles), threads.number):
+        yield from threads.map(compute, ranks.tiles[first : first + threads.number])
 
 
 def _aligned(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In this dtype, and in memory as it is on every rank."""
     x = x.to(dtype).contiguous()
-    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None, out: torch.Tensor) -> None:
     """Into `out`: directly where it looks the same on every rank."""
-    room = out if out.dtype == a.dtype and out.data_ptr() % _ALIGNMENT == 0 else None
+    room = out if out.dtype == a.dtype and out.data_ptr() % ALIGNMENT == 0 else None
     product = torch.mm(a, b, out=room) if added is None else torch.addmm(added, a, b, out=room)
     if room is None:
         out.copy_(product)
