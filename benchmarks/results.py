@@ -1,7 +1,7 @@
 """How results are measured apart from each other, and where they are kept.
 
-RESULTS.md has one section for each benchmark, rewritten by its `--write`. A section stands between two marker comments
-that name the benchmark, so that one can be rerun without the others.
+RESULTS.md has one section for each benchmark and type of CPU, rewritten by its `--write`. A section stands between two
+marker comments that name both, so that one can be rerun without the others.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("RESULTS.md")
-HEADER = "# Measured results\n\nEach section is written by the command it names; times depend on the machine.\n"
+HEADER = "# Measured results\n\nEach section is written by the command it names, for one type of CPU.\n"
 
 
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -47,19 +47,25 @@ def describe_machine() -> str:
     """What was measured on, without names that say whose it is."""
     import numpy as np
 
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
-        cpu = found[1]
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return (
-        f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__} with "
+        f"{describe_cpu()}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__} with "
         f"{blas['name']} {blas['version']}"
     )
 
 
+def describe_cpu() -> str:
+    """The name of its type."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
+        return found[1]
+    return platform.processor() or platform.machine()
+
+
 def write_section(name: str, title: str, text: str) -> None:
-    """Replace the benchmark's section of RESULTS.md, or append it."""
+    """Replace the benchmark's section of RESULTS.md for this type of CPU, or append it."""
+    cpu = describe_cpu()
+    name, title = f"{name} on {cpu}", f"{title} ({cpu})"
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     section = f"{begin}\n## {title}\n\n{text}\n{end}\n"
     page = FILE.read_text() if FILE.exists() else HEADER

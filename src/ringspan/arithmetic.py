@@ -50,6 +50,10 @@ class TorchArithmetic:
         """What will be overwritten."""
         return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
+    def copy(self, value: Value) -> Value:
+        """The same in tensors of their own."""
+        return tuple([x.clone() for x in value])
+
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place."""
         if block.kind == "out":

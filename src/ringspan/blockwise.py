@@ -51,6 +51,10 @@ class Blockwise:
         """What will be overwritten."""
         return tuple(np.empty(shape, self.dtype) for shape in shapes)
 
+    def copy(self, value: Value) -> Value:
+        """The same in arrays of their own."""
+        return tuple(x.copy() for x in value)
+
     @np.errstate(all="ignore")
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place; partial attention is weighed by its share of the softmax."""

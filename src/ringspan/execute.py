@@ -27,6 +27,9 @@ class Arithmetic(Protocol):
     def room(self, shapes: Sequence[Shape], /) -> Value:
         """Arrays that will be overwritten."""
 
+    def copy(self, value: Value, /) -> Value:
+        """The same in arrays of their own."""
+
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
 
@@ -206,7 +209,7 @@ def view_heads(value: Value, heads: range | None) -> Value:
 
 def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     """All ranks' parts in rank order, so that every rank has the same bits; then what was added here since."""
-    total = state.arithmetic.room(state.problem.block_shapes(block))
+    total: Value = ()
     own = state.leave(block)
     del state.leaving[block]
     for peer in range(state.problem.world_size):
@@ -214,8 +217,7 @@ def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
         if peer:
             state.arithmetic.merge(block, total, part)
         else:
-            for x, y in zip(part, total, strict=True):
-                y[...] = x
+            total = state.arithmetic.copy(part)
         if peer != state.rank:
             wire.release(part)
     if block in state.sums:

@@ -83,6 +83,8 @@ def decode(
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4 or x.shape[2] != 1:
                 raise ShapeError(f"{name}.shape={tuple(x.shape)}: decode takes (sequences, heads, 1, dim)")
+    if turn.num_rows == 1:  # sequences and tokens are one of each
+        return prefill(q, k, v, turn, layer=layer, scale=scale, return_lse=return_lse)
     q, k, v = (x.permute(2, 1, 0, 3) for x in (q, k, v))
     out, lse = _run_layer(q, k, v, turn, layer, scale)
     out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
@@ -216,7 +218,8 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
 def _encoded(state: CacheState, k: torch.Tensor, v: torch.Tensor) -> Rows:
     """New keys and values as the cache keeps them."""
     if state.form is None:
-        return k.to(state.spec.dtypes[0]), v.to(state.spec.dtypes[1])
+        kept = state.spec.dtypes[0]
+        return (k, v) if k.dtype == kept else (k.to(kept), v.to(kept))
     return quantize.encode_kv(k, v, state.form)
 
 
@@ -224,7 +227,7 @@ def _write(turn: Turn, layer: int, rows: Rows) -> None:
     for sequence, at, slices in turn.own_rows:
         stored = turn.state.stored[sequence]
         for own in slices:
-            part = tuple(x[:, :, own] for x in rows)
+            part = rows if own == slice(0, turn.num_rows) else tuple(x[:, :, own] for x in rows)
             stored.write(layer, at, part)
             at += part[0].shape[2]
 
@@ -243,7 +246,7 @@ def _check_tensors(turn: Turn, tensors: dict[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
         num_heads = model.heads.num_heads if name == "q" else model.heads.num_kv_heads
         shape = (1, num_heads, rows, model.v_head_dim if name == "v" else model.head_dim)
-        if tuple(x.shape) != shape:
+        if x.shape != shape:
             raise ShapeError(
                 f"{name}.shape={tuple(x.shape)} on rank {turn.state.rank}: the turn gives this rank {rows} new tokens, "
                 f"and the cache is for a model with {model}; expected {shape}, or for decode (sequences, heads, 1, dim)"

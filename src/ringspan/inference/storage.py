@@ -95,10 +95,10 @@ class Stored:
 
     def write(self, layer: int, start: int, rows: Rows) -> None:
         """Put tokens at start and behind it; there must be room."""
-        done = 0
-        for views in self.rows(layer, start, start + rows[0].shape[2]):
+        done, count = 0, rows[0].shape[2]
+        for views in self.rows(layer, start, start + count):
             length = views[0].shape[2]
             for view, x in zip(views, rows, strict=True):
-                view.copy_(x[:, :, done : done + length])
+                view.copy_(x if length == count else x[:, :, done : done + length])
             done += length
-        assert done == rows[0].shape[2]
+        assert done == count
