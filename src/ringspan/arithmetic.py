@@ -4,6 +4,8 @@ What the executor leaves open of arithmetic. A kernel attends a piece a slab at 
 small beside the sums; where a piece begins a sum, what the kernel returns is the sum.
 """
 
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,7 +15,7 @@ from ringspan.execute import Value
 from ringspan.kernels.base import Kernel, Merged
 from ringspan.pieces import Piece
 from ringspan.schedule import Block
-from ringspan.softmax import Partial, accumulator_dtype, merge_
+from ringspan.softmax import Partial, accumulator_dtype, merge_, merged
 from ringspan.tiles import Shape
 
 _NOTHING = nullcontext()
@@ -50,10 +52,6 @@ class TorchArithmetic:
         """What will be overwritten."""
         return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
-    def copy(self, value: Value) -> Value:
-        """The same in tensors of their own."""
-        return tuple([x.clone() for x in value])
-
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place."""
         if block.kind == "out":
@@ -61,6 +59,12 @@ class TorchArithmetic:
         else:
             for total, addend in zip(into, part, strict=True):
                 total += addend
+
+    def merged(self, block: Block, parts: Sequence[Value]) -> Value:
+        """The sum of some parts, in their order."""
+        if block.kind != "out":
+            return tuple(sum(addends) for addends in zip(*parts, strict=True))
+        return functools.reduce(merged, itertools.starmap(Partial, parts))
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Forward: attend a piece of all queries; what the kernel returns is the running output."""

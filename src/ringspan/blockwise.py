@@ -51,10 +51,6 @@ class Blockwise:
         """What will be overwritten."""
         return tuple(np.empty(shape, self.dtype) for shape in shapes)
 
-    def copy(self, value: Value) -> Value:
-        """The same in arrays of their own."""
-        return tuple(x.copy() for x in value)
-
     @np.errstate(all="ignore")
     def merge(self, block: Block, into: Value, part: Value) -> None:
         """Add a part to a sum in place; partial attention is weighed by its share of the softmax."""
@@ -70,6 +66,14 @@ class Blockwise:
         total[total == 0] = 1
         out *= weight / total
         out += part_weight / total * part_out
+
+    def merged(self, block: Block, parts: Sequence[Value]) -> Value:
+        """The sum of some parts, one after the other."""
+        first, *others = parts
+        total = tuple(x.copy() for x in first)
+        for part in others:
+            self.merge(block, total, part)
+        return total
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Forward: the (out, lse) of all queries after their first keys."""

@@ -27,11 +27,11 @@ class Arithmetic(Protocol):
     def room(self, shapes: Sequence[Shape], /) -> Value:
         """Arrays that will be overwritten."""
 
-    def copy(self, value: Value, /) -> Value:
-        """The same in arrays of their own."""
-
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
+
+    def merged(self, block: Block, parts: Sequence[Value], /) -> Value:
+        """The sum of some parts, in arrays of its own."""
 
     def begin(self, piece: Piece, q: Value, kv: Value, /) -> Value:
         """The output of all queries after their first keys."""
@@ -209,17 +209,15 @@ def view_heads(value: Value, heads: range | None) -> Value:
 
 def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     """All ranks' parts in rank order, so that every rank has the same bits; then what was added here since."""
-    total: Value = ()
     own = state.leave(block)
     del state.leaving[block]
-    for peer in range(state.problem.world_size):
-        part = own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
-        if peer:
-            state.arithmetic.merge(block, total, part)
-        else:
-            total = state.arithmetic.copy(part)
-        if peer != state.rank:
-            wire.release(part)
+    parts = [
+        own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
+        for peer in range(state.problem.world_size)
+    ]
+    total = state.arithmetic.merged(block, parts)
+    for part in parts[: state.rank] + parts[state.rank + 1 :]:
+        wire.release(part)
     if block in state.sums:
         state.arithmetic.merge(block, total, state.sums[block])
     state.sums[block] = total

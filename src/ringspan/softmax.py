@@ -34,16 +34,27 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def merge_(into: Partial, part: Partial) -> None:
     """Take a part over other keys into `into`, in place. Nothing merged with nothing stays nothing, never NaN."""
+    share, part_share = _shares(into.lse, part.lse)
     torch.logaddexp(into.lse, part.lse, out=into.lse)
-    # Where neither saw a key this is exp(-inf - -inf), NaN; the share is then 0. A NaN of the input is in `out` too,
-    # and 0 · NaN keeps it there.
-    share = (part.lse - into.lse).exp_().nan_to_num_(nan=0.0).unsqueeze(-1)
     # Not lerp: it subtracts the two, and the difference of an infinity and anything is no average of them.
-    into.out.mul_(torch.rsub(share, 1)).addcmul_(part.out.to(into.out.dtype), share)
+    into.out.mul_(share.unsqueeze(-1)).addcmul_(part.out.to(into.out.dtype), part_share.unsqueeze(-1))
+
+
+def merged(one: Partial, other: Partial) -> Partial:
+    """The same in new tensors; here `lse` has a last dim of 1."""
+    share, other_share = _shares(one.lse, other.lse)
+    out = (one.out * share).addcmul_(other.out.to(one.lse.dtype), other_share)
+    return Partial(out, torch.logaddexp(one.lse, other.lse))
+
+
+def _shares(lse: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much each counts: all and nothing where one saw no key, and where neither did."""
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # infinity less infinity would be NaN
+    return torch.sigmoid(finite - other), torch.sigmoid(other - finite)
 
 
 def merge_steadily(into: Partial, part: Partial) -> None:
-    """The same, and each row's bits depend on its own numbers only."""
+    """`merge_`, and each row's bits depend on its own numbers only."""
     lse = steadily(torch.logaddexp, into.lse, part.lse)
     share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
     into.lse.copy_(lse)

@@ -1,11 +1,14 @@
 """Merging partial attention: the laws that let parts arrive in any order from any number of ranks."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringspan.softmax import Partial, accumulator_dtype, merge_
+from ringspan.softmax import merged as merged_two
 
 torch.set_num_threads(1)
 
@@ -32,6 +35,12 @@ def merged(*parts: Partial) -> Partial:
     return total
 
 
+def merged_anew(*parts: Partial) -> Partial:
+    columns = [Partial(out, lse.unsqueeze(-1)) for out, lse in parts]
+    out, lse = functools.reduce(merged_two, columns)
+    return Partial(out, lse.squeeze(-1))
+
+
 def joint_softmax(*parts: Partial) -> Partial:
     """All parts at once in float64, by the definition."""
     outs, lses = (torch.stack([x.double() for x in xs]) for xs in zip(*parts, strict=True))
@@ -53,6 +62,7 @@ seeds = st.integers(0, 2**32)
 def test_parts_merge_to_the_softmax_over_all_their_keys(drawn: list[int]) -> None:
     parts = [some_part(seed) for seed in drawn]
     assert_same(merged(nothing(), *parts), joint_softmax(*parts))
+    assert_same(merged_anew(nothing(), *parts), joint_softmax(*parts))
 
 
 @given(seeds, seeds, seeds)
@@ -73,9 +83,9 @@ def test_nothing_is_the_identity_to_the_last_bit(seed: int) -> None:
 
 
 def test_nothing_merged_with_nothing_stays_nothing() -> None:
-    found = merged(nothing(), nothing())
-    assert torch.equal(found.out, torch.zeros(SHAPE))
-    assert torch.equal(found.lse, torch.full(SHAPE[:-1], -torch.inf))
+    for found in (merged(nothing(), nothing()), merged_anew(nothing(), nothing(), nothing())):
+        assert torch.equal(found.out, torch.zeros(SHAPE))
+        assert torch.equal(found.lse, torch.full(SHAPE[:-1], -torch.inf))
 
 
 def test_merging_is_in_place_through_views() -> None:
@@ -104,9 +114,9 @@ def test_the_part_is_left_as_it_was() -> None:
 def test_half_parts_are_summed_without_further_rounding(num_parts: int) -> None:
     """The outputs come in rounded to bfloat16; the sum of many is as good as the inputs are, whatever their number."""
     parts = [Partial(some_part(seed).out.bfloat16(), some_part(seed).lse) for seed in range(num_parts)]
-    found = merged(nothing(), *parts)
-    assert found.out.dtype == torch.float32
-    assert_same(found, joint_softmax(*parts))
+    for found in (merged(nothing(), *parts), merged_anew(*parts)):
+        assert found.out.dtype == torch.float32
+        assert_same(found, joint_softmax(*parts))
 
 
 def test_an_infinity_stays_one_and_nan_stays_nan() -> None:
@@ -115,7 +125,7 @@ def test_an_infinity_stays_one_and_nan_stays_nan() -> None:
     odd.lse.zero_()
     odd.out[..., 0, 0], odd.out[..., 1, 0], odd.out[..., 2, 0] = torch.inf, -torch.inf, torch.nan
     plain = Partial(some_part(5).out, torch.ones(SHAPE[:-1]))
-    for found in (merged(nothing(), odd, plain), merged(plain, odd)):
+    for found in (merged(nothing(), odd, plain), merged(plain, odd), merged_anew(odd, plain, nothing())):
         torch.testing.assert_close(found.out, joint_softmax(odd, plain).out.float(), equal_nan=True)
         assert found.out[..., 0, 0].isposinf().all()
         assert found.out[..., :3, 1:].isfinite().all()
