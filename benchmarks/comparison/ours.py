@@ -1,5 +1,6 @@
 """This library: the public call, what its own kernel needs for its own pieces, and the call on more and more ranks."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from comparison.case import Case, Contender, with_gradients
-from comparison.points import GROWTH, HEADS, IDEALS, OURS
+from comparison.case import Case, Contender, Tensors, with_gradients
+from comparison.points import GROWTH, HEADS, IDEALS, OURS, WIDE
 from ringspan.bench.ideal import attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
 from ringspan.kernels import choose_kernel
@@ -41,6 +42,11 @@ def ringspan(case: Case, world_size: int | None = None) -> Contender:
     return Contender(lambda: with_gradients(case, attend, own), rows)
 
 
+def in_float32(case: Case) -> Contender:
+    """What a user calls, with the same numbers in float32."""
+    return ringspan(dataclasses.replace(case, whole=Tensors(*(x.float() for x in case.whole))))
+
+
 def ideal(case: Case) -> Contender:
     """The pieces of the call's own program by its own kernel: no messages, nothing merged or added up."""
     layout = _layout(case, case.point.world_size)
@@ -61,6 +67,7 @@ def ideal(case: Case) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Case], Contender]] = {
     OURS: ringspan,
+    WIDE: in_float32,
     IDEALS[1]: ideal,
     **{name: partial(ringspan, world_size=number) for name, number in GROWTH.items()},
 }

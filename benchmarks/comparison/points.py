@@ -12,6 +12,7 @@ DTYPES = ("float32", "bfloat16")
 HEAD_DIMS = (64, 128)
 
 OURS, ONE_PROCESS = "ringspan", "one process"
+WIDE = "ringspan, float32"  # the same numbers, to see what a half type gains
 IDEALS = ("ideal, SDPA", "ideal, our kernel")
 BASELINES = (ONE_PROCESS, "all-gather", "blocking ring")
 PEERS = (
@@ -23,7 +24,7 @@ PEERS = (
 GROWTH = {"1 rank": 1, "2 ranks": 2, "4 ranks": 4, "8 ranks": 8}
 
 MODULES = {
-    "comparison.ours": (OURS, IDEALS[1], *GROWTH),
+    "comparison.ours": (OURS, WIDE, IDEALS[1], *GROWTH),
     "comparison.torch_only": (IDEALS[0], *BASELINES),
     "comparison.peers": PEERS,
 }
@@ -52,7 +53,9 @@ class Point:
         """Who takes part, peers apart."""
         if self.section == "growth":
             return tuple(GROWTH)
-        return (OURS, ONE_PROCESS) if self.section == "alone" else (OURS, *IDEALS, *BASELINES)
+        if self.section == "alone":
+            return OURS, ONE_PROCESS
+        return (OURS, *IDEALS, *BASELINES) if self.dtype == "float32" else (OURS, WIDE, *IDEALS, *BASELINES)
 
     @property
     def peers(self) -> tuple[str, ...]:

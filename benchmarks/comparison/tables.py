@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from results import format_table
 
-from comparison.points import BASELINES, GROWTH, IDEALS, ONE_PROCESS, OURS, PEERS, Point
+from comparison.points import BASELINES, GROWTH, IDEALS, ONE_PROCESS, OURS, PEERS, WIDE, Point
 from comparison.rounds import MOST_OTHERS, PEER_LIMIT_BYTES, PEER_LIMIT_S, TRIED, Record
 
 LEAST_SHARE = {"forward16k": 0.97, "backward8k": 0.96, "forward4k": 0.92}
@@ -67,7 +67,8 @@ a round, given as their median and its {CONFIDENCE:.0%} interval. Rounds in whic
 slower rank counts. ᵃ is `scaled_dot_product_attention`, a rank's whole share in as few calls as its mask allows (full:
 one; causal: its own tokens, and those it sees of the other rank). ᵇ is this library's kernel on the pieces its schedule
 cuts. Both run in the first {TRIED} rounds, then the faster one alone, so a better kernel makes a harder ideal. CPU
-seconds are those of all threads of both ranks.
+seconds are those of all threads of both ranks. "over float32" is the time of a half type over that of the same call in
+float32.
 
 Under the names of others stands how many times as fast this library is, [in so many rounds].
 
@@ -83,7 +84,16 @@ otherwise: in some virtual machines oneDNN dies of matrix instructions (AMX) tha
 
 def _ranks(measured: Measured) -> tuple[str, bool]:
     others = [*BASELINES, *(it for it in PEERS if any(record.count(it) for _, record in measured))]
-    header = ["dtype", "mask", "head_dim", "ideal, s", "ringspan, s", "of the ideal", "CPU, of the ideal's"]
+    header = [
+        "dtype",
+        "mask",
+        "head_dim",
+        "ideal, s",
+        "ringspan, s",
+        "of the ideal",
+        "CPU, of the ideal's",
+        "over float32",
+    ]
     rows = [_ranks_row(point, record, others) for point, record in measured]
     is_kept, verdicts = _judge_ranks(measured)
     table = format_table([*header, *others, "pairs"], rows)
@@ -101,6 +111,7 @@ def _ranks_row(point: Point, record: Record, others: list[str]) -> list[str]:
         f"{_seconds(record, OURS):.3f}",
         Median.of(shares).text(".1%"),
         Median.of(ratios(record, OURS, ideal, 1)).text(".1%"),
+        Median.of(ratios(record, OURS, WIDE)).text(".2f") if record.count(WIDE) else "",
         *(_times_as_fast(record, it) for it in others),
         str(len(shares)),
     ]
@@ -137,9 +148,7 @@ def _judge_ranks(measured: Measured) -> tuple[bool, list[str]]:
     peers = {
         f"{p.name}, {it}": Median.of(ratios(r, it, OURS)).middle for p, r in measured for it in PEERS if r.count(it)
     }
-    float32_s = {p.name.partition("/float32/")[2]: _seconds(r, OURS) for p, r in wide}
-    halves = {p.name: (p.name.partition("/bfloat16/")[2], _seconds(r, OURS)) for p, r in measured}
-    slowdown = {name: s / float32_s[size] for name, (size, s) in halves.items() if size in float32_s}
+    slowdown = {p.name: Median.of(ratios(r, OURS, WIDE)).middle for p, r in measured if r.count(WIDE)}
     checks = [
         Promise(f"float32: at least {least:.0%} of the ideal", shares, least, None, ".1%"),
         Promise(f"float32: CPU seconds at most {MOST_CPU:.0%} of the ideal's", cpu, None, MOST_CPU, ".1%"),
