@@ -3,6 +3,7 @@
 All goes through the transport, so that gloo, NCCL, MPI and threads are measured by the same code.
 """
 
+import functools
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
@@ -49,15 +50,15 @@ def sum_over_ranks(transport: Transport, tensors: Sequence[torch.Tensor], timeou
     sizes = [x.numel() for x in tensors]
     world_size, rank = transport.world_size, transport.rank
     part = -(-sum(sizes) // world_size)
-    flat = tensors[0].new_zeros(world_size * part)
+    flat = tensors[0].new_empty(world_size * part)
     torch.cat([x.reshape(-1) for x in tensors], out=flat[: sum(sizes)])
+    flat[sum(sizes) :] = 0
     parts = flat.view(world_size, part)
-    mine = torch.empty_like(parts)  # this rank's part, by every rank
+    mine = [own if peer == rank else torch.empty_like(own) for peer, own in enumerate(parts)]  # by every rank
     _exchange(transport, parts, mine, timeout_s)
-    mine[rank] = parts[rank]
-    total = mine.sum(0, dtype=torch.promote_types(flat.dtype, torch.float32)).to(flat.dtype)
-    _exchange(transport, [total] * world_size, parts, timeout_s)
-    parts[rank] = total
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    parts[rank] = functools.reduce(torch.add, (x.to(wide) for x in mine))
+    _exchange(transport, [parts[rank]] * world_size, parts, timeout_s)
     return [x.view_as(like) for x, like in zip(torch.split(flat[: sum(sizes)], sizes), tensors, strict=True)]
 
 
