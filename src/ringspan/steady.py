@@ -83,8 +83,8 @@ def tiles_at_once(name: str, request: Request) -> int:
     return AT_ONCE
 
 
-class _Aligned:
-    """A kernel whose operands lie in memory as they would on any rank."""
+class _Around:
+    """A kernel that is called in another way."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -95,6 +95,10 @@ class _Aligned:
 
     def refuses(self, request: Request) -> str | None:
         return self.kernel.refuses(request)
+
+
+class _Aligned(_Around):
+    """A kernel whose operands lie in memory as they would on any rank."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         out, lse = self.kernel.forward(_aligned(q), _aligned(k), _aligned(v), piece, scale)
@@ -181,19 +185,12 @@ def on_single_threads(kernel: Kernel, device: torch.device) -> Iterator[Kernel]:
         yield kernel if threads.number == 1 else _SharedOut(kernel, threads)
 
 
-class _SharedOut:
+class _SharedOut(_Around):
     """A kernel that attends some of the batch rows or KV heads on each thread."""
 
     def __init__(self, kernel: Kernel, threads: Threads) -> None:
-        self.kernel = kernel
+        super().__init__(kernel)
         self.threads = threads
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    def refuses(self, request: Request) -> str | None:
-        return self.kernel.refuses(request)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:

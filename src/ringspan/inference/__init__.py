@@ -227,7 +227,7 @@ def _write(turn: Turn, layer: int, rows: Rows) -> None:
     for sequence, at, slices in turn.own_rows:
         stored = turn.state.stored[sequence]
         for own in slices:
-            part = rows if own == slice(0, turn.num_rows) else tuple(x[:, :, own] for x in rows)
+            part = tuple(x[:, :, own] for x in rows)
             stored.write(layer, at, part)
             at += part[0].shape[2]
 
