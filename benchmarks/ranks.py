@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringspan.bench.launch import keep_to_own_cores
+
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What fn(rank, *args) returns on each of `world_size` processes of one default group."""
@@ -20,8 +22,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
             context.Process(target=_run, args=(fn, rank, world_size, str(Path(folder, "store")), pipe[1], args))
             for rank, pipe in enumerate(pipes)
         ]
-        for process, (_, child) in zip(processes, pipes, strict=True):
+        for rank, (process, (_, child)) in enumerate(zip(processes, pipes, strict=True)):
             process.start()
+            keep_to_own_cores(process.pid, rank, world_size)
             child.close()
         try:
             answers = [pipe[0].recv() for pipe in pipes]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from comparison.points import Point
+from ringspan.bench.launch import keep_to_own_cores
 
 BENCHMARKS = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -73,6 +74,7 @@ class Team:
                         env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
                     )
                 )
+            keep_to_own_cores(self._ranks[-1].pid, rank, point.world_size)
         try:
             answers = self._answers()
         except BaseException:

@@ -1,5 +1,6 @@
 """What do the ranks' notes say together? Rank 0 makes the result of them."""
 
+import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -8,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from ringspan.bench.breakdown import Interval, break_down, judge
-from ringspan.bench.launch import count_cores
 from ringspan.bench.result import (
     Activity,
     Check,
@@ -128,4 +128,4 @@ def machine_of(device: torch.device) -> Machine:
     """Where this process runs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = str(torch.__version__)  # as a plain string; its own type would make the parent load torch to read it
-    return Machine(platform.platform(), count_cores(), name, platform.python_version(), version)
+    return Machine(platform.platform(), os.cpu_count() or 1, name, platform.python_version(), version)

@@ -99,6 +99,19 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
+    """Let a process that was just started use its share of the cores only.
+
+    Left to the scheduler, a rank that waited is now and then woken on the core where another computes, and stands there
+    for milliseconds. Ranks that outnumber the cores share one between neighbours.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        first, last = rank * len(cores) // num_ranks, -(-(rank + 1) * len(cores) // num_ranks)
+        with suppress(ProcessLookupError):  # it is dead already
+            os.sched_setaffinity(pid, cores[first:last])
+
+
 def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:
     """Start the ranks of a job and return the value of rank 0; no rank is left when this returns or raises."""
     inbox: queue.Queue[tuple[int, object]] = queue.Queue()
@@ -129,6 +142,7 @@ class _Rank:
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
+        keep_to_own_cores(self.process.pid, rank, job.num_processes)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # it is dead already, and the listener will find out
