@@ -78,7 +78,7 @@ class _Bench:
         self.ideal = Ideal(self.ranks, self.kernel)
         self.alone = OneProcess(settings, self.model, self.tokens) if self.rank == 0 else None
         self.num_dissected = min(DISSECTED, settings.repeats)
-        self.tell = Steps(report, 3 + 6 * settings.repeats + 2 * self.num_dissected)
+        self.tell = Steps(report, 3 + 4 * settings.repeats + 2 * self.num_dissected)
         self.seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
         self.cpu_seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
         self.dissected: defaultdict[Phase, list[Dissected]] = defaultdict(list)
@@ -103,10 +103,12 @@ class _Bench:
         alone, ranks, ideal = self.alone, self.ranks, self.ideal
         self.tell(f"prefill and decode, one process, {of}")
         self._time_answer("one", _idle if alone is None else alone.prefill, _idle if alone is None else alone.decode)
-        self.tell(f"prefill, the ideal, {of}")
-        self._time("prefill", "ideal", ideal.prefill)
-        self.tell(f"prefill and decode, the ranks, {of}")
-        answer = self._time_answer("ranks", ranks.prefill, ranks.decode)
+        self.tell(f"prefill and decode, the ideal and the ranks, {of}")
+        answer = self._in_turn(
+            number,
+            lambda: self._time("prefill", "ideal", ideal.prefill),
+            lambda: self._time_answer("ranks", ranks.prefill, ranks.decode),
+        )
         if number < self.num_dissected:
             self.tell(f"where the time of prefill and decode goes, {number + 1} of {self.num_dissected}")
             self._dissect(
@@ -115,13 +117,25 @@ class _Bench:
             )
         self.tell(f"training, one process, {of}")
         self._time("train", "one", _idle if alone is None else alone.train)
-        self.tell(f"training, the ideal, {of}")
-        self._time("train", "ideal", ideal.train)
-        self.tell(f"training, the ranks, {of}")
-        self.outcome = Outcome(answer, self._time("train", "ranks", ranks.train))
+        self.tell(f"training, the ideal and the ranks, {of}")
+        trained = self._in_turn(
+            number,
+            lambda: self._time("train", "ideal", ideal.train),
+            lambda: self._time("train", "ranks", ranks.train),
+        )
+        self.outcome = Outcome(answer, trained)
         if number < self.num_dissected:
             self.tell(f"where the time of training goes, {number + 1} of {self.num_dissected}")
             self._dissect(train=lambda watch: ranks.train(_watching(watch)))
+
+    def _in_turn(self, number: int, ideal: Callable[[], object], ranks: Callable[[], T]) -> T:
+        """What the ranks give; who goes first alternates, since cores are faster after a rest."""
+        if number % 2:
+            value = ranks()
+            ideal()
+            return value
+        ideal()
+        return ranks()
 
     def _time_answer(self, who: str, prefill: Callable[..., Any], decode: Callable[..., Any]) -> Answer:
         first = self._time("prefill", who, prefill)
