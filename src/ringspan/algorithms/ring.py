@@ -92,8 +92,22 @@ def build_ring(visible: Visible, moving: Side, direction: Direction, backward: S
 def bring_home(draft: Schedule, visible: Visible, moving: Side, backward: Side | None, route: Route) -> Schedule:
     """Gradients take their route; outputs made abroad go straight home; those made at home stay."""
     if backward is not None:
-        return complete(draft, visible, route)
+        return complete(_home_last(draft) if backward == "kv" else draft, visible, route)
     return complete(draft, visible) if moving == "q" else draft
+
+
+def _home_last(draft: Schedule) -> Schedule:
+    """What a rank attends without having received anything moves behind all else.
+
+    There it covers the last hop instead of the first: that of dkv, which has at least the bytes of kv, and whose last
+    part is made by a rank that may be late.
+    """
+    if draft.num_steps == 1:
+        return draft
+    first, *others = draft.steps
+    nothing: list[tuple[Attend, ...]] = [()] * draft.world_size
+    steps = [Step(nothing, first.transfers), *others, Step(first.attends)]
+    return Schedule.of_steps(draft.world_size, draft.heads, steps)
 
 
 def whole_blocks(world_size: int, q_kind: Kind) -> Holdings:

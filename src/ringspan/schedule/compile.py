@@ -6,9 +6,9 @@ that an executor walks without thinking.
 
 The rules. An input is waited for at its first reader. An arriving sum is merged before a transfer that takes it away,
 and otherwise before the receives of the step after next are posted, in schedule order and never in order of arrival;
-so no more than two of them are ever waiting. A send is done before the receives of the step in which its
-reader first needs it are posted, so two buffers are enough for a ring, while a transfer that is read late may take its
-time.
+so no more than two of them are ever waiting. What a rank passes on has left before the receives of the step in which
+its reader first needs it are posted, so two buffers are enough for a ring, while a transfer that is read late may take
+its time. What a rank holds anyway may take until the end.
 """
 
 from collections import defaultdict
@@ -107,13 +107,20 @@ class _Compiler:
         merge_receives = [Transfer(merge.block, peer, self.rank) for merge in merges for peer in others]
         self.code.append(Post(t, (*sends, *merge_sends), (*receives, *merge_receives)))
         for transfer in (*sends, *merge_sends):
-            self.sends[first_reads(self.schedule).get((t, transfer), t + 1)].append(Sent(t, transfer))
+            self.sends[self._must_have_left(t, transfer)].append(Sent(t, transfer))
         for transfer in receives:
             if transfer.block.is_sum:
                 self.sums.append(Arrived(t, transfer))
             else:
                 self.due[transfer.block] = Arrived(t, transfer)
         self.sums += [AllMerged(t, merge.block) for merge in merges]
+
+    def _must_have_left(self, t: int, transfer: Transfer) -> int:
+        """The step before whose receives a send must be done. Of some heads, what is sent may be a copy."""
+        block = transfer.block
+        if not block.is_sum and block.owner == self.rank and block.heads is None:
+            return self.schedule.num_steps
+        return first_reads(self.schedule).get((t, transfer), t + 1)
 
     def _need(self, block: Block) -> None:
         """Wait for an input unless it is held already."""

@@ -144,27 +144,28 @@ class _Loads:
 
 
 def _pass_kv(loads: _Loads) -> Iterator[Load]:
-    """KV travels to the next rank; backward its gradient follows, and goes home from the last."""
+    """KV travels to the next rank; backward its gradient follows, and goes home from the last while own keys are read."""
     size, shard, ranks = loads.ring.world_size, loads.shard, loads.ranks
     own_s, other_s, unseen_s = loads.own_s(shard), loads.other_s(shard), loads.unseen_s(shard)
     hops = size - 1
     if loads.sequence.window and loads.sequence.layout == "contiguous":
         hops = min(hops, -(-loads.sequence.window // loads.q_len))
-    first, later = loads.everywhere(own_s), loads.everywhere(other_s)
+    home, later = loads.everywhere(own_s), loads.everywhere(other_s)
+    is_home_last = loads.is_backward and hops > 0
     onward = loads.ahead(1, loads.kv_len * shard.kv_bytes)
     for t in range(hops + 1):
-        attend_s, moves = first if t == 0 else later, [onward] if t < hops else []
+        attend_s, moves = later if t else loads.none if is_home_last else home, [onward] if t < hops else []
         if loads.is_uneven and not loads.sequence.window:
-            owners = (ranks - t) % size
-            attend_s = np.where(owners == ranks, own_s, np.where(owners < ranks, other_s, unseen_s))
+            if t:
+                attend_s = np.where((ranks - t) % size < ranks, other_s, unseen_s)
             if not loads.cached_len:
                 # No further than the last rank, which sees all; and what has come round to the first is not seen there.
                 moves = [_some(one, (ranks >= t) & (ranks < size - 1)) for one in moves]
         if loads.is_backward and t > 1:
             moves.append(_follow_kv(loads, t, 0))
         yield Load(attend_s, moves)
-    if loads.is_backward and hops:
-        yield Load(loads.none, [_follow_kv(loads, hops + 1, END)])
+    if is_home_last:
+        yield Load(home, [_follow_kv(loads, hops + 1, END)])
 
 
 def _follow_kv(loads: _Loads, t: int, reads_at: int) -> Round:
@@ -299,11 +300,13 @@ def _neighbour(loads: _Loads, distance: int, groups_back: int, nbytes: float, re
 def _double_ring(loads: _Loads) -> Iterator[Load]:
     """An inner ring in each node; the block of the next phase crosses to the next node in the first step of this one.
 
-    Gradients follow: round the node, and at the end of a phase to the next node, which the last one leaves for home.
+    Gradients follow: round the node, and at the end of a phase to the next node, which the last one leaves for home,
+    while own keys are read.
     """
     size, inner, shard = loads.ring.world_size, loads.ring.inner, loads.shard
     nbytes, outer = loads.kv_len * shard.kv_bytes, loads.ring.world_size // loads.ring.inner
-    first, later = (loads.everywhere(seconds) for seconds in (loads.own_s(shard), loads.other_s(shard)))
+    home, later = (loads.everywhere(seconds) for seconds in (loads.own_s(shard), loads.other_s(shard)))
+    is_home_last = loads.is_backward and size > 1
 
     def turn(ranks: Ranks) -> Ranks:
         return ranks - ranks % inner + (ranks % inner + 1) % inner
@@ -318,9 +321,9 @@ def _double_ring(loads: _Loads) -> Iterator[Load]:
             moves.append(across._replace(reads_at=t + inner))
         if loads.is_backward and t > 1:
             moves.append(follow[t % inner == 0])
-        yield Load(later if t else first, moves)
-    if loads.is_backward and size > 1:
-        yield Load(loads.none, [follow[1]._replace(reads_at=END)])
+        yield Load(later if t else loads.none if is_home_last else home, moves)
+    if is_home_last:
+        yield Load(home, [follow[1]._replace(reads_at=END)])
 
 
 def _all_merge(loads: _Loads) -> Iterator[Load]:
