@@ -144,7 +144,7 @@ class _Loads:
 
 
 def _pass_kv(loads: _Loads) -> Iterator[Load]:
-    """KV travels to the next rank; backward its gradient follows, and goes home from the last while own keys are read."""
+    """KV travels to the next rank; backward its gradient follows, and the last hop home is while own keys are read."""
     size, shard, ranks = loads.ring.world_size, loads.shard, loads.ranks
     own_s, other_s, unseen_s = loads.own_s(shard), loads.other_s(shard), loads.unseen_s(shard)
     hops = size - 1
