@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -107,9 +107,13 @@ def keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        first, last = rank * len(cores) // num_ranks, -(-(rank + 1) * len(cores) // num_ranks)
         with suppress(ProcessLookupError):  # it is dead already
-            os.sched_setaffinity(pid, cores[first:last])
+            os.sched_setaffinity(pid, own_cores(cores, rank, num_ranks))
+
+
+def own_cores(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
+    """A rank's share of the cores, at least one."""
+    return cores[rank * len(cores) // num_ranks : -(-(rank + 1) * len(cores) // num_ranks)]
 
 
 def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:

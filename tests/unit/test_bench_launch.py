@@ -1,0 +1,39 @@
+"""Every rank that is started has cores of its own, as far as there are enough."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from ringspan.bench.launch import keep_to_own_cores, own_cores
+
+CORES = [3, 4, 7, 8, 10, 11, 12, 40]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_shares_of_as_many_cores_are_a_partition(num_ranks):
+    shares = [own_cores(CORES, rank, num_ranks) for rank in range(num_ranks)]
+    assert [core for share in shares for core in share] == CORES
+    assert {len(share) for share in shares} == {len(CORES) // num_ranks}
+
+
+@pytest.mark.parametrize("num_ranks", [3, 5, 7, 12, 16, 100])
+def test_shares_of_other_numbers_leave_no_core_and_no_rank_out(num_ranks):
+    shares = [own_cores(CORES, rank, num_ranks) for rank in range(num_ranks)]
+    assert min(map(len, shares)) >= 1
+    used = Counter(core for share in shares for core in share)
+    assert set(used) == set(CORES)
+    assert max(used.values()) - min(used.values()) <= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of processes")
+def test_a_process_is_kept_to_its_cores():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        cores = sorted(os.sched_getaffinity(process.pid))
+        keep_to_own_cores(process.pid, len(cores) - 1, len(cores))
+        kept = os.sched_getaffinity(process.pid)
+        process.communicate(b"\n")
+    assert kept == {cores[-1]}
+    keep_to_own_cores(process.pid, 0, 1)  # it is gone, which is for others to say
