@@ -35,7 +35,13 @@ def start() -> "tuple[subprocess.Popen[str], list[int]]":
         env={name: value for name, value in os.environ.items() if name not in LAUNCHERS},
         start_new_session=True,
     )
-    wait_until(lambda: len(ranks := children(process.pid)) == 2 and all(bytes_in_use(rank) > 320e6 for rank in ranks))
+    try:
+        wait_until(
+            lambda: len(ranks := children(process.pid)) == 2 and all(bytes_in_use(rank) > 320e6 for rank in ranks)
+        )
+    except BaseException:
+        process.kill()  # and its ranks find their standard input closed
+        raise
     time.sleep(1.0)  # torch and the inputs are there; now both are in the first call and say nothing
     return process, children(process.pid)
 

@@ -28,6 +28,11 @@ def test_shares_of_other_numbers_leave_no_core_and_no_rank_out(num_ranks):
     assert max(used.values()) - min(used.values()) <= 1
 
 
+def test_ranks_that_outnumber_the_cores_share_none_with_their_neighbours():
+    shares = [own_cores([5, 6], rank, 8) for rank in range(8)]
+    assert shares == [[5], [6]] * 4
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of processes")
 def test_a_process_is_kept_to_its_cores():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:

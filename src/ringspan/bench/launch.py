@@ -103,7 +103,7 @@ def keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
     """Let a process that was just started use its share of the cores only.
 
     Left to the scheduler, a rank that waited is now and then woken on the core where another computes, and stands there
-    for milliseconds. Ranks that outnumber the cores share one between neighbours.
+    for milliseconds.
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -112,7 +112,9 @@ def keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
 
 
 def own_cores(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
-    """A rank's share of the cores, at least one."""
+    """A rank's share of the cores; where ranks outnumber them, one that it shares, but not with its neighbours."""
+    if num_ranks > len(cores):
+        return [cores[rank % len(cores)]]
     return cores[rank * len(cores) // num_ranks : -(-(rank + 1) * len(cores) // num_ranks)]
 
 
