@@ -59,8 +59,8 @@ def format_section(section: str, measured: Measured) -> tuple[str, bool]:
 
 ABOUT = f"""\
 Two gloo processes with one thread and a core each, batch 1, 8 heads; causal with a zigzag layout, full with a contiguous
-one. In every round the contenders run in turn, in random order, ringspan and the ideal one after the other; ratios are those of
-a round, given as their median and its {CONFIDENCE:.0%} interval. Rounds in which other programs took more than
+one. In every round the contenders run in turn, in random order, ringspan and the ideal one after the other; ratios are
+those of a round, given as their median and its {CONFIDENCE:.0%} interval. Rounds in which other programs took more than
 {MOST_OTHERS:.0%} of the machine do not count.
 
 **The ideal** is what each rank must compute, all keys at hand: no messages, nothing merged, no gradients added up; the
