@@ -58,7 +58,7 @@ def format_section(section: str, measured: Measured) -> tuple[str, bool]:
 # --- Two ranks ---
 
 ABOUT = f"""\
-Two gloo processes with one thread and a core each, batch 1, 8 heads; causal with a zigzag layout, full with a contiguous
+Two gloo processes of one thread and one core, batch 1, 8 heads; causal with a zigzag layout, full with a contiguous
 one. In every round the contenders run in turn, in random order, ringspan and the ideal one after the other; ratios are
 those of a round, given as their median and its {CONFIDENCE:.0%} interval. Rounds in which other programs took more than
 {MOST_OTHERS:.0%} of the machine do not count.
