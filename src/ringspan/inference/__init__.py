@@ -227,7 +227,7 @@ def _write(turn: Turn, layer: int, rows: Rows) -> None:
     for sequence, at, slices in turn.own_rows:
         stored = turn.state.stored[sequence]
         for own in slices:
-            part = tuple(x[:, :, own] for x in rows)
+            part = rows if turn.num_rows == 1 else tuple(x[:, :, own] for x in rows)
             stored.write(layer, at, part)
             at += part[0].shape[2]
 

@@ -35,6 +35,16 @@ class RowSpec(NamedTuple):
         return self.num_layers * self.num_kv_heads * row
 
 
+class _Block:
+    """Room for some tokens of all layers: tensors (layers, KV heads, room, dim), and the same layer by layer."""
+
+    def __init__(self, tensors: Rows) -> None:
+        self.tensors = tensors
+        # A view takes its time when the caches are cold, as they are for each token.
+        self.layers: list[Rows] = list(zip(*(x.split(1) for x in tensors), strict=True))
+        self.room = tensors[0].shape[2]
+
+
 class Stored:
     """One sequence's tokens on this rank."""
 
@@ -42,7 +52,7 @@ class Stored:
         self.spec = spec
         self.starts: list[int] = []  # index of the first token of each block
         self.capacity = 0
-        self._blocks: list[Rows] = []  # each tensor (layers, KV heads, room, dim)
+        self._blocks: list[_Block] = []
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +70,7 @@ class Stored:
             torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
             for dim, dtype in zip(dims, dtypes, strict=True)
         ]
-        self._blocks.append(tuple(tensors))
+        self._blocks.append(_Block(tuple(tensors)))
         self.starts.append(self.capacity)
         self.capacity += room
 
@@ -74,7 +84,7 @@ class Stored:
     def copy(self) -> "Stored":
         """The same tokens in memory of their own."""
         twin = Stored(self.spec)
-        twin._blocks = [tuple(x.clone() for x in block) for block in self._blocks]
+        twin._blocks = [_Block(tuple(x.clone() for x in block.tensors)) for block in self._blocks]
         twin.starts, twin.capacity = [*self.starts], self.capacity
         return twin
 
@@ -82,16 +92,16 @@ class Stored:
         """The tokens start … stop-1 of a layer, as views, one for each block they lie in."""
         first = max(0, bisect_right(self.starts, start) - 1)
         for at, block in zip(self.starts[first:], self._blocks[first:], strict=True):
-            lo, hi = max(start, at) - at, min(stop - at, block[0].shape[2])
+            lo, hi = max(start, at) - at, min(stop - at, block.room)
             if lo >= hi:
                 return
-            yield tuple(x[layer : layer + 1, :, lo:hi] for x in block)
+            yield tuple([x.narrow(2, lo, hi - lo) for x in block.layers[layer]])
 
     def all_layers(self, count: int) -> Iterator[tuple[int, Rows]]:
         """The first `count` tokens, as (start, views (layers, KV heads, tokens, dim)) of each block."""
         for at, block in zip(self.starts, self._blocks, strict=True):
             if at < count:
-                yield at, tuple(x[:, :, : count - at] for x in block)
+                yield at, tuple(x[:, :, : count - at] for x in block.tensors)
 
     def write(self, layer: int, start: int, rows: Rows) -> None:
         """Put tokens at start and behind it; there must be room."""
