@@ -133,7 +133,7 @@ def test_blocks_are_never_moved_and_rarely_made() -> None:
         with cache.begin([1]) as turn:
             for layer in range(2):
                 rs.decode(x, x, x, turn, layer=layer)
-        places.append(tuple(block[0].data_ptr() for block in cache._state.stored[0]._blocks))
+        places.append(tuple(block.tensors[0].data_ptr() for block in cache._state.stored[0]._blocks))
     assert all(after[: len(before)] == before for before, after in itertools.pairwise(places))
     assert len(places[-1]) < 30
     assert cache.nbytes <= 1.3 * 1000 * 2 * 2 * 4 * 4

@@ -41,7 +41,7 @@ class _Block:
     def __init__(self, tensors: Rows) -> None:
         self.tensors = tensors
         # A view takes its time when the caches are cold, as they are for each token.
-        self.layers: list[Rows] = list(zip(*(x.split(1) for x in tensors), strict=True))
+        self.layers: list[Rows] = list(zip(*(torch.split(x, 1) for x in tensors), strict=True))
         self.room = tensors[0].shape[2]
 
 
