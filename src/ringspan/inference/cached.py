@@ -96,7 +96,7 @@ class TurnWire(EncodedWire):
         """Wait for a block."""
         value = super().receive(step, transfer)
         if transfer.block.kind == "out" and len(value) == 1:
-            return value[0][..., :-1], value[0][..., -1:]
+            return torch.split(value[0], [value[0].shape[-1] - 1, 1], -1)
         return value
 
     def release(self, value: Value, /) -> None:
