@@ -107,7 +107,7 @@ def keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        with suppress(ProcessLookupError):  # it is dead already
+        with suppress(OSError):  # it is dead already, or may not be told where to run: then it runs anywhere
             os.sched_setaffinity(pid, own_cores(cores, rank, num_ranks))
 
 

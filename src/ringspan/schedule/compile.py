@@ -116,7 +116,7 @@ class _Compiler:
         self.sums += [AllMerged(t, merge.block) for merge in merges]
 
     def _must_have_left(self, t: int, transfer: Transfer) -> int:
-        """The step before whose receives a send must be done. Of some heads, what is sent may be a copy."""
+        """The step before whose receives a send must be done. Some heads of a block are sent as a copy, to be freed."""
         block = transfer.block
         if not block.is_sum and block.owner == self.rank and block.heads is None:
             return self.schedule.num_steps
