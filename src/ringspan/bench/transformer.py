@@ -129,7 +129,7 @@ class _Bench:
             self._dissect(train=lambda watch: ranks.train(_watching(watch)))
 
     def _in_turn(self, number: int, ideal: Callable[[], object], ranks: Callable[[], T]) -> T:
-        """What the ranks give; who goes first alternates, since cores are faster after a rest."""
+        """What the ranks give; who goes first alternates, so that a drifting machine favours neither."""
         if number % 2:
             value = ranks()
             ideal()
