@@ -1,6 +1,7 @@
 """Gloo processes for benchmarks, one thread each."""
 
 import multiprocessing as mp
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringspan.bench.launch import keep_to_own_cores
+from ringspan.bench.launch import RANK_ENVIRONMENT, keep_to_own_cores
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What fn(rank, *args) returns on each of `world_size` processes of one default group."""
     context = mp.get_context("spawn")
+    os.environ.update(RANK_ENVIRONMENT)  # which they inherit
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [

@@ -55,10 +55,11 @@ def describe_machine() -> str:
 
 
 def describe_cpu() -> str:
-    """The name of its type."""
+    """The name of its type; with its vectors, as clouds have one name for several."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (found := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
-        return found[1]
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    if found := re.search(r"model name\s*: (.+)", text):
+        return f"{found[1]}, {'AVX-512' if ' avx512f ' in text else 'AVX2'}"
     return platform.processor() or platform.machine()
 
 

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from comparison.points import Point
-from ringspan.bench.launch import keep_to_own_cores
+from ringspan.bench.launch import RANK_ENVIRONMENT, keep_to_own_cores
 
 BENCHMARKS = Path(__file__).parents[1]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+ENVIRONMENT = RANK_ENVIRONMENT | {
     "GLOO_SOCKET_IFNAME": "lo",
     # Some virtual machines promise matrix instructions they do not have; oneDNN believes them and dies of it.
     "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"),

@@ -1,7 +1,7 @@
 """How are pieces computed and added up, with tensors and a kernel?
 
 What the executor leaves open of arithmetic. A kernel attends a piece a slab at a time, so that what it returns stays
-small beside the sums; where a piece begins a sum, what the kernel returns is the sum.
+small beside the sums; where a piece begins a sum, what the kernel returns is the sum, in the type that sums have.
 """
 
 import functools
@@ -74,7 +74,7 @@ class TorchArithmetic:
             self.attend(piece, q, kv, value, True)
             return value
         part = self.kernel.forward(queries, keys, values, piece, self.scale)
-        return part.out, part.lse.unsqueeze(-1)
+        return part.out.to(self.dtype), part.lse.unsqueeze(-1)
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
@@ -98,7 +98,8 @@ class TorchArithmetic:
         keys, values = _rows(kv, piece.kv)
         if dq is None and dkv is None and _is_whole(queries, keys, values):
             part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
-            return (part.dq,), (part.dk, part.dv)
+            dq_part, *dkv_part = (x.to(self.dtype) for x in part)
+            return (dq_part,), tuple(dkv_part)
         begins_q, begins_kv = dq is None, dkv is None
         dq = dq or self.room([queries.shape])
         dkv = dkv or self.room([keys.shape, values.shape])
