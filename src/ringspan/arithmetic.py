@@ -13,7 +13,7 @@ import torch
 
 from ringspan.execute import Value
 from ringspan.kernels.base import Kernel, Merged
-from ringspan.pieces import Piece
+from ringspan.pieces import Piece, PieceKind
 from ringspan.schedule import Block
 from ringspan.softmax import Partial, accumulator_dtype, merge_, merged
 from ringspan.tiles import Shape
@@ -22,6 +22,10 @@ _NOTHING = nullcontext()
 _SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 """What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
 of it in one call, while a GPU wants enough work in each."""
+
+_FEW_ROWS = 128
+"""So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
+merge."""
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
@@ -39,6 +43,7 @@ class TorchArithmetic:
         self.scale = scale
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
+        self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"  # by its kernels
         self._queries, self._out = _LastRows(), _LastRows()
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
@@ -78,6 +83,13 @@ class TorchArithmetic:
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
+        if self._is_converted:
+            for run in key_runs(piece, self.device, *_rows(kv, piece.kv)):
+                self._attend(run, q, kv, out, is_first and run.kv.start == piece.kv.start)
+        else:
+            self._attend(piece, q, kv, out, is_first)
+
+    def _attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         (queries,), (keys, values) = self._queries.of(q, piece.q), _rows(kv, piece.kv)
         sums, column = self._out.of(out, piece.q)
         for of_q, of_kv in _slabs(piece, queries, keys, values):
@@ -114,6 +126,17 @@ class TorchArithmetic:
             for total, addend in ((dks, part.dk), (dvs, part.dv)):
                 _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
         return dq, dkv
+
+
+def key_runs(piece: Piece, device: torch.device, *rows: torch.Tensor) -> Sequence[Piece]:
+    """A piece of a few queries in runs of keys, k and v of each within a slab once converted; others as they are."""
+    num_keys = piece.kv.stop - piece.kv.start
+    converted_bytes = 4 * max(x[:, :, :1].numel() for x in rows)
+    at_once = max(1, _SLAB_BYTES[device.type] // max(1, converted_bytes))
+    if piece.kind is not PieceKind.FULL or piece.q.stop - piece.q.start > _FEW_ROWS or num_keys <= at_once:
+        return (piece,)
+    starts = range(piece.kv.start, piece.kv.stop, at_once)
+    return [piece._replace(kv=slice(start, min(start + at_once, piece.kv.stop))) for start in starts]
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:

@@ -1,13 +1,14 @@
 """Attending and sending keys and values that are not in the type of the queries.
 
 A kv block of four tensors is encoded (see `quantize.py`). It travels as it is, is forwarded unchanged, and its owner
-attends it too, so that all ranks use the same numbers. Rows are decoded a KV head at a time as they are attended.
+attends it too, so that all ranks use the same numbers. Rows are decoded as they are attended, a KV head at a time, or
+for a few queries some keys at a time.
 """
 
 import torch
 
 from ringspan import quantize
-from ringspan.arithmetic import TorchArithmetic
+from ringspan.arithmetic import TorchArithmetic, key_runs
 from ringspan.execute import Value
 from ringspan.kernels.base import Kernel
 from ringspan.pieces import Piece
@@ -48,6 +49,12 @@ class EncodedArithmetic(TorchArithmetic):
         return len(rows) == 2 and rows[0].dtype == self.q_dtype
 
     def _attend_decoded(self, piece: Piece, q: Value, rows: Value, out: Value, is_first: bool) -> None:
+        runs = key_runs(piece, self.device, *rows)
+        if len(runs) > 1:
+            for run in runs:
+                some = self._decoded(self.rows_of(rows, run.kv))
+                super().attend(_of_all_rows(run), q, some, out, is_first and run.kv.start == 0)
+            return
         num_kv_heads = rows[0].shape[1]
         group = q[0].shape[1] // num_kv_heads
         for head in range(num_kv_heads):

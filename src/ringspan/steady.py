@@ -46,6 +46,7 @@ class SteadyArithmetic(TorchArithmetic):
 
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
         super().__init__(_Aligned(kernel), scale, like)
+        self._is_converted = False  # runs of keys are the longer the fewer heads a rank has
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Attend a piece of all queries; the lse in order, as every merge wants it."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from conversations import Story, attend, live_through
+from ringspan import arithmetic
 from ringspan.inference import storage
 from ringspan.transports.in_process import InProcessRank
 
@@ -22,8 +23,9 @@ STORAGES = [None, "float32", "bfloat16", "float16", "int8", "float8_e4m3"]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage in blocks so short that everything lies in several."""
+    """Storage in blocks so short that everything lies in several, and conversions in runs of a few keys."""
     monkeypatch.setattr(storage, "MIN_BLOCK", 3)
+    monkeypatch.setitem(arithmetic._SLAB_BYTES, "cpu", 700)
 
 
 @st.composite

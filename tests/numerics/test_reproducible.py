@@ -11,6 +11,7 @@ import torch
 
 import attention_cases
 import ringspan as rs
+import ringspan.arithmetic
 import ringspan.attend
 from cases import make_mask
 from reproducible_cases import (
@@ -191,6 +192,14 @@ def test_where_the_tensors_lie_does_not_matter(head_dim: int) -> None:
         assert isinstance(got, rs.Attention)
         results = [*(x.detach() for x in got), *torch.autograd.grad(got.out, leaves, dout)]
         assert different(results, alone(call)) == [], place
+
+
+def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere keys are converted in runs for a few queries, here of half a tile or, with half the heads, of all."""
+    call = Call("causal", torch.bfloat16, rs.Heads(4, 4))
+    monkeypatch.setitem(ringspan.arithmetic._SLAB_BYTES, "cpu", 2**14)
+    of_one = run(call, rs.contiguous(SEQ_LEN, 1))
+    assert different(run(call, LAYOUTS["zigzag"](2), **options_of("ulysses", 2)), of_one) == []
 
 
 def one_number_on(x: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,13 @@ import torch
 
 import ringspan as rs
 import ringspan.arithmetic
-from attention_cases import Job, job_of_case, lse_dtype, make_job, options_of, run
+import ringspan.kernels
+from attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
 from cases import ROWS, make_mask, select
 from ringspan.execute import Event
+from ringspan.kernels.base import Gradients
+from ringspan.kernels.reference import Reference
+from ringspan.softmax import Partial, merge_
 from ringspan.tiles import Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
@@ -145,5 +149,44 @@ def test_pieces_in_slabs_of_any_size(algorithm: str, slab_bytes: int, monkeypatc
     for heads in (rs.Heads(8, 8), rs.Heads(8, 4), rs.Heads(8, 1)):
         for spec in (("full",), CAUSAL, rows):
             job = make_job("slabs", spec, rs.zigzag(37, 4), heads, **options_of(algorithm, 4))
-            for rank, got in enumerate(run(job)):
-                job.check(rank, got, (heads, spec))
+            halves = make_job("halves", spec, rs.zigzag(37, 4), heads, dtype=torch.float16, **options_of(algorithm, 4))
+            for one in (job, halves):
+                for rank, got in enumerate(run(one)):
+                    one.check(rank, got, (heads, spec))
+
+
+class InTypeOfQueries(Reference):
+    """Returns what it computes in the type it was given, as kernels for GPUs do."""
+
+    def forward(self, q: torch.Tensor, *operands: Any) -> Partial:
+        out, lse = super().forward(q, *operands)
+        return Partial(out.to(q.dtype), lse)
+
+    def backward(self, q: torch.Tensor, *operands: Any) -> Gradients:
+        return Gradients(*(x.to(q.dtype) for x in super().backward(q, *operands)))
+
+
+@each_algorithm
+def test_sums_are_wide_whatever_a_kernel_returns(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    added_to = []
+
+    def merge_and_note(into: Partial, part: Partial) -> None:
+        added_to.append(into.out.dtype)
+        merge_(into, part)
+
+    def add_and_note(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:
+        added_to.append(total.dtype)
+        add(total, part, is_first)
+
+    add = ringspan.arithmetic._add
+    monkeypatch.setattr(ringspan.arithmetic, "_add", add_and_note)
+    monkeypatch.setattr(ringspan.arithmetic.TorchArithmetic, "merge_parts", staticmethod(merge_and_note))
+    monkeypatch.setattr(ringspan.kernels, "KERNELS", (InTypeOfQueries(),))
+    for spec in (CAUSAL, ("full",)):
+        job = make_job("wide", spec, rs.zigzag(37, 4), HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4))
+        results = run_both(job)
+        check_gradients(job, [gradients for _, gradients in results], algorithm, {"rtol": 0.02, "atol": 0.02})
+        for rank, (got, _) in enumerate(results):
+            out = job.layout.shard(job.out, rank, 2)
+            torch.testing.assert_close(got.out.double(), out, rtol=0.02, atol=0.02)
+    assert set(added_to) == {torch.float32}
