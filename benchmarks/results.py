@@ -59,7 +59,8 @@ def describe_cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     if found := re.search(r"model name\s*: (.+)", text):
-        return f"{found[1]}, {'AVX-512' if ' avx512f ' in text else 'AVX2'}"
+        vectors = (name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if f" {flag} " in text)
+        return ", ".join([found[1], *vectors][:2])
     return platform.processor() or platform.machine()
 
 
