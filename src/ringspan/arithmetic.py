@@ -23,6 +23,9 @@ _SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 """What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
 of it in one call, while a GPU wants enough work in each."""
 
+_WHOLE_SLABS = 4
+"""Of so many slabs one call is made all the same, if it saves copying each of them into its sum."""
+
 _FEW_ROWS = 128
 """So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
 merge."""
@@ -161,7 +164,7 @@ def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 
 def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
-    return q.dtype == accumulator_dtype(q.dtype) or _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
+    return q.dtype == accumulator_dtype(q.dtype) or _WHOLE_SLABS * _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
 
 
 _WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)

@@ -10,7 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import oracle
 import ringspan.kernels.reference
+import ringspan.kernels.sdpa_cpu
 from kernel_cases import (
+    CUT,
     ODD_VALUES,
     QKV,
     SCALE,
@@ -175,6 +177,27 @@ def test_odd_values_of_all_kinds_at_once(kernel: Kernel, kind: PieceKind) -> Non
 
 
 @each_kernel
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_odd_values_before_and_after_a_cut(kernel: Kernel, value: float) -> None:
+    piece, allowed = piece_of(PieceKind.CAUSAL, CUT, CUT)
+    for column in (0, 255, 256, CUT - 1):
+        for which in (0, 1, 2):
+            qkv = random_qkv(CUT, CUT, batch=1)
+            qkv[which][0, 1, column, 2] = value
+            assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@each_kernel
+@pytest.mark.parametrize("keys", [slice(0, 256), slice(256, None)], ids=["early", "late"])
+def test_scores_that_are_all_minus_infinity_on_one_side_of_a_cut(kernel: Kernel, keys: slice) -> None:
+    piece, allowed = piece_of(PieceKind.CAUSAL, CUT, CUT)
+    q, k, v = random_qkv(CUT, CUT, batch=1)
+    q = q.abs()
+    k[:, :, keys] = -torch.inf
+    assert_plain(kernel.forward(q, k, v, piece, SCALE), (q, k, v), allowed)
+
+
+@each_kernel
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 33, 512, 513, 530, 1030])
 def test_no_nan_is_lost_however_the_keys_fall_into_blocks(kernel: Kernel, m: int) -> None:
     """Where every score is NaN or -inf the CPU operator takes the row for one that sees nothing."""
@@ -204,6 +227,39 @@ def test_a_log_sum_exp_of_zero_is_nothing_special(kernel: Kernel) -> None:
     part = kernel.forward(torch.zeros_like(q), k, v, piece, SCALE)
     assert torch.equal(part.lse, torch.zeros(2, 2, 3))
     torch.testing.assert_close(part.out, v.expand(2, 2, 3, 8))
+
+
+# Work
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (256, [(256, 256)]),
+        (383, [(383, 383)]),
+        (384, [(384, 256), (128, 128)]),
+        (512, [(512, 256), (256, 256)]),
+        (513, [(513, 513)]),
+        (768, [(768, 768)]),
+        (1024, [(1024, 768), (256, 256)]),
+        (4608, [(4608, 4608)]),
+    ],
+)
+def test_of_causal_keys_that_nobody_sees_few_are_computed(
+    n: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def operator(q: torch.Tensor, k: torch.Tensor, *args: object, **kwargs: object) -> object:
+        asked.append((q.shape[2], k.shape[2]))
+        return real(q, k, *args, **kwargs)
+
+    real = ringspan.kernels.sdpa_cpu._operator
+    monkeypatch.setattr(ringspan.kernels.sdpa_cpu, "_operator", operator)
+    piece, _ = piece_of(PieceKind.CAUSAL, n, n)
+    part = SdpaCpu().forward(*random_qkv(n, n, (1, 1), batch=1), piece, SCALE)
+    assert asked == expected
+    assert part.out.shape == (1, 1, n, 8)
 
 
 # Memory

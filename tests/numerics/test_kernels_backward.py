@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import oracle
 import ringspan.kernels.reference
 from kernel_cases import (
+    CUT,
     ODD_VALUES,
     QKV,
     SCALE,
@@ -230,6 +231,16 @@ def test_odd_values_in_a_later_inner_block(kernel: Kernel, kind: PieceKind) -> N
         dout = random_dout(qkv)
         (*qkv, dout)[which][:, :, 520] = torch.nan
         assert_reaches_only_what_sees_it(kernel, qkv, dout, kind)
+
+
+@each_kernel
+def test_odd_values_before_and_after_a_cut(kernel: Kernel) -> None:
+    for row in (0, 255, 256, CUT - 1):
+        for which in range(4):
+            qkv = random_qkv(CUT, CUT, batch=1)
+            dout = random_dout(qkv)
+            (*qkv, dout)[which][0, 1, row, 2] = torch.nan
+            assert_reaches_only_what_sees_it(kernel, qkv, dout, PieceKind.CAUSAL)
 
 
 @each_kernel

@@ -39,7 +39,7 @@ class Reference:
         step = max(1, MAX_SCORES // (batch * heads * num_keys))
         for top in range(0, num_rows, step):
             bottom = min(top + step, num_rows)
-            reach = bottom if piece.kind is PieceKind.CAUSAL else num_keys
+            reach = min(bottom, num_keys) if piece.kind is PieceKind.CAUSAL else num_keys
             part = _attend(
                 queries[..., top:bottom, :].to(dtype) * scale,
                 keys[..., :reach, :],
@@ -66,7 +66,7 @@ class Reference:
         step = max(1, MAX_SCORES // (batch * heads * num_keys))
         for top in range(0, num_rows, step):
             bottom = min(top + step, num_rows)
-            reach = bottom if piece.kind is PieceKind.CAUSAL else num_keys
+            reach = min(bottom, num_keys) if piece.kind is PieceKind.CAUSAL else num_keys
             block, dout, out, lse = (x[..., top:bottom, :].to(dtype) for x in folded[:4])
             part = _differentiate(
                 block * scale,
