@@ -23,8 +23,9 @@ _SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 """What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
 of it in one call, while a GPU wants enough work in each."""
 
-_WHOLE_SLABS = 4
-"""Of so many slabs one call is made all the same, if it saves copying each of them into its sum."""
+_WHOLE_SLABS = {"cpu": 4, "cuda": 1}
+"""So many slabs of half types are attended in one call, if that saves copying each of them into its sum; and so many of
+this rank's queries are kept as a kernel converts them."""
 
 _FEW_ROWS = 128
 """So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
@@ -47,6 +48,8 @@ class TorchArithmetic:
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
         self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"  # by its kernels
+        self._own = like
+        self._wide: Value = ()
         self._queries, self._out = _LastRows(), _LastRows()
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
@@ -76,6 +79,7 @@ class TorchArithmetic:
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Forward: attend a piece of all queries; what the kernel returns is the running output."""
+        q = self._widened(q)
         (queries,), (keys, values) = q, _rows(kv, piece.kv)
         if not _is_whole(queries, keys, values):
             value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
@@ -86,6 +90,7 @@ class TorchArithmetic:
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
+        q = self._widened(q)
         if self._is_converted:
             for run in key_runs(piece, self.device, *_rows(kv, piece.kv)):
                 self._attend(run, q, kv, out, is_first and run.kv.start == piece.kv.start)
@@ -109,7 +114,7 @@ class TorchArithmetic:
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
     ) -> tuple[Value, Value]:
         """Backward: add a piece's share of dq, dk and dv; where it begins a sum, what the kernel returns is the sum."""
-        queries, dout, out, lse = _rows(q_grad, piece.q)
+        queries, dout, out, lse = _rows(self._widened(q_grad), piece.q)
         keys, values = _rows(kv, piece.kv)
         if dq is None and dkv is None and _is_whole(queries, keys, values):
             part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
@@ -129,6 +134,16 @@ class TorchArithmetic:
             for total, addend in ((dks, part.dk), (dvs, part.dv)):
                 _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
         return dq, dkv
+
+    def _widened(self, q: Value) -> Value:
+        """This rank's own queries, if they are few, as a kernel converts them: a ring attends them step after step.
+
+        Not those of others: they come in buffers, which are used again.
+        """
+        if not self._is_converted or q[0] is not self._own or not _is_kept(q[0]):
+            return q
+        self._wide = self._wide or tuple([x.to(self.dtype) for x in q])
+        return self._wide
 
 
 def key_runs(piece: Piece, device: torch.device, *rows: torch.Tensor) -> Sequence[Piece]:
@@ -152,11 +167,15 @@ def _add(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:
 _Index = tuple[slice, ...]
 
 
+def _is_kept(q: torch.Tensor) -> bool:
+    return 4 * q.numel() <= _WHOLE_SLABS["cpu"] * _SLAB_BYTES["cpu"]
+
+
 def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """Of how many heads, counted over all batch rows, a kernel's result or its copy of k is within a slab."""
     slab = _SLAB_BYTES[q.device.type]
     at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
-    if q.dtype != accumulator_dtype(q.dtype):  # a kernel may copy k, once for all heads that share it
+    if k.dtype != accumulator_dtype(k.dtype):  # a kernel may copy k, once for all heads that share it
         group = q.shape[1] // k.shape[1]
         at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
     return at_once
@@ -164,7 +183,9 @@ def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 
 def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
-    return q.dtype == accumulator_dtype(q.dtype) or _WHOLE_SLABS * _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
+    if k.dtype == accumulator_dtype(k.dtype):
+        return True
+    return _WHOLE_SLABS[q.device.type] * _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
 
 
 _WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)

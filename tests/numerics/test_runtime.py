@@ -13,9 +13,11 @@ import ringspan.arithmetic
 import ringspan.kernels
 from attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
 from cases import ROWS, make_mask, select
+from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Event
 from ringspan.kernels.base import Gradients
 from ringspan.kernels.reference import Reference
+from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial, merge_
 from ringspan.tiles import Problem, Shapes
 from ringspan.transports.counting import CountingTransport
@@ -155,15 +157,15 @@ def test_pieces_in_slabs_of_any_size(algorithm: str, slab_bytes: int, monkeypatc
                     one.check(rank, got, (heads, spec))
 
 
-class InTypeOfQueries(Reference):
+class InTypeOfKeys(Reference):
     """Returns what it computes in the type it was given, as kernels for GPUs do."""
 
-    def forward(self, q: torch.Tensor, *operands: Any) -> Partial:
-        out, lse = super().forward(q, *operands)
-        return Partial(out.to(q.dtype), lse)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, *operands: Any) -> Partial:
+        out, lse = super().forward(q, k, *operands)
+        return Partial(out.to(k.dtype), lse)
 
-    def backward(self, q: torch.Tensor, *operands: Any) -> Gradients:
-        return Gradients(*(x.to(q.dtype) for x in super().backward(q, *operands)))
+    def backward(self, q: torch.Tensor, k: torch.Tensor, *operands: Any) -> Gradients:
+        return Gradients(*(x.to(k.dtype) for x in super().backward(q, k, *operands)))
 
 
 @each_algorithm
@@ -181,7 +183,7 @@ def test_sums_are_wide_whatever_a_kernel_returns(algorithm: str, monkeypatch: py
     add = ringspan.arithmetic._add
     monkeypatch.setattr(ringspan.arithmetic, "_add", add_and_note)
     monkeypatch.setattr(ringspan.arithmetic.TorchArithmetic, "merge_parts", staticmethod(merge_and_note))
-    monkeypatch.setattr(ringspan.kernels, "KERNELS", (InTypeOfQueries(),))
+    monkeypatch.setattr(ringspan.kernels, "KERNELS", (InTypeOfKeys(),))
     for spec in (CAUSAL, ("full",)):
         job = make_job("wide", spec, rs.zigzag(37, 4), HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4))
         results = run_both(job)
@@ -190,3 +192,38 @@ def test_sums_are_wide_whatever_a_kernel_returns(algorithm: str, monkeypatch: py
             out = job.layout.shard(job.out, rank, 2)
             torch.testing.assert_close(got.out.double(), out, rtol=0.02, atol=0.02)
     assert set(added_to) == {torch.float32}
+
+
+class Noting(Reference):
+    """Keeps the queries it is given."""
+
+    def __init__(self) -> None:
+        self.queries: list[torch.Tensor] = []
+
+    def forward(self, q: torch.Tensor, *operands: Any) -> Partial:
+        self.queries.append(q)
+        return super().forward(q, *operands)
+
+
+def test_own_queries_of_a_half_type_are_converted_once() -> None:
+    kernel, piece = Noting(), Piece(slice(0, 8), slice(0, 8), PieceKind.FULL, None, None)
+    q, *kv = torch.randn(3, 1, 2, 8, 4).bfloat16()
+    arithmetic = TorchArithmetic(kernel, 0.5, q)
+    own = (q,)
+    out = arithmetic.begin(piece, own, tuple(kv))
+    for _ in range(3):
+        arithmetic.attend(piece, own, tuple(kv), out, False)
+    assert {x.dtype for x in kernel.queries} == {torch.float32}
+    assert len({x.data_ptr() for x in kernel.queries}) == 1
+
+
+def test_queries_of_others_come_in_buffers_that_are_used_again() -> None:
+    kernel, piece = Noting(), Piece(slice(0, 8), slice(0, 8), PieceKind.FULL, None, None)
+    q, buffer, *kv = torch.randn(4, 1, 2, 8, 4).bfloat16()
+    arithmetic = TorchArithmetic(kernel, 0.5, q)
+    received = (buffer,)
+    for _ in range(2):
+        buffer.normal_()
+        out = arithmetic.begin(piece, received, tuple(kv))
+        expected = Reference().forward(buffer, *kv, piece, 0.5)
+        torch.testing.assert_close(out[0], expected.out)
