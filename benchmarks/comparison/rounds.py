@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from comparison.points import IDEALS, OURS, PEERS, Point
+from comparison.points import IDEALS, OURS, PEERS, WIDE, Point
 from comparison.team import BENCHMARKS, Sample, Team, TeamFailed
 
 PEER_LIMIT_BYTES = 10 * 2**30  # of one rank
@@ -167,7 +167,7 @@ def _due(point: Point, record: Record, teams: dict[str, Team]) -> _Due:
     random.Random(index).shuffle(due)
     if not point.peers:
         return _Due([], due)
-    compared = (OURS, *IDEALS)
+    compared = (OURS, WIDE, *IDEALS)
     return _Due([it for it in due if it not in compared], [it for it in due if it in compared])
 
 

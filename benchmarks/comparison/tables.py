@@ -59,9 +59,9 @@ def format_section(section: str, measured: Measured) -> tuple[str, bool]:
 
 ABOUT = f"""\
 Two gloo processes of one thread and one core, which keep the memory they free; batch 1, 8 heads; causal with a zigzag
-layout, full with a contiguous one. In every round the contenders run in turn, in random order, ringspan and the ideal
-one after the other; ratios are those of a round, given as their median and its {CONFIDENCE:.0%} interval. Rounds in
-which other programs took more than {MOST_OTHERS:.0%} of the machine do not count.
+layout, full with a contiguous one. In every round the contenders run in turn, in random order, ringspan, in half
+types its call in float32, and the ideal one after the other; ratios are those of a round, given as their median and its
+{CONFIDENCE:.0%} interval. Rounds in which other programs took more than {MOST_OTHERS:.0%} of the machine do not count.
 
 **The ideal** is what each rank must compute, all keys at hand: no messages, nothing merged, no gradients added up; the
 slower rank counts. ᵃ is `scaled_dot_product_attention`, a rank's whole share in as few calls as its mask allows (full:
