@@ -23,9 +23,9 @@ _SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
 """What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
 of it in one call, while a GPU wants enough work in each."""
 
-_WHOLE_SLABS = {"cpu": 4, "cuda": 1}
-"""So many slabs of half types are attended in one call, if that saves copying each of them into its sum; and so many of
-this rank's queries are kept as a kernel converts them."""
+_FIRST_SLABS = {"cpu": 4, "cuda": 1}
+"""Of half types so many slabs are attended at once where nothing is merged yet; and so many of this rank's queries are
+kept as a kernel converts them."""
 
 _FEW_ROWS = 128
 """So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
@@ -100,7 +100,7 @@ class TorchArithmetic:
     def _attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         (queries,), (keys, values) = self._queries.of(q, piece.q), _rows(kv, piece.kv)
         sums, column = self._out.of(out, piece.q)
-        for of_q, of_kv in _slabs(piece, queries, keys, values):
+        for of_q, of_kv in _slabs(piece, queries, keys, values, is_first):
             operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
             part = self.kernel.forward(*operands, piece, self.scale)
             total, lse = _at(of_q, sums), _at(of_q, column).squeeze(-1)
@@ -168,14 +168,17 @@ _Index = tuple[slice, ...]
 
 
 def _is_kept(q: torch.Tensor) -> bool:
-    return 4 * q.numel() <= _WHOLE_SLABS["cpu"] * _SLAB_BYTES["cpu"]
+    return 4 * q.numel() <= _FIRST_SLABS["cpu"] * _SLAB_BYTES["cpu"]
 
 
-def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool) -> int:
     """Of how many heads, counted over all batch rows, a kernel's result or its copy of k is within a slab."""
     slab = _SLAB_BYTES[q.device.type]
+    is_converted = k.dtype != accumulator_dtype(k.dtype)
+    if is_converted and is_first:
+        slab *= _FIRST_SLABS[q.device.type]
     at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
-    if k.dtype != accumulator_dtype(k.dtype):  # a kernel may copy k, once for all heads that share it
+    if is_converted:  # a kernel may copy k, once for all heads that share it
         group = q.shape[1] // k.shape[1]
         at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
     return at_once
@@ -183,17 +186,17 @@ def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 
 def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
-    if k.dtype == accumulator_dtype(k.dtype):
-        return True
-    return _WHOLE_SLABS[q.device.type] * _heads_at_once(q, k, v) >= q.shape[0] * q.shape[1]
+    return k.dtype == accumulator_dtype(k.dtype) or _heads_at_once(q, k, v, True) >= q.shape[0] * q.shape[1]
 
 
 _WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)
 
 
-def _slabs(piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterable[tuple[_Index, _Index]]:
+def _slabs(
+    piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool = False
+) -> Iterable[tuple[_Index, _Index]]:
     """The batch rows and heads of a piece, a slab at a time; nothing to take apart is one slab."""
-    at_once = _heads_at_once(q, k, v)
+    at_once = _heads_at_once(q, k, v, is_first)
     batch, heads, _, _ = q.shape
     return _WHOLE if piece.rows is None and at_once >= batch * heads else _parts(piece, q, k, at_once)
 
