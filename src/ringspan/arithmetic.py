@@ -49,6 +49,7 @@ class TorchArithmetic:
         self.device = like.device
         self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"  # by its kernels
         self._own = like
+        self._narrow: Value = ()
         self._wide: Value = ()
         self._queries, self._out = _LastRows(), _LastRows()
 
@@ -142,7 +143,8 @@ class TorchArithmetic:
         """
         if not self._is_converted or q[0] is not self._own or not _is_kept(q[0]):
             return q
-        self._wide = self._wide or tuple([x.to(self.dtype) for x in q])
+        if q is not self._narrow:
+            self._narrow, self._wide = q, tuple([x.to(self.dtype) for x in q])
         return self._wide
 
 

@@ -15,7 +15,7 @@ from attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_j
 from cases import ROWS, make_mask, select
 from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Event
-from ringspan.kernels.base import Gradients
+from ringspan.kernels.base import Gradients, Merged
 from ringspan.kernels.reference import Reference
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial, merge_
@@ -215,6 +215,16 @@ def test_own_queries_of_a_half_type_are_converted_once() -> None:
         arithmetic.attend(piece, own, tuple(kv), out, False)
     assert {x.dtype for x in kernel.queries} == {torch.float32}
     assert len({x.data_ptr() for x in kernel.queries}) == 1
+
+
+def test_own_queries_are_those_of_the_pass_they_are_asked_for() -> None:
+    kernel, piece = Reference(), Piece(slice(0, 8), slice(0, 8), PieceKind.FULL, None, None)
+    q, k, v, dout = torch.randn(4, 1, 2, 8, 4).bfloat16()
+    arithmetic = TorchArithmetic(kernel, 0.5, q)
+    out, lse = arithmetic.begin(piece, (q,), (k, v))
+    (dq,), dkv = arithmetic.attend_grad(piece, (q, dout, out, lse), (k, v), None, None)
+    expected = kernel.backward(q, k, v, Merged(dout, out, lse.squeeze(-1)), piece, 0.5)
+    torch.testing.assert_close((dq, *dkv), tuple(expected))
 
 
 def test_queries_of_others_come_in_buffers_that_are_used_again() -> None:
