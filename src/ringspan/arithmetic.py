@@ -170,6 +170,7 @@ _Index = tuple[slice, ...]
 
 
 def _is_kept(q: torch.Tensor) -> bool:
+    """Whether so few queries may be held in float32 as well."""
     return 4 * q.numel() <= _FIRST_SLABS["cpu"] * _SLAB_BYTES["cpu"]
 
 
