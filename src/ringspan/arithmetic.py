@@ -175,15 +175,15 @@ def _is_kept(q: torch.Tensor) -> bool:
 
 
 def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool) -> int:
-    """Of how many heads, counted over all batch rows, a kernel's result or its copy of k is within a slab."""
+    """Of how many heads, counted over all batch rows, a kernel's result is a slab, and its copy of k two."""
     slab = _SLAB_BYTES[q.device.type]
     is_converted = k.dtype != accumulator_dtype(k.dtype)
     if is_converted and is_first:
         slab *= _FIRST_SLABS[q.device.type]
     at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
-    if is_converted:  # a kernel may copy k, once for all heads that share it
+    if is_converted:  # a kernel may copy k, once for all heads that share it; half a zigzag has twice as many keys
         group = q.shape[1] // k.shape[1]
-        at_once = min(at_once, group * max(1, slab // max(1, 4 * k.shape[2] * k.shape[3])))
+        at_once = min(at_once, group * max(1, 2 * slab // max(1, 4 * k.shape[2] * k.shape[3])))
     return at_once
 
 
