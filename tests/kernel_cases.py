@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringspan.kernels import sdpa_cpu
 from ringspan.kernels.reference import Reference
 from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.pieces import Piece, PieceKind
@@ -26,6 +27,20 @@ SIZES = {
 each_kernel = pytest.mark.parametrize("kernel", [Reference(), SdpaCpu()], ids=lambda kernel: kernel.name)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_ratio = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=lambda heads: f"{heads[0]}over{heads[1]}")
+
+
+RUN = 40
+IN_RUNS = {PieceKind.FULL: (70, 2 * RUN + 21), PieceKind.CAUSAL: (2 * RUN + 21, 2 * RUN + 21)}  # three with short_runs
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernel takes RUN keys in a call, and after the first call a KV head and those that share it."""
+    kinds = (PieceKind.FULL, PieceKind.CAUSAL)
+    monkeypatch.setattr(sdpa_cpu, "_RUN", dict.fromkeys(kinds, RUN))
+    monkeypatch.setattr(sdpa_cpu, "_LEAST_RUN", dict.fromkeys(kinds, RUN // 2))
+    for name, value in (("_MANY_ROWS", 1), ("_ONE_RUN", RUN), ("_SLAB_BYTES", 1)):
+        monkeypatch.setattr(sdpa_cpu, name, value)
 
 
 def random_qkv(

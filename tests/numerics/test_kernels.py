@@ -13,8 +13,10 @@ import ringspan.kernels.reference
 import ringspan.kernels.sdpa_cpu
 from kernel_cases import (
     CUT,
+    IN_RUNS,
     ODD_VALUES,
     QKV,
+    RUN,
     SCALE,
     SIZES,
     Allowed,
@@ -24,6 +26,7 @@ from kernel_cases import (
     each_ratio,
     piece_of,
     random_qkv,
+    short_runs,
 )
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
@@ -33,6 +36,8 @@ from ringspan.pieces import PieceKind
 from ringspan.softmax import Partial, accumulator_dtype
 
 torch.set_num_threads(1)
+
+__all__ = ["short_runs"]  # a fixture
 
 
 def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
@@ -197,6 +202,39 @@ def test_scores_that_are_all_minus_infinity_on_one_side_of_a_cut(kernel: Kernel,
     assert_plain(kernel.forward(q, k, v, piece, SCALE), (q, k, v), allowed)
 
 
+@pytest.mark.usefixtures("short_runs")
+@each_dtype
+@pytest.mark.parametrize("kind", IN_RUNS)
+@each_ratio
+def test_runs_of_keys(dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
+    qkv = random_qkv(*IN_RUNS[kind], heads, v_head_dim=5, dtype=dtype)
+    piece, allowed = piece_of(kind, *IN_RUNS[kind])
+    assert_right(SdpaCpu().forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize("kind", IN_RUNS)
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_odd_values_in_runs_of_keys(kind: PieceKind, value: float) -> None:
+    piece, allowed = piece_of(kind, *IN_RUNS[kind])
+    for row in (0, RUN - 1, RUN, 69):
+        for which in (0, 1, 2):
+            qkv = random_qkv(*IN_RUNS[kind])
+            qkv[which][1, 1, row, 2] = value
+            assert_plain(SdpaCpu().forward(*qkv, piece, SCALE), qkv, allowed)
+
+
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize("kind", IN_RUNS)
+@pytest.mark.parametrize("keys", [slice(0, RUN), slice(RUN, 2 * RUN), slice(2 * RUN, None), slice(0, None)])
+def test_a_run_whose_scores_are_all_minus_infinity(kind: PieceKind, keys: slice) -> None:
+    piece, allowed = piece_of(kind, *IN_RUNS[kind])
+    q, k, v = random_qkv(*IN_RUNS[kind])
+    q = q.abs()
+    k[:, :, keys] = -torch.inf
+    assert_plain(SdpaCpu().forward(q, k, v, piece, SCALE), (q, k, v), allowed)
+
+
 @each_kernel
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 33, 512, 513, 530, 1030])
 def test_no_nan_is_lost_however_the_keys_fall_into_blocks(kernel: Kernel, m: int) -> None:
@@ -233,33 +271,52 @@ def test_a_log_sum_exp_of_zero_is_nothing_special(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "expected"),
+    ("kind", "n", "m", "expected"),
     [
-        (256, [(256, 256)]),
-        (383, [(383, 383)]),
-        (384, [(384, 256), (128, 128)]),
-        (512, [(512, 256), (256, 256)]),
-        (513, [(513, 513)]),
-        (768, [(768, 768)]),
-        (1024, [(1024, 768), (256, 256)]),
-        (4608, [(4608, 4608)]),
+        (PieceKind.CAUSAL, 256, 256, [(256, 256)]),
+        (PieceKind.CAUSAL, 383, 383, [(383, 383)]),
+        (PieceKind.CAUSAL, 384, 384, [(384, 256), (128, 128)]),
+        (PieceKind.CAUSAL, 512, 512, [(512, 256), (256, 256)]),
+        (PieceKind.CAUSAL, 513, 513, [(513, 513)]),
+        (PieceKind.CAUSAL, 768, 768, [(768, 768)]),
+        (PieceKind.CAUSAL, 1024, 1024, [(1024, 768), (256, 256)]),
+        (PieceKind.CAUSAL, 4096, 4096, [(4096, 3840), (256, 256)]),
+        (PieceKind.CAUSAL, 4608, 4608, [(4608, 2304), (2304, 2304)]),
+        (PieceKind.CAUSAL, 6656, 6656, [(6656, 2304), (4352, 2304), (2048, 1792), (256, 256)]),
+        (PieceKind.FULL, 767, 4096, [(767, 4096)]),
+        (PieceKind.FULL, 768, 3071, [(768, 3071)]),
+        (PieceKind.FULL, 768, 3072, [(768, 2048), (768, 1024)]),
+        (PieceKind.MASKED, 768, 4096, [(768, 4096)]),
     ],
 )
-def test_of_causal_keys_that_nobody_sees_few_are_computed(
-    n: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+def test_what_the_operator_is_asked_for(
+    kind: PieceKind, n: int, m: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = asked_for(monkeypatch)
+    piece, _ = piece_of(kind, n, m)
+    part = SdpaCpu().forward(*random_qkv(n, m, (1, 1), batch=1), piece, SCALE)
+    assert asked == [(1, *shape) for shape in expected]
+    assert part.out.shape == (1, 1, n, 8)
+
+
+def test_late_runs_are_added_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_for(monkeypatch)
+    qkv = random_qkv(1024, 3072, (16, 8), head_dim=128, batch=1)
+    SdpaCpu().forward(*qkv, piece_of(PieceKind.FULL, 1024, 3072)[0], SCALE)
+    assert asked == [(16, 1024, 2048), *[(4, 1024, 1024)] * 4]
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The heads, queries and keys of each call from here on."""
     asked = []
 
     def operator(q: torch.Tensor, k: torch.Tensor, *args: object, **kwargs: object) -> object:
-        asked.append((q.shape[2], k.shape[2]))
+        asked.append((q.shape[1], q.shape[2], k.shape[2]))
         return real(q, k, *args, **kwargs)
 
     real = ringspan.kernels.sdpa_cpu._operator
     monkeypatch.setattr(ringspan.kernels.sdpa_cpu, "_operator", operator)
-    piece, _ = piece_of(PieceKind.CAUSAL, n, n)
-    part = SdpaCpu().forward(*random_qkv(n, n, (1, 1), batch=1), piece, SCALE)
-    assert asked == expected
-    assert part.out.shape == (1, 1, n, 8)
+    return asked
 
 
 # Memory
