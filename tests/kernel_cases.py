@@ -37,10 +37,10 @@ IN_RUNS = {PieceKind.FULL: (70, 2 * RUN + 21), PieceKind.CAUSAL: (2 * RUN + 21, 
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU kernel takes RUN keys in a call, and after the first call a KV head and those that share it."""
     kinds = (PieceKind.FULL, PieceKind.CAUSAL)
-    monkeypatch.setattr(sdpa_cpu, "_RUN", dict.fromkeys(kinds, RUN))
-    monkeypatch.setattr(sdpa_cpu, "_LEAST_RUN", dict.fromkeys(kinds, RUN // 2))
-    for name, value in (("_MANY_ROWS", 1), ("_ONE_RUN", RUN), ("_SLAB_BYTES", 1)):
-        monkeypatch.setattr(sdpa_cpu, name, value)
+    for name, value in (("_RUN", RUN), ("_LEAST_RUN", RUN // 2), ("_CACHED_BYTES", 0)):
+        monkeypatch.setattr(sdpa_cpu, name, dict.fromkeys(kinds, value))
+    for name in ("_MANY_ROWS", "_SLAB_BYTES"):
+        monkeypatch.setattr(sdpa_cpu, name, 1)
 
 
 def random_qkv(

@@ -294,16 +294,16 @@ def test_what_the_operator_is_asked_for(
 ) -> None:
     asked = asked_for(monkeypatch)
     piece, _ = piece_of(kind, n, m)
-    part = SdpaCpu().forward(*random_qkv(n, m, (1, 1), batch=1), piece, SCALE)
+    part = SdpaCpu().forward(*random_qkv(n, m, (1, 1), head_dim=128, batch=1), piece, SCALE)
     assert asked == [(1, *shape) for shape in expected]
-    assert part.out.shape == (1, 1, n, 8)
+    assert part.out.shape == (1, 1, n, 128)
 
 
 def test_late_runs_are_added_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_for(monkeypatch)
     qkv = random_qkv(1024, 3072, (16, 8), head_dim=128, batch=1)
     SdpaCpu().forward(*qkv, piece_of(PieceKind.FULL, 1024, 3072)[0], SCALE)
-    assert asked == [(16, 1024, 2048), *[(4, 1024, 1024)] * 4]
+    assert asked == [(16, 1024, 2048), *[(8, 1024, 1024)] * 2]
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
