@@ -37,7 +37,8 @@ IN_RUNS = {PieceKind.FULL: (70, 2 * RUN + 21), PieceKind.CAUSAL: (2 * RUN + 21, 
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU kernel takes RUN keys in a call, and after the first call a KV head and those that share it."""
     kinds = (PieceKind.FULL, PieceKind.CAUSAL)
-    for name, value in (("_RUN", RUN), ("_LEAST_RUN", RUN // 2), ("_CACHED_BYTES", 0)):
+    monkeypatch.setattr(sdpa_cpu, "_run_length", lambda *_: RUN)
+    for name, value in (("_LEAST_RUN", RUN // 2), ("_CACHED_BYTES", 0)):
         monkeypatch.setattr(sdpa_cpu, name, dict.fromkeys(kinds, value))
     for name in ("_MANY_ROWS", "_SLAB_BYTES"):
         monkeypatch.setattr(sdpa_cpu, name, 1)

@@ -111,7 +111,7 @@ def _ranks_row(point: Point, record: Record, others: list[str]) -> list[str]:
         f"{_seconds(record, OURS):.3f}",
         Median.of(shares).text(".1%"),
         Median.of(ratios(record, OURS, ideal, 1)).text(".1%"),
-        Median.of(ratios(record, OURS, WIDE)).text(".2f") if record.count(WIDE) else "",
+        Median.of(ratios(record, OURS, WIDE)).text(".3f") if record.count(WIDE) else "",
         *(_times_as_fast(record, it) for it in others),
         str(len(shares)),
     ]
@@ -152,7 +152,7 @@ def _judge_ranks(measured: Measured) -> tuple[bool, list[str]]:
     checks = [
         Promise(f"float32: at least {least:.0%} of the ideal", shares, least, None, ".1%"),
         Promise(f"float32: CPU seconds at most {MOST_CPU:.0%} of the ideal's", cpu, None, MOST_CPU, ".1%"),
-        Promise("bfloat16 no slower than float32 (its time over that)", slowdown, None, 1.0, ".2f"),
+        Promise("bfloat16 no slower than float32 (its time over that)", slowdown, None, 1.0, ".3f"),
         Promise("faster than every peer that runs", peers, 1.0, None, ".2f"),
     ]
     return _verdicts(checks)
@@ -169,13 +169,13 @@ class Promise(NamedTuple):
 
 
 def _verdicts(promises: list[Promise]) -> tuple[bool, list[str]]:
-    """Whether all promises are kept at their worst points, and a line about each that was measured."""
+    """Whether all promises are kept at their worst points, to a tenth of a per cent; a line about each measured one."""
     lines, are_kept = [], True
     for what, values, least, most, form in promises:
         if not values:
             continue
         worst = min(values, key=values.__getitem__) if most is None else max(values, key=values.__getitem__)
-        value = values[worst]
+        value = round(values[worst], 3)
         is_kept = (least is None or value >= least) and (most is None or value <= most)
         are_kept &= is_kept
         lines.append(f"- {what}: {'yes' if is_kept else '**NO**'}; worst {value:{form}} ({worst})")

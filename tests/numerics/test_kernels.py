@@ -299,6 +299,15 @@ def test_what_the_operator_is_asked_for(
     assert part.out.shape == (1, 1, n, 128)
 
 
+@pytest.mark.parametrize(("head_dim", "num_keys"), [(64, 4096), (128, 2048), (256, 1024), (1024, 512)])
+def test_a_run_has_a_megabyte_of_keys(head_dim: int, num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_for(monkeypatch)
+    m = num_keys + 1024
+    qkv = random_qkv(768, m, (1, 1), head_dim=head_dim, batch=1)
+    SdpaCpu().forward(*qkv, piece_of(PieceKind.FULL, 768, m)[0], SCALE)
+    assert asked[0] == (1, 768, num_keys)
+
+
 def test_late_runs_are_added_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_for(monkeypatch)
     qkv = random_qkv(1024, 3072, (16, 8), head_dim=128, batch=1)

@@ -17,8 +17,8 @@ on the others.
 
 How fast it is depends on how it is called, so keys come in runs, each a call of its own:
 
-- For every 256 queries it reads all keys again. Runs of about 2,048 stay in the caches next to the core, which saves 2
-  to 5 % of the time where a head has some megabytes of keys.
+- For every 256 queries it reads all keys again. Runs of a megabyte stay in the caches next to the core, which saves up
+  to 5 % of the time where a head has several.
 - Under a causal mask it computes 256 queries at a time with 512 keys, so every other time it computes 256 keys that
   none of them sees. If a run has an odd number of 256 keys, and all queries that see them, the last such square is
   saved. So the late keys of a short piece are a run too: a quarter of the work of 512 tokens is saved, a twelfth of
@@ -45,7 +45,7 @@ head. With fewer keys the copies this takes cost more than it saves; with more r
 
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512  # of the operator, if there are _MANY_ROWS
 _MANY_ROWS = 768
-_RUN = {PieceKind.FULL: 4 * _KEY_BLOCK, PieceKind.CAUSAL: 9 * _QUERY_BLOCK}
+_RUN_BYTES = 2**20  # of the keys of a head
 _LEAST_RUN = {PieceKind.FULL: 2 * _KEY_BLOCK, PieceKind.CAUSAL: _QUERY_BLOCK // 2}
 _CACHED_BYTES = {PieceKind.FULL: 0, PieceKind.CAUSAL: 2 * 2**20}
 """The keys of a head that gain nothing from runs: under a causal mask only half of them are read again."""
@@ -104,9 +104,15 @@ def _starts(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> list[int]:
     if piece.kind is PieceKind.MASKED:
         return starts
     if q.shape[2] >= _MANY_ROWS and k.element_size() * num_keys * k.shape[3] > _CACHED_BYTES[piece.kind]:
-        run = _RUN[piece.kind]
+        run = _run_length(piece, k)
         starts += range(run, num_keys - _LEAST_RUN[piece.kind] + 1, run)
     return starts if piece.kind is PieceKind.FULL else starts + _late_start(starts[-1], num_keys)
+
+
+def _run_length(piece: Piece, k: torch.Tensor) -> int:
+    """How many keys are in a run; an odd number of query blocks under a causal mask."""
+    num_blocks = max(1, _RUN_BYTES // (_KEY_BLOCK * k.element_size() * k.shape[3]))
+    return num_blocks * _KEY_BLOCK + (_QUERY_BLOCK if piece.kind is PieceKind.CAUSAL else 0)
 
 
 def _late_start(first: int, num_keys: int) -> list[int]:
