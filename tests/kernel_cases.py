@@ -30,12 +30,11 @@ each_ratio = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=lamb
 
 
 RUN = 40
-IN_RUNS = {PieceKind.FULL: (70, 2 * RUN + 21), PieceKind.CAUSAL: (2 * RUN + 21, 2 * RUN + 21)}  # three with short_runs
+IN_RUNS = {PieceKind.FULL: (70, 2 * RUN + 21), PieceKind.CAUSAL: (2 * RUN + 21, 2 * RUN + 21)}  # three when short
 
 
-@pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU kernel takes RUN keys in a call, and after the first call a KV head and those that share it."""
+def take_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU kernel takes RUN keys in a call, and after the first call one KV head and those that share it."""
     kinds = (PieceKind.FULL, PieceKind.CAUSAL)
     monkeypatch.setattr(sdpa_cpu, "_run_length", lambda *_: RUN)
     for name, value in (("_LEAST_RUN", RUN // 2), ("_CACHED_BYTES", 0)):

@@ -26,7 +26,7 @@ from kernel_cases import (
     each_ratio,
     piece_of,
     random_qkv,
-    short_runs,
+    take_short_runs,
 )
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
@@ -36,8 +36,6 @@ from ringspan.pieces import PieceKind
 from ringspan.softmax import Partial, accumulator_dtype
 
 torch.set_num_threads(1)
-
-__all__ = ["short_runs"]  # a fixture
 
 
 def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
@@ -202,20 +200,22 @@ def test_scores_that_are_all_minus_infinity_on_one_side_of_a_cut(kernel: Kernel,
     assert_plain(kernel.forward(q, k, v, piece, SCALE), (q, k, v), allowed)
 
 
-@pytest.mark.usefixtures("short_runs")
 @each_dtype
 @pytest.mark.parametrize("kind", IN_RUNS)
 @each_ratio
-def test_runs_of_keys(dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_runs_of_keys(
+    dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_short_runs(monkeypatch)
     qkv = random_qkv(*IN_RUNS[kind], heads, v_head_dim=5, dtype=dtype)
     piece, allowed = piece_of(kind, *IN_RUNS[kind])
     assert_right(SdpaCpu().forward(*qkv, piece, SCALE), qkv, allowed)
 
 
-@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("kind", IN_RUNS)
 @pytest.mark.parametrize("value", ODD_VALUES)
-def test_odd_values_in_runs_of_keys(kind: PieceKind, value: float) -> None:
+def test_odd_values_in_runs_of_keys(kind: PieceKind, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_short_runs(monkeypatch)
     piece, allowed = piece_of(kind, *IN_RUNS[kind])
     for row in (0, RUN - 1, RUN, 69):
         for which in (0, 1, 2):
@@ -224,10 +224,12 @@ def test_odd_values_in_runs_of_keys(kind: PieceKind, value: float) -> None:
             assert_plain(SdpaCpu().forward(*qkv, piece, SCALE), qkv, allowed)
 
 
-@pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("kind", IN_RUNS)
 @pytest.mark.parametrize("keys", [slice(0, RUN), slice(RUN, 2 * RUN), slice(2 * RUN, None), slice(0, None)])
-def test_a_run_whose_scores_are_all_minus_infinity(kind: PieceKind, keys: slice) -> None:
+def test_a_run_whose_scores_are_all_minus_infinity(
+    kind: PieceKind, keys: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_short_runs(monkeypatch)
     piece, allowed = piece_of(kind, *IN_RUNS[kind])
     q, k, v = random_qkv(*IN_RUNS[kind])
     q = q.abs()

@@ -23,7 +23,7 @@ from kernel_cases import (
     each_ratio,
     piece_of,
     random_qkv,
-    short_runs,
+    take_short_runs,
 )
 from ringspan.kernels import Kernel
 from ringspan.kernels.base import Gradients, Merged
@@ -33,8 +33,6 @@ from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import accumulator_dtype
 
 torch.set_num_threads(1)
-
-__all__ = ["short_runs"]  # a fixture
 
 each_kind = pytest.mark.parametrize("kind", PieceKind)
 
@@ -248,17 +246,19 @@ def test_odd_values_before_and_after_a_cut(kernel: Kernel) -> None:
             assert_reaches_only_what_sees_it(kernel, qkv, dout, PieceKind.CAUSAL)
 
 
-@pytest.mark.usefixtures("short_runs")
 @each_dtype
 @pytest.mark.parametrize("kind", IN_RUNS)
 @each_ratio
-def test_runs_of_keys(dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_runs_of_keys(
+    dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_short_runs(monkeypatch)
     qkv = random_qkv(*IN_RUNS[kind], heads, v_head_dim=5, dtype=dtype)
     assert_right(SdpaCpu(), qkv, *piece_of(kind, *IN_RUNS[kind]))
 
 
-@pytest.mark.usefixtures("short_runs")
-def test_odd_values_in_runs_of_keys() -> None:
+def test_odd_values_in_runs_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_short_runs(monkeypatch)
     for row in (0, RUN - 1, RUN, 2 * RUN):
         for which in range(4):
             qkv = random_qkv(*IN_RUNS[PieceKind.CAUSAL])
