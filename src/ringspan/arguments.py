@@ -4,6 +4,7 @@ All of it follows from what tensors look like, not from what is in them, so a ca
 not be checked again.
 """
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,10 @@ def check_looks(looks: Looks) -> Shapes:
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise ShapeError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: q, k and v have one dtype out of {names}")
-    if not q.device == k.device == v.device:
-        raise ShapeError(f"devices {q.device}, {k.device}, {v.device}: q, k and v are on one device")
+    if not q.device == k.device == v.device or q.device.type == "meta":
+        raise ShapeError(
+            f"devices {q.device}, {k.device}, {v.device}: q, k and v are on one device, with numbers in them"
+        )
     batch, num_heads, _, head_dim = q.shape
     if k.shape[0] != batch or k.shape[:3] != v.shape[:3] or k.shape[3] != head_dim or not head_dim:
         raise ShapeError(
@@ -71,7 +74,7 @@ def check_looks(looks: Looks) -> Shapes:
     if not num_heads or not heads.num_kv_heads or num_heads % heads.num_kv_heads:
         raise ShapeError(f"{_shapes(looks)}: the query heads are a multiple of the KV heads")
     if sinks is not None:
-        _check_sinks(sinks, heads, q.device)
+        _check_sinks(sinks, heads, q.dtype, q.device)
     return Shapes((batch,), heads, head_dim, v.shape[3], q.dtype.itemsize, accumulator_dtype(q.dtype).itemsize)
 
 
@@ -81,39 +84,44 @@ def _shapes(looks: Looks) -> str:
     )
 
 
-def _check_sinks(sinks: Look, heads: Heads, device: torch.device) -> None:
+def _check_sinks(sinks: Look, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     if tuple(sinks.shape) != (heads.num_heads,):
         raise ShapeError(f"sinks.shape={tuple(sinks.shape)}: one logit per query head; expected ({heads.num_heads},)")
+    if not sinks.dtype.is_floating_point:
+        raise ShapeError(f"sinks are {sinks.dtype}: logits are floating-point numbers; use sinks.to({dtype})")
     if sinks.device != device:
         raise ShapeError(f"sinks are on {sinks.device} and q is on {device}; move them together")
 
 
-def check_timeout(timeout_s: float | None, default_s: float) -> float:
+def check_timeout(timeout_s: object, default_s: float) -> float:
     """The deadline asked for, or the group's."""
     if timeout_s is None:
         return default_s
-    if not timeout_s > 0:
+    if not isinstance(timeout_s, Real) or not float(timeout_s) > 0:
         raise ShapeError(
-            f"timeout_s={timeout_s}: a deadline is a number of seconds above 0; leave it out for the group's"
+            f"timeout_s={timeout_s!r}: a deadline is a number of seconds above 0; leave it out for the group's"
         )
     return float(timeout_s)
 
 
-def check_world_size(layout: Layout, world_size: int) -> None:
+def check_world_size(layout: Layout, world_size: int, name: str = "layout") -> None:
     """The layout is for a group of this size."""
     if layout.world_size != world_size:
         raise LayoutError(
-            f"the layout is for {layout.world_size} ranks and the group has {world_size}; make it for the group"
+            f"the {name} is for {layout.world_size} ranks and the group has {world_size}; make it for the group, or "
+            "pass group=, which is the default process group if left out, or one rank if there is none"
         )
 
 
 def check_rows(problem: Problem, rank: int, world_size: int, looks: Looks) -> None:
     """This rank's shards have the lengths the layouts give it."""
+    check_world_size(problem.layout, world_size)
+    check_world_size(problem.kv_layout, world_size, "kv_layout")
     for name, x, layout in (("q", looks.q, problem.layout), ("k", looks.k, problem.kv_layout)):
-        if layout.world_size != world_size:
-            raise LayoutError(f"the layout of {name} is for {layout.world_size} ranks; the group has {world_size}")
-        if x.shape[2] != layout.shard_len(rank):
+        shard_len = layout.shard_len(rank)
+        if x.shape[2] != shard_len:
+            is_turned = x.shape[1] == shard_len
             raise ShapeError(
-                f"{name}.shape={tuple(x.shape)} on rank {rank}: its layout gives this rank {layout.shard_len(rank)} "
-                f"positions; pass layout.shard(whole, {rank}, dim=2)"
+                f"{name}.shape={tuple(x.shape)} on rank {rank}: its layout gives this rank {shard_len} positions; "
+                + (f"use {name}.transpose(1, 2)" if is_turned else f"pass layout.shard(whole, {rank}, dim=2)")
             )

@@ -19,13 +19,13 @@ from ringspan.softmax import Partial, accumulator_dtype, merge_, merged
 from ringspan.tiles import Shape
 
 _NOTHING = nullcontext()
-_SLAB_BYTES = {"cpu": 2 * 2**20, "cuda": 2**28}
+_CPU_SLAB_BYTES, _GPU_SLAB_BYTES = 2 * 2**20, 2**28
 """What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
 of it in one call, while a GPU wants enough work in each."""
 
-_FIRST_SLABS = {"cpu": 4, "cuda": 1}
-"""Of half types so many slabs are attended at once where nothing is merged yet; and so many of this rank's queries are
-kept as a kernel converts them."""
+_FIRST_SLABS = 4
+"""On a CPU so many slabs of half types are attended at once where nothing is merged yet; and so many of this rank's
+queries are kept as a kernel converts them."""
 
 _FEW_ROWS = 128
 """So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
@@ -152,7 +152,7 @@ def key_runs(piece: Piece, device: torch.device, *rows: torch.Tensor) -> Sequenc
     """A piece of a few queries in runs of keys, k and v of each within a slab once converted; others as they are."""
     num_keys = piece.kv.stop - piece.kv.start
     converted_bytes = 4 * max(x[:, :, :1].numel() for x in rows)
-    at_once = max(1, _SLAB_BYTES[device.type] // max(1, converted_bytes))
+    at_once = max(1, _slab_bytes(device) // max(1, converted_bytes))
     if piece.kind is not PieceKind.FULL or piece.q.stop - piece.q.start > _FEW_ROWS or num_keys <= at_once:
         return (piece,)
     starts = range(piece.kv.start, piece.kv.stop, at_once)
@@ -171,15 +171,19 @@ _Index = tuple[slice, ...]
 
 def _is_kept(q: torch.Tensor) -> bool:
     """Whether so few queries may be held in float32 as well."""
-    return 4 * q.numel() <= _FIRST_SLABS["cpu"] * _SLAB_BYTES["cpu"]
+    return 4 * q.numel() <= _FIRST_SLABS * _CPU_SLAB_BYTES
+
+
+def _slab_bytes(device: torch.device) -> int:
+    return _CPU_SLAB_BYTES if device.type == "cpu" else _GPU_SLAB_BYTES
 
 
 def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool) -> int:
     """Of how many heads, counted over all batch rows, a kernel's result is a slab, and its copy of k two."""
-    slab = _SLAB_BYTES[q.device.type]
+    slab = _slab_bytes(q.device)
     is_converted = k.dtype != accumulator_dtype(k.dtype)
-    if is_converted and is_first:
-        slab *= _FIRST_SLABS[q.device.type]
+    if is_converted and is_first and q.device.type == "cpu":
+        slab *= _FIRST_SLABS
     at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
     if is_converted:  # a kernel may copy k, once for all heads that share it; half a zigzag has twice as many keys
         group = q.shape[1] // k.shape[1]

@@ -17,7 +17,7 @@ from ringspan.arguments import Looks, check_looks, check_rows, check_timeout, lo
 from ringspan.arithmetic import TorchArithmetic, without_autocast
 from ringspan.calibrate import measure_machine
 from ringspan.choose import RingWork, choose_by_time
-from ringspan.contract import Signature
+from ringspan.contract import Place, Signature
 from ringspan.encoded import EncodedArithmetic, EncodedWire
 from ringspan.errors import LayoutError, TransportError, UnsupportedError
 from ringspan.execute import Event
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     timeout_s: float | None
     contract: bool
     record: Callable[[Event], None] | None
-    place: int | None = None  # among the calls of a compiled program, which may run them in another order
+    place: Place | None = None  # if some ranks might make like calls in another order
 
 
 class _Plan(NamedTuple):
@@ -145,7 +145,10 @@ def _prepare(
             session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
         raise
     if call.contract:
-        session.contract.agree(plan.signature if call.place is None else plan.signature.at(call.place), timeout_s)
+        if call.place is None:
+            session.contract.agree(plan.signature, timeout_s)
+        else:
+            session.contract.agree(plan.signature.at(call.place), timeout_s, is_new=False)
     return _Ready(plan, session, timeout_s, call.record)
 
 
@@ -234,7 +237,8 @@ def _without_auto(options: Options, looks: Looks, session: Session) -> Options:
     if options.algorithm != "auto":
         return options
     world_size = session.transport.world_size
-    if world_size == 1 or options.layout.world_size != world_size or options.kv_layout.world_size != world_size:
+    is_for_others = options.layout.world_size != world_size or options.kv_layout.world_size != world_size
+    if world_size == 1 or is_for_others or options.wire is not None:  # which is about K and V on their way
         return options._replace(algorithm="pass_kv")
     work = _ring_work(options, looks)
     choice = choose_by_time(work, None, world_size)
@@ -244,15 +248,11 @@ def _without_auto(options: Options, looks: Looks, session: Session) -> Options:
         choice = choose_by_time(work, figures, world_size)
         assert choice is not None
     _LOG.info(choice.reason)
-    # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
-    wire = options.wire if choice.algorithm == "pass_kv" else None
-    return options._replace(algorithm=choice.algorithm, wire=wire)
+    return options._replace(algorithm=choice.algorithm)
 
 
 def _ring_work(options: Options, looks: Looks) -> RingWork:
     shapes = check_looks(looks)
-    if options.wire is not None:
-        shapes = replace(shapes, is_encoded=True)
     problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
     pairs = problem.layout.count_pairs(problem.mask, problem.kv_layout).sum() / problem.world_size
     rows = 1 if problem.mask.rows is None else len(problem.mask.rows)
@@ -286,6 +286,7 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
     kernel = choose_kernel(options.kernel, request)
     scale = softmax_scale(options.scale, shapes.head_dim)
     fields = {
+        "call": "attention",
         "pass": which,
         "batch": shapes.batch[0],
         "heads": f"{shapes.heads.num_heads} over {shapes.heads.num_kv_heads}",

@@ -1,16 +1,19 @@
 """How does a call take part in autograd and in torch.compile?
 
 What is kept for the backward pass is this rank's q, k, v, out and lse. The backward pass is a call of its own: every
-rank must make it, in the same order as the others, as with any collective.
+rank must make it, in the same order as the others, as with any collective. It says which call it belongs to, so that
+ranks that differentiate like calls in different orders find out.
 
 Two ways lead to the same functions: an autograd Function for eager calls, which costs little, and a pair of custom
 operators for compiled ones, which the compiler takes as they are. An operator takes numbers and tensors only, so the
 rest of a call is kept in a table, where the compiled program finds it by its index.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +21,12 @@ from torch._guards import TracingContext
 
 from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
 from ringspan.balance import balanced
+from ringspan.contract import Place
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.base import Merged
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask, documents, frame_causal, per_row, prefix, sliding_window
+from ringspan.session import session_of
 from ringspan.softmax import accumulator_dtype
 
 
@@ -42,7 +47,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = run_attention(call, q, k, v, sinks, wants_grad=True)
-        ctx.call = call
+        ctx.call = call._replace(place=Place("gradients of call", session_of(call.group).contract.num_calls))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -108,7 +113,7 @@ def _enter(*fields: Any) -> int:
     *options, group, timeout_s, contract, record = fields
     # While it compiles, torch 2.13 has a stand-in for a process group.
     group = getattr(group, "real_obj", group)
-    place = next(_places.setdefault(TracingContext.get(), itertools.count()))
+    place = Place("place in the compiled program", next(_places.setdefault(TracingContext.get(), itertools.count())))
     _calls.append(Call(Options(*options), group, timeout_s, contract, record, place))
     return len(_calls) - 1
 
@@ -116,8 +121,7 @@ def _enter(*fields: Any) -> int:
 # What torch.compiler.assume_constant_result would do, which imports the compiler: a second for all who never compile.
 vars(_enter).update(_dynamo_marked_constant=True)
 
-# The compiler follows neither NumPy nor slots. Where it may break the graph it calls these as they are; else it says
-# why it cannot. causal() and full() have no fields, and no need of this.
+# The compiler follows neither NumPy nor slots. causal() and full() have no fields, and no need of this.
 _BUILT_OUTSIDE = (
     Layout.__post_init__,
     Mask.__and__,
@@ -132,11 +136,33 @@ _BUILT_OUTSIDE = (
     striped,
     zigzag,
 )
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _mark_outside(function: Callable[..., Any], what: str) -> None:
+    message = f"ringspan: {what} outside of the compiled function"
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
+
+
+def outside_of_programs(what: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """A function that sends messages: the compiler calls it and all below it as they are, or says why it cannot."""
+
+    def wrap(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        @functools.wraps(function)
+        def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+        _mark_outside(call, what)
+        return call
+
+    return wrap
+
+
 for _build in _BUILT_OUTSIDE:
-    vars(_build).update(
-        _torchdynamo_disable=True,
-        _torchdynamo_disable_msg="ringspan: build masks and layouts outside of the compiled function",
-    )
+    _mark_outside(_build, "build masks and layouts")
 
 
 @torch.library.custom_op("ringspan::attend", mutates_args=())

@@ -71,6 +71,7 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     kv_layout = layout if kv_layout is None else kv_layout
+    mesh = tuple(mesh) if isinstance(mesh, list) else mesh
     options = Options(mask, layout, kv_layout, algorithm, mesh, direction, kernel, scale, wire, reproducible)
     result = attend(Call(options, group, timeout_s, contract, record), q, k, v, sinks)
     return result if return_lse else result.out
@@ -78,7 +79,7 @@ def attention(
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """In a region of autocast its type, as PyTorch's own attention takes it."""
-    if not all(isinstance(x, torch.Tensor) for x in tensors):
+    if not all(isinstance(x, torch.Tensor) and x.device.type != "meta" for x in tensors):
         return tensors  # refused below
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

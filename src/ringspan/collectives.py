@@ -4,13 +4,14 @@
 gradient of a gathered row goes to the rank that owns it, summed over all ranks, as each of them may have used it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ringspan.arguments import check_timeout, check_world_size
+from ringspan.autograd import outside_of_programs
 from ringspan.contract import Signature
-from ringspan.errors import RingspanError, ShapeError
+from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
@@ -24,6 +25,7 @@ def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -
     return layout.shard(whole, session.transport.rank, dim)
 
 
+@outside_of_programs("gather")
 def gather(
     part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int, timeout_s: float | None = None
 ) -> torch.Tensor:
@@ -32,16 +34,11 @@ def gather(
     `timeout_s` is the deadline of every wait for another rank, also in the backward pass; by default that of the group.
     """
     session = session_of(group)
-    deadline_s = session.transport.timeout_s
-    try:
-        deadline_s = check_timeout(timeout_s, deadline_s)
+    with session.contract.telling_refusals():
+        deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
         check_world_size(layout, session.transport.world_size)
         _check_part(part, layout, session.transport.rank, dim)
-    except RingspanError as error:
-        session.contract.refuse(f"{type(error).__name__}: {error}", deadline_s)
-        raise
-    gathered: torch.Tensor = _Gather.apply(part, layout, session, dim, deadline_s)  # type: ignore[no-untyped-call]
-    return gathered
+    return _gathered(part, _Where(layout, session, dim % part.ndim, deadline_s))
 
 
 def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None:
@@ -54,36 +51,75 @@ def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None
         )
 
 
+class _Where(NamedTuple):
+    """Who holds which rows of which dim, and how long ranks wait for each other."""
+
+    layout: Layout
+    session: Session
+    dim: int
+    deadline_s: float
+
+
+def _gathered(part: torch.Tensor, where: _Where) -> torch.Tensor:
+    _agree("gather", part, where)
+    whole: torch.Tensor = _Gather.apply(part, where)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def _reduced(whole: torch.Tensor, where: _Where) -> torch.Tensor:
+    _agree("gradient of gather", whole, where)
+    part: torch.Tensor = _Reduce.apply(whole, where)  # type: ignore[no-untyped-call]
+    return part
+
+
 class _Gather(torch.autograd.Function):
+    """All parts, on every rank. Linear, as is its gradient, so that each has the other for its own."""
+
     @staticmethod
-    def forward(
-        ctx: Any, part: torch.Tensor, layout: Layout, session: Session, dim: int, deadline_s: float
-    ) -> torch.Tensor:
-        ctx.layout, ctx.session, ctx.dim, ctx.deadline_s = layout, session, dim, deadline_s
-        _agree(session, "gather", part, layout, dim, deadline_s)
+    def forward(ctx: Any, part: torch.Tensor, where: _Where) -> torch.Tensor:
+        ctx.where = where
+        layout, session, dim, deadline_s = where
         part = part.contiguous()
         shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
         return layout.unshard(all_to_all(session.transport, [part] * layout.world_size, shapes, deadline_s), dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        layout, session, dim, deadline_s = ctx.layout, ctx.session, ctx.dim, ctx.deadline_s
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _reduced(grads[0], ctx.where), None
+
+
+class _Reduce(torch.autograd.Function):
+    """This rank's part of the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, where: _Where) -> torch.Tensor:
+        ctx.where = where
+        layout, session, dim, deadline_s = where
         rank = session.transport.rank
-        _agree(session, "gradient of gather", grads[0], layout, dim, deadline_s)
-        pieces = [layout.shard(grads[0], peer, dim).contiguous() for peer in range(layout.world_size)]
+        pieces = [layout.shard(whole, peer, dim).contiguous() for peer in range(layout.world_size)]
         received = all_to_all(session.transport, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
-        grad = torch.stack(received).sum(dim=0)
+        part = torch.stack(received).sum(dim=0)
         if rank > 0 and layout.replicated:
             # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
-            grad.movedim(dim, 0)[local_rows(layout, rank).replicated] = 0
-        return grad, None, None, None, None
+            part.movedim(dim, 0)[local_rows(layout, rank).replicated] = 0
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gathered(grads[0], ctx.where), None
 
 
-def _agree(session: Session, what: str, x: torch.Tensor, layout: Layout, dim: int, deadline_s: float) -> None:
+def _agree(what: str, x: torch.Tensor, where: _Where) -> None:
     """All ranks are in the same call, with tensors that differ in the sharded dim only."""
-    shape = list(x.shape)
-    shape[dim] = layout.num_positions
-    fields = {"call": what, "shape": shape, "dim": dim % x.ndim, "dtype": x.dtype, "layout": layout.fingerprint()}
+    layout, session, dim, deadline_s = where
+    fields = {
+        "call": what,
+        "shape": _with_length(x, dim, layout.num_positions),
+        "dim": dim,
+        "dtype": x.dtype,
+        "layout": layout.fingerprint(),
+        "gradient": "wanted" if torch.is_grad_enabled() and x.requires_grad else "not wanted",
+    }
     session.contract.agree(Signature.of(fields), deadline_s)
 
 

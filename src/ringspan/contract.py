@@ -13,10 +13,13 @@ import hashlib
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from ringspan.errors import TransportError
 from ringspan.transports.base import Transport
@@ -25,6 +28,14 @@ _HEADER = struct.Struct("<4sBxxxIQQ")  # magic, state, length of the description
 _MAGIC = b"RSP1"
 _KNOWN, _NEW, _REFUSED = range(3)
 _READABLE = 200  # characters of one value in an error
+_SHOWN = 8  # elements of a tensor in one
+
+
+class Place(NamedTuple):
+    """Which of several like calls this is, where ranks might make them in different orders: a number among what."""
+
+    among: str
+    number: int
 
 
 class Signature(NamedTuple):
@@ -36,17 +47,31 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> "Signature":
         """From values whose text tells them apart."""
-        text = json.dumps({name: str(value) for name, value in fields.items()}).encode()
+        return cls.of_text(json.dumps({name: str(value) for name, value in fields.items()}).encode())
+
+    @classmethod
+    def of_text(cls, text: bytes) -> "Signature":
+        """From JSON."""
         return cls(text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
-    def at(self, place: int) -> "Signature":
-        """The same call as the one at this place of a compiled program."""
-        return _at(self, place)
+    def at(self, place: Place) -> "Signature":
+        """The same call as the one at this place."""
+        return Signature.of_text(self.text[:-1] + f', "{place.among}": "{place.number}"}}'.encode())
 
 
-@lru_cache(maxsize=4096)
-def _at(signature: Signature, place: int) -> Signature:
-    return Signature.of(json.loads(signature.text) | {"place in the compiled program": place})
+def describe(values: Mapping[str, Any]) -> dict[str, str]:
+    """Whole tensors, and what else there is, as short texts, which differ if they do."""
+    return {name: _text(value) for name, value in values.items()}
+
+
+def _text(value: Any) -> str:
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    if value.numel() <= _SHOWN:
+        return str(value.tolist())
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{value.dtype} {tuple(value.shape)} #{hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()}"
 
 
 @dataclass(slots=True)
@@ -77,6 +102,18 @@ class Contract:
     def refuse(self, reason: str, timeout_s: float) -> None:
         """Tell the other ranks that this one cannot make the call they are about to make."""
         self._tell(_REFUSED, Signature.of({"refused": reason}), timeout_s)
+
+    @contextmanager
+    def telling_refusals(self) -> Iterator[None]:
+        """The arguments of a call are checked: whatever is wrong with them here, the other ranks hear of it too."""
+        try:
+            yield
+        except TransportError:
+            raise  # of which they know
+        except Exception as error:
+            if self.transport.world_size > 1:
+                self.refuse(f"{type(error).__name__}: {error}", self.transport.timeout_s)
+            raise
 
     def _tell(
         self, state: int, signature: Signature, timeout_s: float
@@ -119,7 +156,12 @@ def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | Non
     calls = _by_value({rank: f"call {header.call}" for rank, header in enumerate(headers)})
     if len(calls) > 1:
         return f"the ranks are out of step: {_tell_apart(calls)}; every rank must make every call"
-    names = dict.fromkeys(name for text in texts for name in text)
+    # Of different calls it is enough to say which they are.
+    names = (
+        {"call": None}
+        if len({text.get("call") for text in texts}) > 1
+        else {name: None for text in texts for name in text}
+    )
     differences = {name: _by_value({rank: text.get(name, "-") for rank, text in enumerate(texts)}) for name in names}
     told = [f"{name}: {_tell_apart(values)}" for name, values in differences.items() if len(values) > 1]
     return f"the ranks do not make the same call; {'; '.join(told)}" if told else None

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -155,17 +156,16 @@ def _brief(value: object) -> str:
     return text if len(text) < 80 else f"<{type(value).__name__}>"
 
 
-def softmax_scale(scale: float | None, head_dim: int) -> float:
+def softmax_scale(scale: object, head_dim: int) -> float:
     """The scale given, or 1/sqrt(head_dim)."""
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ShapeError(f"scale={scale!r}: scores are scaled by a finite number; leave it out for 1/sqrt(head_dim)")
-    return value
+    if not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ShapeError(
+            f"scale={_brief(scale)}: scores are scaled by a finite number; leave it out for 1/sqrt(head_dim), and "
+            "multiply q by what is no number, such as a parameter"
+        )
+    return float(scale)
 
 
 class Sibling(NamedTuple):

@@ -7,14 +7,17 @@ all ranks divided by a count over all ranks.
 
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 
 from ringspan.arguments import check_world_size
-from ringspan.contract import Signature
-from ringspan.errors import RingspanError, ShapeError
+from ringspan.autograd import outside_of_programs
+from ringspan.contract import Signature, describe
+from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.session import session_of
 from ringspan.softmax import accumulator_dtype
@@ -27,11 +30,16 @@ _SHARE = struct.Struct("<dq")  # a rank's sum of losses, and how many
 def next_token_labels(tokens: torch.Tensor, *, document_lengths: Sequence[int] | None = None) -> torch.Tensor:
     """The label of every token of whole sequences, (…, seq): the next one, and -100 where there is none.
 
+    They are int64 whatever the tokens are, as `cross_entropy` wants them: bytes have no -100.
+
     Args:
         tokens: The input_ids; or labels as transformers has them, each beside its own token, -100 among them.
         document_lengths: Of packed documents; the last token of each has no next one.
     """
-    labels = torch.full_like(tokens, IGNORE_INDEX)
+    _check_whole_numbers("tokens", tokens)
+    if not tokens.ndim:
+        raise ShapeError("tokens.shape=(): sequences are (…, seq)")
+    labels = torch.full_like(tokens, IGNORE_INDEX, dtype=torch.int64)
     labels[..., :-1] = tokens[..., 1:]
     if document_lengths is not None:
         ends = _document_ends(document_lengths, tokens.shape[-1])
@@ -39,6 +47,7 @@ def next_token_labels(tokens: torch.Tensor, *, document_lengths: Sequence[int] |
     return labels
 
 
+@outside_of_programs("count positions")
 def position_ids(
     layout: Layout,
     group: Any = None,
@@ -61,14 +70,19 @@ def position_ids(
     return torch.from_numpy(positions).to(device)
 
 
+@outside_of_programs("shard batches")
 def shard_batch(
     batch: Mapping[str, torch.Tensor],
     layout: Layout,
     group: Any = None,
     *,
     document_lengths: Sequence[int] | None = None,
+    contract: bool = True,
 ) -> dict[str, torch.Tensor]:
     """This rank's part of a batch that every rank holds: input_ids, labels, position_ids and all else in it.
+
+    All ranks of the group must call this, with the same batch: parts of different ones would attend to each other, and
+    nothing would tell. So data is drawn, and a sampler is seeded, by the number of the replica, not of the rank.
 
     Args:
         batch: `input_ids`, (…, seq), and any tensors with the sequence in the same dim. `labels`, if given, stand each
@@ -76,6 +90,7 @@ def shard_batch(
         layout: Who holds which token.
         group: As in `attention`.
         document_lengths: Of packed documents, the same in every row: labels end and positions begin in each.
+        contract: Check that all ranks have the same batch, by a digest of it. Without it no message is sent.
 
     Returns:
         The labels are those of the next token: compare them with the logits as they are, and do not hand them to a
@@ -83,10 +98,15 @@ def shard_batch(
     """
     session = session_of(group)
     rank = session.transport.rank
-    check_world_size(layout, session.transport.world_size)
-    dim = _check_batch(batch, layout)
-    input_ids = batch["input_ids"]
-    labels = next_token_labels(batch.get("labels", input_ids), document_lengths=document_lengths)
+    with session.contract.telling_refusals() if contract else nullcontext():
+        check_world_size(layout, session.transport.world_size)
+        dim = _check_batch(batch, layout)
+        input_ids = batch["input_ids"]
+        labels = next_token_labels(batch.get("labels", input_ids), document_lengths=document_lengths)
+    if contract and session.transport.world_size > 1:
+        fields = {"call": "shard_batch", "document_lengths": document_lengths, "layout": layout.fingerprint()}
+        signature = Signature.of({**fields, **describe(batch)})
+        session.contract.agree(signature, session.transport.timeout_s, is_new=False)
     part = {name: layout.shard(x, rank, dim) for name, x in ({**batch, "labels": labels}).items()}
     if "position_ids" not in batch:
         positions = position_ids(layout, group, document_lengths=document_lengths, device=input_ids.device)
@@ -96,6 +116,7 @@ def shard_batch(
     return part
 
 
+@outside_of_programs("compute the loss")
 def cross_rank_mean_loss(losses: torch.Tensor, labels: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The mean loss over the labels of all ranks that are not -100; the same number on every rank.
 
@@ -115,11 +136,8 @@ def cross_rank_mean_loss(losses: torch.Tensor, labels: torch.Tensor, group: Any 
     """
     session = session_of(group)
     transport = session.transport
-    try:
+    with session.contract.telling_refusals():
         _check_losses(losses, labels)
-    except RingspanError as error:
-        session.contract.refuse(f"{type(error).__name__}: {error}", transport.timeout_s)
-        raise
     dtype = accumulator_dtype(losses.dtype)
     session.contract.agree(Signature.of({"call": "cross_rank_mean_loss", "dtype": dtype}), transport.timeout_s)
     counts = labels != IGNORE_INDEX
@@ -143,8 +161,15 @@ class _Mean(torch.autograd.Function):
         return grads[0] / ctx.number, None, None
 
 
+def check_can_be_ignored(labels: torch.Tensor) -> None:
+    """Refuse labels of a type that has no -100: theirs would be another number."""
+    if not labels.dtype.is_signed or labels.is_floating_point() or labels.is_complex():
+        raise ShapeError(f"labels are {labels.dtype}: they must be able to be {IGNORE_INDEX}; use torch.int64")
+
+
 def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if any(length < 1 for length in lengths) or sum(lengths) != seq_len:
+    are_whole = all(isinstance(length, Integral) for length in lengths)
+    if not are_whole or any(length < 1 for length in lengths) or sum(lengths) != seq_len:
         raise ShapeError(
             f"document_lengths={list(lengths)}: documents have at least one token and make up the whole sequence; "
             f"expected a sum of {seq_len}, with padding as a document of its own"
@@ -154,8 +179,13 @@ def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.d
 
 def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
     """The dim of the sequence."""
+    if not isinstance(batch, Mapping):
+        raise ShapeError(f"batch is a {type(batch).__name__}: give tensors by name, input_ids (…, seq) among them")
     if "input_ids" not in batch:
         raise ShapeError(f"batch has {', '.join(batch) or 'nothing'}; it needs input_ids, (…, seq)")
+    for name, x in batch.items():
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError(f"batch[{name!r}] is a {type(x).__name__}: give tensors, as return_tensors='pt' does")
     if "attention_mask" in batch:
         raise ShapeError(
             "batch has an attention_mask: a rank sees a part of it only; leave it out and describe padding by the mask "
@@ -168,10 +198,38 @@ def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
                 f"batch[{name!r}].shape={tuple(x.shape)}: dim {dim} is the sequence, as in input_ids, and the layout "
                 f"has {layout.num_positions} positions; give whole tensors, or leave this one out"
             )
+    if "labels" in batch:
+        _check_labels(batch["labels"], batch["input_ids"])
     return dim
 
 
+def _check_labels(labels: torch.Tensor, input_ids: torch.Tensor) -> None:
+    """Beside their own tokens."""
+    if labels.shape != input_ids.shape:
+        raise ShapeError(
+            f"batch['labels'].shape={tuple(labels.shape)}: one label for each of the input_ids, whose shape is "
+            f"{tuple(input_ids.shape)}"
+        )
+    _check_whole_numbers("labels", labels)
+    counts = labels.long() != IGNORE_INDEX
+    is_next = (labels[..., :-1] == input_ids[..., 1:]) | ~counts[..., :-1]
+    if counts[..., :-1].any() and is_next.all() and ((labels != input_ids) & counts).any():
+        raise ShapeError(
+            "batch['labels'] are those of the next token already, and would be shifted once more; give each beside its "
+            "own token (labels=input_ids, -100 where none counts), or leave them out"
+        )
+
+
+def _check_whole_numbers(name: str, x: torch.Tensor) -> None:
+    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise ShapeError(f"{name} are {x.dtype}: tokens are whole numbers; use {name}.long()")
+
+
 def _check_losses(losses: torch.Tensor, labels: torch.Tensor) -> None:
+    for name, x in (("losses", losses), ("labels", labels)):
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError(f"{name} is a {type(x).__name__}: give a tensor")
+    check_can_be_ignored(labels)
     if losses.shape != labels.shape or not losses.is_floating_point():
         raise ShapeError(
             f"losses.shape={tuple(losses.shape)} ({losses.dtype}), labels.shape={tuple(labels.shape)}: one loss for "

@@ -79,6 +79,21 @@ def test_every_byte_arrives(ends: Ends, nbytes: int, is_asked_first: bool) -> No
     assert torch.equal(buffer, contents)
 
 
+def test_a_message_is_through_when_it_was_taken_itself(ends: Ends) -> None:
+    """Not when a later one of another tag was: its sender may write to it then."""
+    first, second = ends
+    early, late = (torch.full((LONG,), number, dtype=torch.uint8) for number in (1, 2))
+    sent = {tag: first.send([x], 1, tag) for tag, x in ((TAG, early), (OTHER_TAG, late))}
+    buffer = torch.zeros(LONG, dtype=torch.uint8)
+    second.recv([buffer], 0, OTHER_TAG).wait(AMPLE)
+    sent[OTHER_TAG].wait(AMPLE)
+    assert torch.equal(buffer, late)
+    assert not sent[TAG].is_through
+    second.recv([buffer], 0, TAG).wait(AMPLE)
+    sent[TAG].wait(AMPLE)
+    assert torch.equal(buffer, early)
+
+
 def test_messages_of_a_tag_arrive_in_order_whatever_is_waited_for_first(ends: Ends) -> None:
     first, second = ends
     sizes = [SHORT, LONG, LONG, SHORT, LONG]

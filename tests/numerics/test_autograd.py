@@ -311,6 +311,33 @@ def test_calls_in_another_order_on_one_rank_are_told_apart(reorders: tuple[int, 
         torch.testing.assert_close(layout.unshard(rs.run_in_process(on_rank, 2), 2), expected)
 
 
+@pytest.mark.parametrize("turned", [(), (1,), (0, 1)])
+def test_like_calls_that_one_rank_differentiates_in_another_order(turned: tuple[int, ...]) -> None:
+    """Both look the same from outside: without their numbers, each rank would add up gradients of two losses."""
+    layout = rs.zigzag(SEQ_LEN, 2)
+    whole = inputs()
+    expected = [torch.autograd.grad(loss_of(plain(factor * whole[0], *whole[1:])), whole) for factor in (1, 2)]
+
+    def on_rank(group: InProcessRank) -> list[Tensors]:
+        leaves = [layout.shard(x.detach(), group.rank, 2).clone().requires_grad_() for x in whole]
+        weights = layout.shard(torch.linspace(-1, 1, whole[0].numel()).view(whole[0].shape), group.rank, 2)
+        losses = [
+            (attend(factor * leaves[0], *leaves[1:], layout, group) * weights).square().sum() for factor in (1, 2)
+        ]
+        order = (1, 0) if group.rank in turned else (0, 1)
+        grads = {i: torch.autograd.grad(losses[i], leaves) for i in order}
+        return [grads[0], grads[1]]
+
+    if len(turned) == 1:
+        with pytest.raises(rs.TransportError, match=r"gradients of call: rank 0 has 1, rank 1 has 2"):
+            rs.run_in_process(on_rank, 2)
+        return
+    parts = rs.run_in_process(on_rank, 2)
+    for i in (0, 1):
+        for j in range(3):
+            torch.testing.assert_close(layout.unshard([part[i][j] for part in parts], 2), expected[i][j])
+
+
 def test_masks_and_layouts_are_built_outside() -> None:
     """Inside, causal() and full() can be; for the others the compiler says why not, or breaks the graph there."""
 

@@ -76,7 +76,7 @@ def test_sums_that_begin_with_their_first_piece(
     dtype: torch.dtype, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are never set to zero; with slabs smaller than a group of heads several of them add to the same keys."""
-    monkeypatch.setitem(ringspan.arithmetic._SLAB_BYTES, "cpu", slab_bytes)
+    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
     coarse = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else None  # a slab too few or too many is more
     for heads in (rs.Heads(8, 8), rs.Heads(8, 2)):
         for algorithm in ("pass_kv", "pass_q", "all_gather"):

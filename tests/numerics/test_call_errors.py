@@ -93,7 +93,12 @@ REFUSALS = [
     ),
     Refusal("a layout for fewer ranks", given(layout=rs.zigzag(SEQ_LEN, 1)), LAYOUT, ("layout", "1 rank", "2")),
     Refusal("a layout for more ranks", given(layout=rs.zigzag(SEQ_LEN, 4)), LAYOUT, ("layout", "4 ranks", "2")),
-    Refusal("a kv_layout for more ranks", given(kv_layout=rs.zigzag(SEQ_LEN, 3)), LAYOUT, ("kv_layout", "for 3")),
+    Refusal(
+        "a kv_layout for more ranks",
+        given(kv_layout=rs.zigzag(SEQ_LEN, 3)),
+        LAYOUT,
+        ("kv_layout", "for 3"),
+    ),
     Refusal("masks for two rows", given(mask=rs.per_row([rs.full()] * 2)), SHAPE, ("mask has 2 rows", "(1,)")),
     Refusal("a mask that ends early", given(mask=rs.documents([5])), rs.MaskError, ("position 11", "5 tokens")),
     Refusal(
@@ -142,6 +147,17 @@ REFUSALS = [
     Refusal("an array for q", lambda call: {"q": call["q"].numpy()}, SHAPE, ("q", "ndarray", "tensor")),
     Refusal("a list of sinks", given(sinks=[0.0] * HEADS), SHAPE, ("sinks", "list", "tensor")),
     Refusal("a scale that is none", given(scale="big"), SHAPE, ("scale='big'",)),
+    Refusal("a scale in words", given(scale="0.5"), SHAPE, ("scale='0.5'", "finite number")),
+    Refusal("a learned scale", given(scale=torch.tensor(0.5)), SHAPE, ("scale=tensor(0.5", "multiply q by")),
+    Refusal("whole sinks", given(sinks=torch.zeros(4).long()), SHAPE, ("torch.int64", "sinks.to(torch.float32)")),
+    Refusal("tensors without numbers", every(lambda x: x.to("meta")), SHAPE, ("meta, meta, meta", "numbers")),
+    Refusal("a time in words", given(timeout_s="5"), SHAPE, ("timeout_s='5'", "number of seconds")),
+    Refusal(
+        "heads behind tokens",
+        every(lambda x: x.transpose(1, 2)[:, :, :2]),
+        SHAPE,
+        ("q.shape=(1, 6, 2, 8) on rank 1", "use q.transpose(1, 2)"),
+    ),
     Refusal("no time at all", given(timeout_s=0.0), rs.RingspanError, ("timeout_s=0",)),
     Refusal("a time that is no number", given(timeout_s=math.nan), rs.RingspanError, ("timeout_s=nan",)),
 ]

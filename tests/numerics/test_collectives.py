@@ -239,7 +239,7 @@ def test_a_deadline_that_is_none(timeout_s: float) -> None:
     ("field", "value", "odd"),
     [
         ("dtype", "torch.float64", lambda part, layout: (part.double(), layout, 0)),
-        ("shape", "[9, 2]", lambda part, layout: (part[:, :2], layout, 0)),
+        ("shape", "(9, 2)", lambda part, layout: (part[:, :2], layout, 0)),
         ("layout", "striped", lambda part, layout: (part, rs.striped(9, 3), 0)),
     ],
 )
@@ -258,6 +258,38 @@ def test_a_rank_that_gathers_something_else_is_named_on_all(
     messages = {str(error) for error in errors_of(3, gather)}
     (message,) = messages
     assert f"{field}: rank 2 has {value}, ranks 0, 1 have" in message
+
+
+@pytest.mark.parametrize("name", ["zigzag", "replicated"])
+def test_second_derivatives(name: str) -> None:
+    """Of a loss that every rank computes, summed over the ranks, as in one process."""
+    replicated = rs.Layout(((rs.Span(0, 3),), (rs.Span(5, 7),), ()), (rs.Span(3, 5),))
+    layout = rs.zigzag(7, 3) if name == "zigzag" else replicated
+    whole = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    weights = torch.linspace(1, 2, 21, dtype=torch.float64).view(3, 7)
+
+    def on_rank(group: InProcessRank) -> torch.Tensor:
+        part = layout.shard(whole, group.rank, 0).clone().requires_grad_()
+        loss = (rs.gather(part, layout, group, dim=0) ** 3) @ weights[group.rank]
+        (grad,) = torch.autograd.grad(loss, part, create_graph=True)
+        return torch.autograd.grad((grad**2).sum(), part)[0]
+
+    x = whole.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(((x**3) * weights).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad((grad**2).sum(), x)
+    parts = rs.run_in_process(on_rank, 3)
+    torch.testing.assert_close(layout.unshard(parts, 0), expected)
+
+
+def test_a_gradient_that_one_rank_does_not_want_is_refused_at_once() -> None:
+    """Else it would wait for that rank in the backward pass."""
+    layout = rs.contiguous(4, 2)
+
+    def gather(group: InProcessRank) -> None:
+        rs.gather(torch.ones(2, requires_grad=group.rank == 0), layout, group, dim=0)
+
+    for error in errors_of(2, gather):
+        assert "gradient: rank 0 has wanted, rank 1 has not wanted" in str(error)
 
 
 def test_attention_on_one_rank_and_gather_on_another() -> None:

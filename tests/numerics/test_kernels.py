@@ -30,6 +30,7 @@ from kernel_cases import (
 )
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
+from ringspan.kernels.base import Merged
 from ringspan.kernels.reference import MAX_SCORES, Reference
 from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
 from ringspan.pieces import PieceKind
@@ -88,6 +89,26 @@ def test_half_types_lose_at_most_twice_what_plain_attention_loses(kernel: Kernel
     error, plain_error = ((out.double() - truth).abs().max() for out in (ours, plain))
     assert error <= 2 * plain_error
     assert plain_error > 0
+
+
+@each_kernel
+def test_nothing_to_attend(kernel: Kernel) -> None:
+    """A batch of 0."""
+    piece, _ = piece_of(PieceKind.CAUSAL, 5, 5)
+    part = kernel.forward(*(torch.zeros(0, 2, 5, 8) for _ in range(3)), piece, 1.0)
+    assert part.out.shape == (0, 2, 5, 8)
+    assert part.lse.shape == (0, 2, 5)
+
+
+@each_kernel
+def test_zeros_beside_v_are_not_kept(kernel: Kernel) -> None:
+    """They are as long as the results of a narrower v are, until the backward pass."""
+    q, k, v = random_qkv(5, 5, head_dim=64, v_head_dim=8)
+    piece, _ = piece_of(PieceKind.FULL, 5, 5)
+    out, lse = kernel.forward(q, k, v, piece, SCALE)
+    gradients = kernel.backward(q, k, v, Merged(out, out, lse), piece, SCALE)
+    for x, like in zip((out, *gradients), (v, q, k, v), strict=True):
+        assert x.untyped_storage().nbytes() == x.nbytes == like.nbytes
 
 
 @each_kernel

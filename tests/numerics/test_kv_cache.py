@@ -25,7 +25,7 @@ STORAGES = [None, "float32", "bfloat16", "float16", "int8", "float8_e4m3"]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage in blocks so short that everything lies in several, and conversions in runs of a few keys."""
     monkeypatch.setattr(storage, "MIN_BLOCK", 3)
-    monkeypatch.setitem(arithmetic._SLAB_BYTES, "cpu", 700)
+    monkeypatch.setattr(arithmetic, "_CPU_SLAB_BYTES", 700)
 
 
 @st.composite

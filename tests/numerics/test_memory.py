@@ -144,7 +144,7 @@ def test_half_types_are_widened_a_piece_at_a_time() -> None:
 def test_large_pieces_are_computed_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are heads to take apart: out + lse + 2 kv, and a few slabs for what a kernel returns and widens."""
     slab = 2**15
-    monkeypatch.setitem(ringspan.arithmetic._SLAB_BYTES, "cpu", slab)
+    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab)
     sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=dtype)
     final = sizes.out // 2 if dtype == torch.bfloat16 else 0  # out in its own type
     assert slab < sizes.out // 4

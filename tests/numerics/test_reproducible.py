@@ -197,7 +197,7 @@ def test_where_the_tensors_lie_does_not_matter(head_dim: int) -> None:
 def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere keys are converted in runs for a few queries, here of half a tile or, with half the heads, of all."""
     call = Call("causal", torch.bfloat16, rs.Heads(4, 4))
-    monkeypatch.setitem(ringspan.arithmetic._SLAB_BYTES, "cpu", 2**14)
+    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", 2**14)
     of_one = run(call, rs.contiguous(SEQ_LEN, 1))
     assert different(run(call, LAYOUTS["zigzag"](2), **options_of("ulysses", 2)), of_one) == []
 

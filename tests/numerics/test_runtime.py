@@ -146,7 +146,7 @@ def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None
 @pytest.mark.parametrize("slab_bytes", [1, 3000, 20_000])
 @each_algorithm
 def test_pieces_in_slabs_of_any_size(algorithm: str, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ringspan.arithmetic._SLAB_BYTES, "cpu", slab_bytes)
+    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
     rows = ("per_row", (CAUSAL, ("documents", (13, 24))))
     for heads in (rs.Heads(8, 8), rs.Heads(8, 4), rs.Heads(8, 1)):
         for spec in (("full",), CAUSAL, rows):

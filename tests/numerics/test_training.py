@@ -41,6 +41,19 @@ def test_labels_are_the_next_tokens() -> None:
     assert rs.next_token_labels(tokens[:, :0]).shape == (2, 0)
 
 
+def test_labels_of_bytes_have_their_ignored_ones_too() -> None:
+    """156 is what -100 would be as a byte."""
+    labels = rs.next_token_labels(torch.tensor([156, 3, 156], dtype=torch.uint8))
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [3, 156, IGNORED]
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.tensor(3)])
+def test_what_has_no_labels(tokens: torch.Tensor) -> None:
+    with pytest.raises(rs.ShapeError, match="tokens"):
+        rs.next_token_labels(tokens)
+
+
 def test_labels_of_transformers_are_shifted_with_what_they_ignore() -> None:
     assert rs.next_token_labels(torch.tensor([IGNORED, IGNORED, 4, 1])).tolist() == [IGNORED, 4, 1, IGNORED]
 
@@ -107,11 +120,63 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
         ({"input_ids": IDS, "weights": IDS[0]}, {}, "batch['weights'].shape=(6,)"),
         ({"input_ids": IDS}, {"document_lengths": [3, 2]}, "expected a sum of 6"),
         ({"input_ids": IDS}, {"document_lengths": [6, 0]}, "at least one token"),
+        ({"input_ids": IDS}, {"document_lengths": [1.5, 4.5]}, "expected a sum of 6"),
+        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids'] is a list"),
+        ({"input_ids": IDS, "labels": IDS[:1]}, {}, "batch['labels'].shape=(1, 6)"),
+        ({"input_ids": IDS, "labels": IDS[..., None]}, {}, "batch['labels'].shape=(2, 6, 1)"),
+        ({"input_ids": IDS, "labels": IDS.float()}, {}, "labels are torch.float32"),
+        (IDS, {}, "batch is a Tensor"),
     ],
 )
 def test_batches_that_are_refused(batch: dict[str, torch.Tensor], options: dict[str, Any], message: str) -> None:
     with pytest.raises(rs.ShapeError, match=re.escape(message)):
         rs.shard_batch(batch, rs.zigzag(6, 1), **options)
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 3])
+def test_labels_that_are_shifted_already_are_refused(ignored: int) -> None:
+    """They would be shifted once more, and a model would learn to see two tokens ahead."""
+    tokens = make_tokens(0, 2, 7)
+    labels = tokens[:, 1:].clone()
+    labels[:, :ignored] = IGNORED
+    with pytest.raises(rs.ShapeError, match="shifted once more"):
+        rs.shard_batch({"input_ids": tokens[:, :-1], "labels": labels}, rs.zigzag(6, 1))
+
+
+@pytest.mark.parametrize("tokens", [IDS, IDS[:, :6] + 5, torch.arange(6).expand(2, 6)])
+@pytest.mark.parametrize("ignored", [0, 3, 6])
+def test_labels_beside_their_tokens_are_taken_whatever_they_are(tokens: torch.Tensor, ignored: int) -> None:
+    labels = tokens.clone()
+    labels[:, :ignored] = IGNORED
+    part = rs.shard_batch({"input_ids": tokens, "labels": labels}, rs.zigzag(6, 1))
+    assert torch.equal(part["labels"], rs.next_token_labels(labels))
+
+
+def test_ranks_with_batches_of_their_own_are_told() -> None:
+    """As with a sampler that is seeded by the rank: parts of different sequences would attend to each other."""
+    layout = rs.zigzag(SEQ_LEN, 2)
+
+    def on_rank(group: InProcessRank, contract: bool) -> str:
+        tokens = make_tokens(group.rank, 2, SEQ_LEN)
+        rs.shard_batch({"input_ids": tokens}, layout, group, contract=contract)
+        return "taken"
+
+    with pytest.raises(rs.TransportError, match=r"input_ids: rank 0 has torch.int64 \(2, 23\) #\w+, rank 1 has"):
+        on_ranks(2, partial(on_rank, contract=True))
+    assert on_ranks(2, partial(on_rank, contract=False)) == ["taken", "taken"]
+
+
+def test_a_batch_that_one_rank_refuses_is_refused_on_all() -> None:
+    layout = rs.zigzag(6, 2)
+
+    def on_rank(group: InProcessRank) -> str:
+        with pytest.raises(rs.RingspanError) as raised:
+            rs.shard_batch({"input_ids": IDS if group.rank else IDS.tolist()}, layout, group)
+        return f"{raised.type.__name__}: {raised.value}"
+
+    first, second = on_ranks(2, on_rank)
+    assert first.startswith("ShapeError: batch['input_ids'] is a list")
+    assert second.startswith("TransportError: the call was refused, on rank 0: ShapeError: batch['input_ids']")
 
 
 def test_layouts_for_other_groups_are_refused() -> None:
@@ -185,6 +250,38 @@ def test_a_mean_where_losses_are_expected_is_refused_on_all_ranks() -> None:
     assert second.startswith("ShapeError: losses.shape=()")
     assert 'reduction="none"' in second
     assert first.startswith("TransportError: the call was refused, on rank 1: ShapeError: losses.shape=()")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
+def test_labels_that_cannot_be_ignored_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(rs.ShapeError, match=r"labels are torch.\w+: they must be able to be -100"):
+        rs.cross_rank_mean_loss(torch.ones(3), torch.ones(3, dtype=dtype))
+
+
+def test_a_loss_that_is_no_tensor_is_refused_on_all_ranks() -> None:
+    def on_rank(group: InProcessRank) -> str:
+        with pytest.raises(rs.RingspanError) as raised:
+            rs.cross_rank_mean_loss(torch.ones(1) if group.rank else 1.0, torch.ones(1).long(), group)
+        return str(raised.value)
+
+    own, others = on_ranks(2, on_rank)
+    assert own == "losses is a float: give a tensor"
+    assert own in others
+
+
+def test_in_a_compiled_function_batches_and_losses_are_as_outside() -> None:
+    """The compiler calls them as they are, or says why it cannot."""
+    tokens, layout = make_tokens(0, 2, SEQ_LEN), rs.zigzag(SEQ_LEN, 1)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        batch = rs.shard_batch({"input_ids": tokens}, layout)
+        return rs.cross_rank_mean_loss(2 * batch["labels"].float(), batch["labels"])
+
+    assert torch.equal(torch.compile(step, backend="eager")(tokens), step(tokens))
+    torch.compiler.reset()
+    for function, what in ((step, "shard batches"), (lambda x: rs.gather(x, layout, dim=1), "gather")):
+        with pytest.raises(Exception, match=f"ringspan: {what} outside of the compiled function"):
+            torch.compile(function, backend="eager", fullgraph=True)(tokens)
 
 
 # The model

@@ -1,15 +1,17 @@
 """K and V that travel as bytes, and algorithms chosen from the figures of a machine."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 
 import oracle
 import ringspan as rs
+import ringspan.attend
 from attention_cases import make_job
 from conversations import Story, attend, live_through
-from ringspan.choose import RingMachine, RingWork, choose_by_time
+from ringspan.choose import Choice, RingMachine, RingWork, choose_by_time
 from ringspan.execute import Event
 from ringspan.quantize import FORMATS, encode, output_bound
 from ringspan.transports.counting import CountingTransport
@@ -71,6 +73,26 @@ def test_a_wire_that_cannot_be(options: dict[str, object], text: str) -> None:
     x = torch.randn(1, 1, 8, 4, requires_grad=bool(options.pop("grad", False)))
     with pytest.raises(rs.UnsupportedError, match=text):
         rs.attention(x, x, x, mask=rs.causal(), layout=rs.contiguous(8, 1), **options)
+
+
+def test_a_wire_is_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if "auto" would leave the keys where they are, and their rounding out."""
+    monkeypatch.setattr(ringspan.attend, "choose_by_time", lambda *_: Choice("pass_q", "fewer bytes"))
+    layout, kv_layout = rs.contiguous(2, 2), rs.contiguous(200, 2)
+    keys = torch.randn(2, 1, 1, 100, 64, generator=torch.Generator().manual_seed(0))
+    call = partial(rs.attention, mask=rs.full(), layout=layout, kv_layout=kv_layout)
+
+    def on_rank(group: InProcessRank) -> list[torch.Tensor]:
+        k = keys[group.rank]
+        q = k[:, :, :1]
+        return [
+            call(q, k, k, group=group, **options)
+            for options in ({"wire": "int8"}, {"wire": "int8", "algorithm": "pass_kv"}, {"algorithm": "pass_kv"})
+        ]
+
+    for chosen, encoded, exact in rs.run_in_process(on_rank, 2):
+        assert torch.equal(chosen, encoded)
+        assert not torch.equal(chosen, exact)
 
 
 @pytest.mark.parametrize("storage", [None, "int8"])

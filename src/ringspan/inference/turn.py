@@ -237,6 +237,7 @@ class Turn:
         state = self._state
         return Signature.of(
             {
+                "call": "a turn of a cache",
                 "cache": state.description,
                 "history": state.history,
                 "cached tokens by rank": {

@@ -5,6 +5,8 @@ wrong. Queries are taken a few rows at a time, so the scores in memory stay smal
 share a KV head become rows of one matrix product, so K and V are never repeated.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from ringspan.kernels.base import Gradients, Merged, Request
@@ -29,24 +31,17 @@ class Reference:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         """Attend one piece, in blocks of rows."""
         batch, heads, num_rows, _ = q.shape
-        kv_heads, num_keys = k.shape[1:3]
+        kv_heads = k.shape[1]
         dtype = accumulator_dtype(q.dtype)
         keys, values = k.to(dtype), v.to(dtype)
         out = torch.empty(batch, heads, num_rows, v.shape[-1], dtype=dtype, device=q.device)
         lse = torch.empty(batch, heads, num_rows, dtype=dtype, device=q.device)
         # (batch, KV heads, heads in a group, rows, …): views, since only the head axis is split.
         queries, outs, lses = (torch.unflatten(x, 1, (kv_heads, -1)) for x in (q, out, lse))
-        step = max(1, MAX_SCORES // (batch * heads * num_keys))
-        for top in range(0, num_rows, step):
-            bottom = min(top + step, num_rows)
-            reach = min(bottom, num_keys) if piece.kind is PieceKind.CAUSAL else num_keys
-            part = _attend(
-                queries[..., top:bottom, :].to(dtype) * scale,
-                keys[..., :reach, :],
-                values[..., :reach, :],
-                _visible(piece, top, bottom, reach, q.device),
-            )
-            outs[..., top:bottom, :], lses[..., top:bottom] = part
+        for rows, reach, visible in _row_blocks(piece, q, k):
+            block = queries[..., rows, :].to(dtype) * scale
+            part = _attend(block, keys[..., :reach, :], values[..., :reach, :], visible)
+            outs[..., rows, :], lses[..., rows] = part
         return Partial(out, lse)
 
     def backward(
@@ -57,28 +52,30 @@ class Reference:
         With s = scale · q kᵀ and p = exp(s - lse): dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k,
         dk = dsᵀ (scale · q); delta = rowsum(dout · out).
         """
-        batch, heads, num_rows, _ = q.shape
-        kv_heads, num_keys = k.shape[1:3]
+        kv_heads = k.shape[1]
         dtype = accumulator_dtype(q.dtype)
         keys, values = k.to(dtype), v.to(dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
         folded = [torch.unflatten(x, 1, (kv_heads, -1)) for x in (q, *merged[:2], merged.lse.unsqueeze(-1), dq)]
-        step = max(1, MAX_SCORES // (batch * heads * num_keys))
-        for top in range(0, num_rows, step):
-            bottom = min(top + step, num_rows)
-            reach = min(bottom, num_keys) if piece.kind is PieceKind.CAUSAL else num_keys
-            block, dout, out, lse = (x[..., top:bottom, :].to(dtype) for x in folded[:4])
-            part = _differentiate(
-                block * scale,
-                keys[..., :reach, :],
-                values[..., :reach, :],
-                Merged(dout, out, lse),
-                _visible(piece, top, bottom, reach, q.device),
-            )
-            folded[4][..., top:bottom, :] = part.dq * scale
+        for rows, reach, visible in _row_blocks(piece, q, k):
+            block, dout, out, lse = (x[..., rows, :].to(dtype) for x in folded[:4])
+            of_rows = Merged(dout, out, lse)
+            part = _differentiate(block * scale, keys[..., :reach, :], values[..., :reach, :], of_rows, visible)
+            folded[4][..., rows, :] = part.dq * scale
             dk[..., :reach, :] += part.dk
             dv[..., :reach, :] += part.dv
         return Gradients(dq, dk, dv)
+
+
+def _row_blocks(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, int, torch.Tensor | None]]:
+    """Some rows at a time: which, how many keys they reach, and which of those they see."""
+    batch, heads, num_rows, _ = q.shape
+    num_keys = k.shape[2]
+    step = max(1, MAX_SCORES // max(1, batch * heads * num_keys))
+    for top in range(0, num_rows, step):
+        bottom = min(top + step, num_rows)
+        reach = min(bottom, num_keys) if piece.kind is PieceKind.CAUSAL else num_keys
+        yield slice(top, bottom), reach, _visible(piece, top, bottom, reach, q.device)
 
 
 def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.device) -> torch.Tensor | None:

@@ -74,7 +74,7 @@ class SdpaCpu:
         width = max(q.shape[-1], v.shape[-1])
         operands = _operand(q, width), _operand(k, width), _operand(v, width)
         part = _attend_runs(*operands, piece, scale)
-        return part if v.shape[-1] == width else Partial(part.out[..., : v.shape[-1]], part.lse)
+        return Partial(_cut(part.out, v.shape[-1]), part.lse)
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
@@ -84,7 +84,7 @@ class SdpaCpu:
         operands = _operand(q, width), _operand(k, width), _operand(v, width)
         merged = Merged(_operand(merged.dout, width), _operand(merged.out, width), merged.lse)
         part = _differentiate_runs(*operands, merged, piece, scale)
-        return Gradients(part.dq[..., : q.shape[-1]], part.dk[..., : q.shape[-1]], part.dv[..., : v.shape[-1]])
+        return Gradients(_cut(part.dq, q.shape[-1]), _cut(part.dk, q.shape[-1]), _cut(part.dv, v.shape[-1]))
 
 
 def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -96,6 +96,11 @@ def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
     if x.dtype != dtype:
         x = x.to(dtype)
     return with_unit_stride(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])))
+
+
+def _cut(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Without the zeros beside it, which would be kept as long as a view is."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def _starts(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> list[int]:

@@ -11,7 +11,7 @@ from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
-from ringspan.training import IGNORE_INDEX
+from ringspan.training import IGNORE_INDEX, check_can_be_ignored
 
 
 def cross_entropy(
@@ -39,6 +39,7 @@ def cross_entropy(
 
     def check(shard_len: int) -> None:
         check_tokens("logits", logits, shard_len)
+        check_can_be_ignored(labels)
         if logits.ndim != 3 or not logits.is_floating_point() or labels.shape != logits.shape[:2]:
             raise ShapeError(
                 f"logits.shape={tuple(logits.shape)} ({logits.dtype}), labels.shape={tuple(labels.shape)}: logits are "

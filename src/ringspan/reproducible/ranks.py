@@ -7,7 +7,6 @@ import torch
 
 from ringspan.arguments import check_timeout, check_world_size
 from ringspan.contract import Signature
-from ringspan.errors import RingspanError
 from ringspan.grid import Strip
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
@@ -55,13 +54,9 @@ def open_ranks(layout: Layout, group: Any, timeout_s: float | None, check: Calla
         check: Raises if the tensors do not fit a shard of so many tokens.
     """
     session = session_of(group)
-    deadline_s = session.transport.timeout_s
-    try:
-        deadline_s = check_timeout(timeout_s, deadline_s)
+    with session.contract.telling_refusals():
+        deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
         check_world_size(layout, session.transport.world_size)
         tiling = tile_layout(layout)
         check(layout.shard_len(session.transport.rank))
-    except RingspanError as error:
-        session.contract.refuse(f"{type(error).__name__}: {error}", deadline_s)
-        raise
     return Ranks(session, tiling, deadline_s)

@@ -42,6 +42,8 @@ def open_transport(group: Any) -> Opened:
         return _open_mesh(group)
     if isinstance(group, MpiGroup):
         return Opened(MpiTransport(group.comm))
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError("group: this rank is not a member of it; call only on ranks that are")
     raise UnsupportedError(
         f"group={group!r}: a group is a ProcessGroup, a DeviceMesh of one or two dimensions, a rank of run_in_process, "
         "an mpi4py communicator, or None for the default group"

@@ -158,7 +158,7 @@ class _Link:
         self._packet = bytearray(_HEADER.size + _MOST_INLINE_BYTES)
         # Packets that found the socket full, each with the message that is through once it has left.
         self._unsent: deque[tuple[bytes, _Message | None]] = deque()
-        self._offered: deque[_Message] = deque()
+        self._offered: defaultdict[int, deque[_Message]] = defaultdict(deque)  # by tag
         self._expected: defaultdict[int, deque[_Message]] = defaultdict(deque)  # by tag
         self._arrived: defaultdict[int, deque[_Arrived]] = defaultdict(deque)  # by tag; only if nothing is expected
 
@@ -168,7 +168,7 @@ class _Link:
             contents = ctypes.string_at(address, nbytes)
             self._write(_HEADER.pack(_INLINE, message.tag, nbytes, 0) + contents, message)
         else:
-            self._offered.append(message)
+            self._offered[message.tag].append(message)
             self._write(_HEADER.pack(_OFFER, message.tag, nbytes, address), None)
 
     def receive(self, message: _Message) -> None:
@@ -200,7 +200,7 @@ class _Link:
     def _read(self, packet: memoryview) -> None:
         kind, tag, nbytes, address = _HEADER.unpack_from(packet)
         if kind == _TAKEN:
-            self._offered.popleft().is_through = True
+            self._offered[tag].popleft().is_through = True
             return
         arrived = _Arrived(nbytes, bytes(packet[_HEADER.size :]) if kind == _INLINE else address)
         expected = self._expected[tag]
@@ -225,7 +225,7 @@ class _Link:
             self._memory.read(source, into, nbytes)
         except OSError as error:
             raise TransportError(f"{nbytes} bytes from rank {self.peer} cannot be read ({error.strerror})") from error
-        self._write(_HEADER.pack(_TAKEN, 0, 0, 0), message)
+        self._write(_HEADER.pack(_TAKEN, message.tag, 0, 0), message)
 
     def _write(self, packet: bytes, message: _Message | None) -> None:
         """Send a packet, at once if it can be; then the message, if given, is through."""

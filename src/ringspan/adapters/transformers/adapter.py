@@ -24,7 +24,6 @@ from ringspan.adapters.transformers.shards import (
     Options,
     Part,
     ShardRun,
-    describe,
     mean_loss,
     shard_inputs,
 )
@@ -39,7 +38,7 @@ from ringspan.adapters.transformers.turns import (
 )
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.collectives import gather
-from ringspan.contract import Signature
+from ringspan.contract import Signature, describe
 from ringspan.errors import RingspanError, TransportError, UnsupportedError
 from ringspan.kv_cache import KVCache
 from ringspan.layout import Layout

@@ -5,7 +5,6 @@ split each on its own. Padding and packed documents become part of
 the mask, which every rank knows, since every rank is given the whole batch. Labels are shifted before they are split.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +20,7 @@ from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.call import attention
+from ringspan.contract import describe
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask
@@ -31,7 +31,6 @@ from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, next_token_lab
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}
 BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels")  # what has a row for each token
-_SHOWN = 8  # elements of a tensor in an error
 
 
 class Options(NamedTuple):
@@ -234,21 +233,6 @@ def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> T
     if not np.isin(values, (0, 1)).all():
         raise UnsupportedError("attention_mask has other values than 0 and 1; mark documents by position_ids instead")
     return values.astype(np.bool_)
-
-
-def describe(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Whole tensors as short texts, which differ if they do."""
-    return {name: _text(value) for name, value in tensors.items()}
-
-
-def _text(value: Any) -> str:
-    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    if value.numel() <= _SHOWN:
-        return str(value.tolist())
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{value.dtype} {tuple(value.shape)} #{hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()}"
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
