@@ -106,9 +106,9 @@ def build(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Callab
     model = Model(functools.partial(rs.attention, mask=rs.causal(), reproducible=args.reproducible, **on))
     if args.reproducible:
         return rs.reproducible.convert(model, **on), functools.partial(rs.reproducible.cross_entropy, **on)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh._flatten("all"))
-    fully_shard(model, mesh=mesh["all"])
+    every_rank = mesh._flatten("all")
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=every_rank)
 
     def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -182,6 +182,34 @@ def tell(text: str) -> None:
         print(text, flush=True)
 
 
+def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Something to train on."""
+    for name, least in (("tokens", 2), ("batch", 1), ("steps", 1), ("cp", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} {value}: give {least} or more")
+
+
+def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Before anything is trained for nothing."""
+    if args.plot and not args.compare:
+        parser.error("--plot draws two runs; give the losses of the other with --compare")
+    for name in ("losses", "plot"):
+        path = getattr(args, name)
+        if path and not Path(path).parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {Path(path).parent}; make it first")
+    if args.resume and not Path(args.resume, ".metadata").is_file():
+        parser.error(f"--resume {args.resume}: no checkpoint is there; write one with --save")
+
+
+def read_losses(parser: argparse.ArgumentParser, path: str) -> list[float]:
+    """Of another run."""
+    try:
+        return [float(loss) for loss in json.loads(Path(path).read_text())]
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(f"--compare {path}: no losses to be read there ({error}); write them with --losses")
+
+
 def main(argv: Sequence[str] | None = None) -> bool:
     """Train, and compare if asked to; whether all is well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,8 +224,9 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--compare", metavar="FILE", help="with the losses of another run: exit code 1 if they differ")
     parser.add_argument("--plot", metavar="FILE", help="with --compare: draw both, an SVG file")
     args = parser.parse_args(argv)
-    if args.plot and not args.compare:
-        parser.error("--plot draws two runs; give the losses of the other with --compare")
+    check_numbers(parser, args)
+    check_files(parser, args)
+    others = read_losses(parser, args.compare) if args.compare else None
     world_size = dist.get_world_size()
     cp = args.cp or world_size
     if world_size % cp or args.batch % (world_size // cp):
@@ -210,8 +239,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
     if args.losses and dist.get_rank() == 0:
         Path(args.losses).write_text(json.dumps(losses))
     tell(f"bits per byte: {losses[-1] / math.log(2):.2f}")
-    if args.compare:
-        others = json.loads(Path(args.compare).read_text())
+    if others is not None:
         return compare(losses, others, 0.0 if args.reproducible else CLOSE, args.plot if dist.get_rank() == 0 else None)
     return True
 

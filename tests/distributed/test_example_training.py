@@ -115,3 +115,24 @@ def test_what_cannot_be_split_is_refused() -> None:
     (ended,) = run_ranks(run_example, 1, ["--cp", "2"])
     assert isinstance(ended.error, SystemExit)
     assert ended.error.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tokens", "0"], "--tokens 0: give 2 or more"),
+        (["--steps", "0"], "--steps 0: give 1 or more"),
+        (["--cp", "0"], "--cp 0: give 1 or more"),
+        (["--losses", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+        (["--compare", "/no/such/file"], "--compare /no/such/file: no losses to be read there"),
+        (["--resume", "/no/such/folder"], "no checkpoint is there"),
+        (["--plot", "x.svg"], "--plot draws two runs"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_is_trained(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_example(0, argv)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
