@@ -24,6 +24,7 @@ from ringspan.cli.values import (
     MASK_FORMS,
     check_mask,
     check_options,
+    check_writable,
     parse_layout,
     parse_mask,
     parse_mesh,
@@ -210,8 +211,7 @@ def bench(
     check_options((name,), direction, mesh, world_size)
     check_mask(mask, tokens)
     for option, path in (("--trace", trace), ("--calibrate", calibrate)):
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise click.BadParameter(f"{str(path)!r} cannot be written", ctx, param_hint=option)
+        check_writable(ctx, option, path)
     _check_calibration(calibrate, predict, launched, has_backward)
     settings = Settings(
         seq_len=tokens,

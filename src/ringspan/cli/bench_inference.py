@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from click.core import ParameterSource
 from ringspan import __version__
 from ringspan.bench.inference_result import InferenceResult
 from ringspan.bench.settings import InferenceSettings
+from ringspan.cli.values import check_writable
 
 _OPTIONS = {
     "ranks", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "kernel", "carrier", "repeats", "seed",
@@ -35,8 +35,7 @@ def inference_settings(
     if phase is None:
         raise click.UsageError(f"--plot {plot}: it goes with --prefill or --decode")
     refuse_others(ctx, _OPTIONS - ({"batch"} if phase == "prefill" else set()), f"has no meaning for --{phase}")
-    if plot is not None and not os.access(plot.parent, os.W_OK):
-        raise click.BadParameter(f"{str(plot)!r} cannot be written", ctx, param_hint="--plot")
+    check_writable(ctx, "--plot", plot)
     return InferenceSettings(phase, *sizes)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ringspan import __version__
-from ringspan.cli.values import parse_tokens, parsed_by
+from ringspan.cli.values import check_writable, parse_tokens, parsed_by
 from ringspan.errors import ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
         if options[name] is None:
             raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
     for name in ("trace", "plot"):
-        path = options[name]
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise click.BadParameter(f"{str(path)!r} cannot be written", ctx, param_hint=f"--{name}")
+        check_writable(ctx, f"--{name}", options[name])
     from ringspan.plan import build_plan
 
     request = _request(options)

@@ -3,10 +3,12 @@
 A mask is an `|` of `&`s of the forms below. There are no brackets: any combination can be written without them.
 """
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import and_, or_
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -92,6 +94,14 @@ def parsed_by(parse: Callable[[str], T]) -> Callable[[click.Context, click.Param
             raise click.BadParameter(str(error), ctx, param) from error
 
     return convert
+
+
+def check_writable(ctx: click.Context, option: str, path: Path | None) -> None:
+    """Refuse a file whose folder is not there, or not ours to write to, before anything is measured for it."""
+    if path is None or os.access(path.parent, os.W_OK):
+        return
+    why = "may not be written to" if path.parent.is_dir() else "does not exist; make it first"
+    raise click.BadParameter(f"{str(path)!r} cannot be written: the folder {path.parent} {why}", ctx, param_hint=option)
 
 
 def check_mask(mask: Mask, tokens: int) -> None:
