@@ -110,6 +110,7 @@ class TorchArithmetic:
                 lse.copy_(part.lse)
             else:
                 self.merge_parts(Partial(total, lse), part)
+            del part  # so that the next one may take its place, in the caches too
 
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
@@ -134,6 +135,7 @@ class TorchArithmetic:
             is_first_of_group = not of_q or of_q[1].start % group == 0
             for total, addend in ((dks, part.dk), (dvs, part.dv)):
                 _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
+            del part, addend
         return dq, dkv
 
     def _widened(self, q: Value) -> Value:

@@ -148,6 +148,7 @@ def _attend_runs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
         late = _attend(q[of_q], k[of_kv], v[of_kv], piece, scale)
         # Steadily, since the reproducible mode's tiles have late runs as well.
         merge_steadily(Partial(part.out[of_q], part.lse[of_q]), late)
+        del late  # so that the next one may take its place, in the caches too
     return part
 
 
@@ -165,6 +166,7 @@ def _differentiate_runs(
         late = _differentiate(q[of_q], k[of_kv], v[of_kv], of_late, piece, scale)
         dq[of_q].add_(late.dq)
         dk[of_kv], dv[of_kv] = late.dk, late.dv
+        del late
     return Gradients(dq, dk, dv)
 
 
