@@ -49,7 +49,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.option("--devices", "--ranks", type=click.IntRange(1, MAX_WORLD_SIZE), default=4, help="Ranks in the group.")
+@click.option("--devices", type=click.IntRange(1, MAX_WORLD_SIZE), default=4, help="Ranks in the group.")
 @click.option(
     "--tokens",
     callback=parsed_by(partial(parse_tokens, most=MAX_SEQ_LEN)),
