@@ -21,6 +21,7 @@ import ringspan as rs
 from ringspan.arithmetic import TorchArithmetic
 from ringspan.contract import Contract
 from ringspan.pieces import Piece
+from ringspan.scratch import ScratchPool
 from ringspan.session import Session, lend_session
 from ringspan.softmax import Partial
 from ringspan.transports.base import Posted, Receive, Send
@@ -100,7 +101,7 @@ def report(repeats: int) -> str:
 
 def call_us(world_size: int, repeats: int) -> float:
     transport = Nowhere(world_size)
-    session = Session(transport, None, Contract(transport), Buffers(), {}, {})
+    session = Session(transport, None, Contract(transport), Buffers(), ScratchPool(), {}, {})
     mask, layout = rs.causal(), rs.zigzag(TOKENS * world_size, world_size)
     x = torch.zeros(1, HEADS, TOKENS, HEAD_DIM)
     kernel = Ready()

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ringspan.execute import Value
-from ringspan.kernels.base import Kernel, Merged
+from ringspan.kernels.base import Gradients, Kernel, Merged
 from ringspan.pieces import Piece, PieceKind
 from ringspan.schedule import Block
+from ringspan.scratch import Scratch
 from ringspan.softmax import Partial, accumulator_dtype, merge_, merged
 from ringspan.tiles import Shape
 
@@ -42,12 +43,13 @@ class TorchArithmetic:
 
     merge_parts = staticmethod(merge_)
 
-    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
         self.kernel = kernel
         self.scale = scale
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
-        self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"  # by its kernels
+        self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"
+        self._scratch = scratch or Scratch()
         self._own = like
         self._narrow: Value = ()
         self._wide: Value = ()
@@ -86,7 +88,7 @@ class TorchArithmetic:
             value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
             self.attend(piece, q, kv, value, True)
             return value
-        part = self.kernel.forward(queries, keys, values, piece, self.scale)
+        part = self._kernel_forward(piece, queries, keys, values)
         return part.out.to(self.dtype), part.lse.unsqueeze(-1)
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
@@ -102,8 +104,7 @@ class TorchArithmetic:
         (queries,), (keys, values) = self._queries.of(q, piece.q), _rows(kv, piece.kv)
         sums, column = self._out.of(out, piece.q)
         for of_q, of_kv in _slabs(piece, queries, keys, values, is_first):
-            operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
-            part = self.kernel.forward(*operands, piece, self.scale)
+            part = self._kernel_forward(piece, _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values))
             total, lse = _at(of_q, sums), _at(of_q, column).squeeze(-1)
             if is_first:
                 total.copy_(part.out)
@@ -119,7 +120,7 @@ class TorchArithmetic:
         queries, dout, out, lse = _rows(self._widened(q_grad), piece.q)
         keys, values = _rows(kv, piece.kv)
         if dq is None and dkv is None and _is_whole(queries, keys, values):
-            part = self.kernel.backward(queries, keys, values, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+            part = self._kernel_backward(piece, queries, keys, values, dout, out, lse)
             dq_part, *dkv_part = (x.to(self.dtype) for x in part)
             return (dq_part,), tuple(dkv_part)
         begins_q, begins_kv = dq is None, dkv is None
@@ -128,9 +129,8 @@ class TorchArithmetic:
         (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
         group = queries.shape[1] // keys.shape[1]
         for of_q, of_kv in _slabs(piece, queries, keys, values):
-            operands = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
-            merged = Merged(_at(of_q, dout), _at(of_q, out), _at(of_q, lse).squeeze(-1))
-            part = self.kernel.backward(*operands, merged, piece, self.scale)
+            inputs = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
+            part = self._kernel_backward(piece, *inputs, *(_at(of_q, x) for x in (dout, out, lse)))
             _add(_at(of_q, dqs), part.dq, begins_q)
             is_first_of_group = not of_q or of_q[1].start % group == 0
             for total, addend in ((dks, part.dk), (dvs, part.dv)):
@@ -138,15 +138,27 @@ class TorchArithmetic:
             del part, addend
         return dq, dkv
 
+    def _kernel_forward(self, piece: Piece, *inputs: torch.Tensor) -> Partial:
+        q, k, v = self._operands(*inputs)
+        return self.kernel.forward(q, k, v, piece, self.scale)
+
+    def _kernel_backward(self, piece: Piece, *inputs: torch.Tensor) -> Gradients:
+        q, k, v, dout, out, lse = self._operands(*inputs)
+        return self.kernel.backward(q, k, v, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+
+    def _operands(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a kernel is given: on a CPU half types in float32, until the next ones are asked for."""
+        return self._scratch.operands(tensors) if self._is_converted else tensors
+
     def _widened(self, q: Value) -> Value:
-        """This rank's own queries, if they are few, as a kernel converts them: a ring attends them step after step.
+        """This rank's own queries, if they are few, in float32: a ring attends them step after step.
 
         Not those of others: they come in buffers, which are used again.
         """
         if not self._is_converted or q[0] is not self._own or not _is_kept(q[0]):
             return q
         if q is not self._narrow:
-            self._narrow, self._wide = q, tuple([x.to(self.dtype) for x in q])
+            self._narrow, self._wide = q, self._scratch.queries(q)
         return self._wide
 
 

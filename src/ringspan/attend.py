@@ -168,12 +168,13 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     transport = session.transport
     alike = nullcontext(kernel) if prepared.growth is None else on_single_threads(kernel, q.device)
     wire = TransportWire(transport, session.buffers, q, timeout_s)
-    with _telling(transport), without_autocast(q.device.type), alike as kernel:
-        arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q)
+    lent = session.scratch.lend()
+    with _telling(transport), without_autocast(q.device.type), alike as kernel, lent as scratch:
+        arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q, scratch)
         if form is not None:
             k, v = tensors
             tensors = encode_kv(k, v, form)
-            arithmetic = EncodedArithmetic(kernel, scale, q)
+            arithmetic = EncodedArithmetic(kernel, scale, q, scratch)
             wire = EncodedWire(transport, session.buffers, q, timeout_s, encoded_dtypes(form))
         result = run(
             prepared,

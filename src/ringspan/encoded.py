@@ -12,6 +12,7 @@ from ringspan.arithmetic import TorchArithmetic, key_runs
 from ringspan.execute import Value
 from ringspan.kernels.base import Kernel
 from ringspan.pieces import Piece
+from ringspan.scratch import Scratch
 from ringspan.tiles import Message
 from ringspan.transports.base import Transport
 from ringspan.wire import Buffers, TransportWire
@@ -20,8 +21,8 @@ from ringspan.wire import Buffers, TransportWire
 class EncodedArithmetic(TorchArithmetic):
     """Converts keys and values to the type of the queries where they are in another."""
 
-    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
-        super().__init__(kernel, scale, like)
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
+        super().__init__(kernel, scale, like, scratch)
         self.q_dtype = like.dtype
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:

@@ -1,4 +1,4 @@
-"""What a group keeps from call to call: its transport, the agreement between its ranks, buffers, plans and figures.
+"""What a group keeps from call to call: its transport, the agreement between its ranks, memory, plans and figures.
 
 There is one session per group, made when the group is first used and gone with it.
 """
@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from ringspan.algorithms import Mesh
 from ringspan.contract import Contract
+from ringspan.scratch import ScratchPool
 from ringspan.transports import Transport, find_group, open_transport
 from ringspan.wire import Buffers
 
@@ -21,6 +22,7 @@ class Session(NamedTuple):
     mesh: Mesh | None
     contract: Contract
     buffers: Buffers
+    scratch: ScratchPool
     plans: dict[object, Any]  # of calls that were made before
     measured: dict[object, Any]  # what calibration found out
 
@@ -38,7 +40,8 @@ def session_of(group: Any) -> Session:
         session = None
     if session is None:
         transport, shape = open_transport(key)
-        session = Session(transport, None if shape is None else Mesh(*shape), Contract(transport), Buffers(), {}, {})
+        mesh = None if shape is None else Mesh(*shape)
+        session = Session(transport, mesh, Contract(transport), Buffers(), ScratchPool(), {}, {})
         _SESSIONS[key] = session
     return session
 

@@ -32,6 +32,7 @@ from ringspan.execute import Value
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece, PieceKind
+from ringspan.scratch import Scratch
 from ringspan.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.tree import TILE
 
@@ -44,8 +45,8 @@ class SteadyArithmetic(TorchArithmetic):
 
     merge_parts = staticmethod(merge_steadily)
 
-    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor) -> None:
-        super().__init__(_Aligned(kernel), scale, like)
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
+        super().__init__(_Aligned(kernel), scale, like, scratch)
         self._is_converted = False  # runs of keys are the longer the fewer heads a rank has
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:

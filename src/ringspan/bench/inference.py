@@ -192,12 +192,13 @@ class _Bench:
     def _attend_own(self, cache: KVCache, batch: int, q: torch.Tensor) -> None:
         """What this rank reads in a decode step, with no messages."""
         state = cache._state
-        arithmetic = TurnArithmetic(state.kernel, self.settings.head_dim**-0.5, q)
-        for sequence in range(batch):
-            count = state.placements[sequence].counts[self.rank]
-            for rows in state.stored[sequence].rows(0, 0, count):
-                piece = _full(rows[0].shape[2])
-                arithmetic.begin(piece, (q[sequence : sequence + 1],), (CachedRows([rows], None),))
+        with state.session.scratch.lend() as scratch:
+            arithmetic = TurnArithmetic(state.kernel, self.settings.head_dim**-0.5, q, scratch)
+            for sequence in range(batch):
+                count = state.placements[sequence].counts[self.rank]
+                for rows in state.stored[sequence].rows(0, 0, count):
+                    piece = _full(rows[0].shape[2])
+                    arithmetic.begin(piece, (q[sequence : sequence + 1],), (CachedRows([rows], None),))
 
     def _exchange(self, x: torch.Tensor, peers: list[int]) -> None:
         """Send x to some ranks, and receive as much from as many."""

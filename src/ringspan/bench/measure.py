@@ -184,7 +184,6 @@ def _dissect(bench: _Bench) -> Dissected:
     transport = CountingTransport(bench.session.transport)
     q = bench.drawn.inputs.q
     timed_arithmetic = TimedSteadyArithmetic if bench.settings.reproducible else TimedArithmetic
-    arithmetic = timed_arithmetic(TimedKernel(bench.kernel, watch), bench.scale, q)
 
     def wire() -> TimedWire:
         timed = TimedWire(transport, bench.session.buffers, q, bench.settings.timeout_s)
@@ -192,15 +191,17 @@ def _dissect(bench: _Bench) -> Dissected:
         return timed
 
     forward, *backward = bench.passes
-    common: dict[str, Any] = {"arithmetic": arithmetic, "rank": bench.rank, "record": watch.note}
-    meet(bench.session.transport, bench.settings.timeout_s)
-    start_s = watch.now()
-    out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(), **common)
-    for prepared in backward:
-        assert bench.drawn.dout is not None
-        watch.first_step = forward.schedule.num_steps
-        merged = Merged(bench.drawn.dout, out.to(q.dtype), lse)
-        run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(), **common)
+    with bench.session.scratch.lend() as scratch:
+        arithmetic = timed_arithmetic(TimedKernel(bench.kernel, watch), bench.scale, q, scratch)
+        common: dict[str, Any] = {"arithmetic": arithmetic, "rank": bench.rank, "record": watch.note}
+        meet(bench.session.transport, bench.settings.timeout_s)
+        start_s = watch.now()
+        out, lse = run_forward(forward, *bench.drawn.inputs, wire=wire(), **common)
+        for prepared in backward:
+            assert bench.drawn.dout is not None
+            watch.first_step = forward.schedule.num_steps
+            merged = Merged(bench.drawn.dout, out.to(q.dtype), lse)
+            run_backward(prepared, *bench.drawn.inputs, merged, wire=wire(), **common)
     call = Interval(start_s, watch.now())
     return Dissected(socket.gethostname(), call, tuple(watch.activities), sum(transport.bytes_sent))
 

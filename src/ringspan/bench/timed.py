@@ -16,6 +16,7 @@ from ringspan.execute import Event, Value
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
 from ringspan.pieces import Piece
 from ringspan.schedule import Block, Transfer
+from ringspan.scratch import Scratch
 from ringspan.softmax import Partial
 from ringspan.steady import SteadyArithmetic
 from ringspan.tiles import Message
@@ -110,8 +111,8 @@ class TimedKernel:
 class TimedArithmetic(TorchArithmetic):
     """The runtime's arithmetic under the watch of its kernel."""
 
-    def __init__(self, kernel: TimedKernel, scale: float, like: torch.Tensor) -> None:
-        super().__init__(kernel, scale, like)
+    def __init__(self, kernel: TimedKernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
+        super().__init__(kernel, scale, like, scratch)
         self.watch = kernel.watch
 
     def merge(self, block: Block, into: Value, part: Value) -> None:

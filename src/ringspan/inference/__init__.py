@@ -197,7 +197,6 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
         kv = quantize.encode_kv(k, v, turn.form)
         turn.largest_scales[layer] = _largest_scales([kv], state.model.heads.num_kv_heads)
     inputs: dict[Block, Value] = {Block("q", owner): (q,), Block("kv", rank): kv}
-    arithmetic = TurnArithmetic(state.kernel, scale, q)
 
     def agree() -> None:
         if not turn.is_agreed:
@@ -205,10 +204,11 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
             turn.is_agreed = True
 
     wire = TurnWire(transport, state.session.buffers, q, problem.sizes.kv_dtypes, agree)
-    rank_state = RankState(rank, problem, inputs, arithmetic)
-    wire.expect(plan.program)
-    for _ in execute(plan.program, rank_state, wire):
-        pass
+    with state.session.scratch.lend() as scratch:
+        rank_state = RankState(rank, problem, inputs, TurnArithmetic(state.kernel, scale, q, scratch))
+        wire.expect(plan.program)
+        for _ in execute(plan.program, rank_state, wire):
+            pass
     agree()  # even if this rank had nothing to send
     state.session.buffers.trim()
     out, lse = rank_state.sum(Block("out", owner))

@@ -1,0 +1,95 @@
+"""Where do half types become float32, without new memory in every call?
+
+CPU kernels compute half types in float32. Memory that a call frees goes back to the system, and comes again page by
+page: filling fresh pages takes up to five times as long as converting. So a session keeps the memory of its copies from
+call to call, as long as calls go on to need it.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+_MOST_KEPT = 12 * 2**20
+"""Numbers in one room (48 MB). What is larger has so much work to each of them that fresh pages do not show."""
+
+_KEPT_CALLS = 2
+_ALIGNMENT = 16  # numbers: 64 bytes, as torch's own tensors begin
+
+
+class Scratch:
+    """Room for the copies of one call at a time."""
+
+    def __init__(self) -> None:
+        self._queries, self._operands = _Room(), _Room()
+
+    def queries(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The tensors in float32, until other queries are asked for."""
+        return self._queries.widened(tensors)
+
+    def operands(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The tensors in float32, until other operands are asked for."""
+        return self._operands.widened(tensors)
+
+    def end_call(self) -> None:
+        """Free what the last few calls had no use for."""
+        self._queries.end_call()
+        self._operands.end_call()
+
+
+class ScratchPool:
+    """What a session keeps. Threads may attend at the same time where no other rank takes part; each has its own."""
+
+    def __init__(self) -> None:
+        self._spare: list[Scratch] = []
+
+    @contextmanager
+    def lend(self) -> Iterator[Scratch]:
+        """For one call; one that fails does not give it back."""
+        try:
+            scratch = self._spare.pop()
+        except IndexError:
+            scratch = Scratch()
+        yield scratch
+        scratch.end_call()
+        self._spare.append(scratch)
+
+
+class _Room:
+    """Memory for some tensors at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+        self._needed = 0
+        self._last_needed: deque[int] = deque(maxlen=_KEPT_CALLS)
+
+    def widened(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Those of half types are copied; their dims stay in the order that they have in memory."""
+        sizes = [0 if x.dtype == torch.float32 else -(-x.numel() // _ALIGNMENT) * _ALIGNMENT for x in tensors]
+        *starts, needed = itertools.accumulate(sizes, initial=0)
+        if needed > _MOST_KEPT:
+            return tuple([x.to(torch.float32) for x in tensors])
+        memory = self._of_size(needed)
+        return tuple([_widened(x, memory, start) for x, start in zip(tensors, starts, strict=True)])
+
+    def end_call(self) -> None:
+        self._last_needed.append(self._needed)
+        self._needed = 0
+        if self._memory.numel() > max(self._last_needed):
+            self._memory = torch.empty(0)
+
+    def _of_size(self, needed: int) -> torch.Tensor:
+        self._needed = max(self._needed, needed)
+        if self._memory.numel() < needed:
+            with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+                self._memory = torch.empty(needed)
+        return self._memory
+
+
+def _widened(x: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return x
+    like = x if x.is_contiguous() else torch.empty_like(x, device="meta")
+    return memory.as_strided(x.shape, like.stride(), start).copy_(x)
