@@ -11,7 +11,9 @@ from ringspan.catalog import Attention, Device, Link, Model
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0}
-SCALE_BYTES = 4  # of one scale per token and head, for K and for V, where the wire is quantised
+SCALE_BYTES = 2  # of one scale (bfloat16) per token and head, for K and for V, where the wire is quantised
+
+WIDE_HEAD_DIM = 128  # kernels are slower for wider heads
 
 TRAINING_BYTES = 16  # per parameter: weight 2, gradient 2, float32 copy 4, two moments of Adam 4 + 4 (arXiv 1910.02054)
 
@@ -109,7 +111,7 @@ def attention_flops_per_s(
     if is_backward:
         limit *= curve.backward_ratio
         ramp = curve.backward_ramp_causal_tokens if is_causal else curve.backward_ramp_full_tokens
-    if head_dim > 128:
+    if head_dim > WIDE_HEAD_DIM:
         limit *= curve.wide_head_ratio
     return limit * head_dim / (head_dim + curve.softmax_dims) * kv_len / (kv_len + ramp)
 
@@ -150,14 +152,24 @@ def message_s(link: Link, nbytes: float) -> float:
 
 
 def all_reduce_s(near: Link, far: Link, nbytes: float, group: int, per_node: int) -> float:
-    """A ring inside the node, then between nodes on the device's own share of the bytes: 2 (n - 1)/n · bytes / rate."""
+    """Scatter, then gather: 2 (n - 1)/n · bytes / rate, inside the node and between nodes."""
+    return _collective_s(near, far, 2 * nbytes, group, per_node)
+
+
+def all_gather_s(near: Link, far: Link, nbytes: float, group: int, per_node: int) -> float:
+    """All `nbytes` on every device, from equal shares; scattering sums of as many takes as long: (n - 1)/n · bytes."""
+    return _collective_s(near, far, nbytes, group, per_node)
+
+
+def _collective_s(near: Link, far: Link, nbytes: float, group: int, per_node: int) -> float:
+    """A ring inside the node, then between nodes on the device's own share of the bytes: (n - 1)/n · bytes / rate."""
     inside = min(group, per_node)
     seconds = 0.0
     if inside > 1:
-        seconds += near.latency_s + 2 * (inside - 1) / inside * nbytes / near.bytes_per_s
+        seconds += near.latency_s + (inside - 1) / inside * nbytes / near.bytes_per_s
     outside = -(-group // inside)
     if outside > 1:
-        seconds += far.latency_s + 2 * (outside - 1) / outside * nbytes / inside / far.exchange_bytes_per_s
+        seconds += far.latency_s + (outside - 1) / outside * nbytes / inside / far.exchange_bytes_per_s
     return seconds
 
 
@@ -193,10 +205,10 @@ def dense_layer(
         (float(model.attention_parameters), float(model.attention_parameters), weights),
         (active_mlp, read_mlp, mlp_weights),
     ):
-        rate = device.dense_flops_per_s * (device.fp8_ratio if kind == "fp8" else 1.0)
+        rate = device.dense_flops_per_s * model.dense_ratio * (device.fp8_ratio if kind == "fp8" else 1.0)
         flops_s = 2 * active * tokens / tp / rate
         matmul_s += max(flops_s, read * WEIGHT_BYTES[kind] / tp / device.memory_bytes_per_s)
-    inner = active_mlp / model.mlp_matrices / hidden * model.mlp_matrices / tp
+    inner = active_mlp / hidden / tp
     rotated = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim / tp
     passes = tokens * itemsize * (4 * hidden + 6 * hidden + inner + rotated)
     reduce_s = 0.0
@@ -206,12 +218,16 @@ def dense_layer(
     return Dense(matmul_s, passes / device.memory_bytes_per_s, reduce_s)
 
 
+def full_flops_per_s(device: Device, shard: Shard) -> float:
+    """Of tiles so long that the ramp is over."""
+    return attention_flops_per_s(device.attention, shard.head_dim, 1e9, is_causal=False, is_backward=False)
+
+
 def ring_hides_at(link: Link, device: Device, shard: Shard, world_size: int) -> float:
     """New tokens from which a full ring step hides the KV message: N · C · NKV · e / (2 · NH · BW), C as reached.
 
     arXiv 2411.01783, equation 2; with e = 2 bytes, NH = NKV and one block per rank it is the block of C / BW tokens of
     arXiv 2310.01889, section 3.
     """
-    rate = attention_flops_per_s(device.attention, shard.head_dim, 1e9, is_causal=False, is_backward=False)
     per_pair = attention_flops(1, shard)
-    return world_size * shard.kv_bytes * rate / (per_pair * link.bytes_per_s)
+    return world_size * shard.kv_bytes * full_flops_per_s(device, shard) / (per_pair * link.bytes_per_s)

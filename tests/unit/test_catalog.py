@@ -81,6 +81,49 @@ def test_a_config_of_transformers(tmp_path):
     assert model.counted_parameters / 1e9 == pytest.approx(8.03, rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (
+            {
+                "model_type": "gpt_neox",
+                "num_hidden_layers": 44,
+                "num_attention_heads": 64,
+                "hidden_size": 6144,
+                "intermediate_size": 24576,
+                "vocab_size": 50432,
+                "tie_word_embeddings": False,
+            },
+            20_554_567_680,  # GPT-NeoX-20B
+        ),
+        (
+            {
+                "model_type": "falcon",
+                "num_hidden_layers": 32,
+                "num_attention_heads": 71,
+                "hidden_size": 4544,
+                "ffn_hidden_size": 18176,
+                "vocab_size": 65024,
+                "multi_query": True,
+                "tie_word_embeddings": True,
+            },
+            6_921_720_704,  # Falcon-7B
+        ),
+    ],
+)
+def test_an_mlp_without_a_gate_has_two_matrices(tmp_path, config, parameters):
+    model = load_model(write(tmp_path, config))
+    assert model.counted_parameters == pytest.approx(parameters, rel=0.001)  # norms and biases are not counted
+    assert model.notes == ()
+
+
+def test_what_is_not_known_of_an_mlp_is_told(tmp_path):
+    assert load_model(write(tmp_path, LLAMA)).notes == ()
+    unknown = load_model(write(tmp_path, LLAMA | {"model_type": "no_such_model"}))
+    assert unknown.mlp_matrices == 3
+    assert "model_type='no_such_model' is not known" in unknown.notes[0]
+
+
 def test_a_nested_text_config_with_sliding_layers(tmp_path):
     types = (["sliding_attention"] * 5 + ["full_attention"]) * 8
     text = LLAMA | {"num_hidden_layers": 48, "head_dim": 256, "sliding_window": 1024, "layer_types": types}
@@ -122,6 +165,7 @@ def test_a_config_of_diffusers(tmp_path):
         ({"kv_lora_rank": 512}, "no q_lora_rank"),
         ({"sliding_window": 4096}, "without layer_types"),
         ({"ssm_cfg": {"d": 1}}, "no plain attention"),
+        ({"model_type": "bert"}, "model_type='bert' attends to both sides"),
     ],
 )
 def test_a_config_that_lacks_something_is_refused_by_its_name(tmp_path, change, message):
@@ -146,6 +190,9 @@ def test_what_is_no_config_is_refused(tmp_path, text):
         ("dense:layers=2,heads=4", "head_dim, mlp is missing"),
         ("dense:layers=2,heads=-4,head_dim=8,mlp=8", "num_heads=-4"),
         ("dense:layers=2,wings=4", "wings=4"),
+        ("dense:layers=²,heads=4,head_dim=8,mlp=8", "use KEY=NUMBER"),
+        ("dense:layers=2,heads=4,head_dim=8,mlp=8,mlp_matrices=0", "mlp_matrices=0"),
+        ("dense:layers=2,heads=4,head_dim=8,mlp=8,vocab=-1", "vocab_size=-1"),
         ("no/such/config.json", "No such file"),
     ],
 )
@@ -177,6 +224,24 @@ def test_devices_are_counted_in_nodes(text, nodes, per_node):
 def test_devices_that_cannot_be_used_say_why(text, message):
     with pytest.raises(RingspanError, match=message):
         parse_devices(text)
+
+
+def test_names_are_found_in_any_case():
+    assert load_model("Llama-3.1-8B") == load_model("llama-3.1-8b")
+    assert load_device("H100") == load_device("h100")
+
+
+def test_what_the_catalogue_doubts_of_a_device_is_told():
+    assert load_device("h100").notes == ()
+    notes = " ".join(load_device("h800").notes)
+    assert "no specification was found" in notes
+    assert "not confirmed: peak_bf16_dense_flops_per_s, memory_bytes," in notes
+
+
+@pytest.mark.parametrize("option", [{"kernel": "fa2"}, {"network": "infiniband-hdr"}])
+def test_a_measured_device_has_its_own_kernel_and_network(option):
+    with pytest.raises(RingspanError, match="has its own, as measured"):
+        parse_devices("2xmine.toml", **option)
 
 
 def test_every_device_reaches_no_more_than_its_peaks():

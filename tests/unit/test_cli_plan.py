@@ -105,13 +105,29 @@ def test_the_plot_is_svg_with_a_line_for_every_algorithm(tmp_path):
         (["--model", "llama-3.1-8b", "--devices", "8xh10", "--tokens", "1K"], "did you mean h100"),
         (["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "-5"], "is no number of tokens"),
         ([*SMALL, "--batch", "-1"], "--batch"),
-        ([*SMALL, "--tp", "3"], "tp=3"),
+        ([*SMALL, "--tp", "3"], "--tp 3: tensor"),
+        ([*SMALL, "--fsdp"], "--fsdp, --phase prefill: every layer's weights would be gathered"),
+        ([*SMALL, "--fsdp"], "use --tp or --weights fp8"),
+        ([*SMALL, "--phase", "decode", "--cached", "1K"], "--cached 1024, --phase decode"),
+        ([*SMALL, "--phase", "decode", "--cached", "1K"], "give the length of the cache as --tokens"),
+        ([*SMALL, "--phase", "train", "--weights", "fp8"], "--weights fp8, --phase train"),
+        ([*SMALL, "--no-recompute"], "are for --phase train"),
+        (["--check", "--tp", "8"], "--tp has no meaning for --check"),
+        (
+            ["--model", "llama-3.1-8b", "--devices", "2xx.toml", "--tokens", "1K", "--kernel", "fa2"],
+            "--kernel fa2: x.toml",
+        ),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "721x720"], "--size, height 721: a token"),
+        (
+            ["--model", "dense:layers=1,heads=1,head_dim=8,mlp=8,mlp_matrices=0", "--devices", "1xh100"],
+            "mlp_matrices=0",
+        ),
         ([*SMALL, "--network", "carrier-pigeon"], "is no link of the catalogue"),
-        ([*SMALL, "--phase", "denoise"], "phase='denoise'"),
+        ([*SMALL, "--phase", "denoise"], "--phase denoise: llama-3.1-8b is a model for"),
         ([*SMALL, "--frames", "81"], "is no video model"),
         ([*SMALL, "--trace", "/no/such/place/x.json"], "cannot be written"),
         (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "big"], "is no size"),
-        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "80"], "frames=80"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "80"], "--frames 80: the VAE"),
         (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "81", "--tokens", "9"], "give one of them"),
         (["--model", "./none.json", "--devices", "8xh100", "--tokens", "1K"], "No such file"),
         (["--model", "llama-3.1-8b", "--devices", "64x8xh100", "--tokens", "1M", "--tp", "1", "--trace", "x"], "64"),
@@ -138,4 +154,36 @@ def test_what_does_not_fit_says_so_and_the_way_out():
     result = run("--model", "llama-3.1-405b", "--devices", "1xh100", "--tokens", "1K")
     assert result.exit_code == 0
     assert "✗ does not fit" in result.output
-    assert "--weights fp8" in result.output
+    assert "Use --weights fp8 or int4; or more devices, or such with more memory." in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        (["--weights", "fp8", "--tp", "4"], "weights. Use --tp 8; or --weights int4; or more devices"),
+        (["--weights", "int4", "--devices", "1xh100", "--tokens", "1K"], "weights. Use more devices"),
+        (["--phase", "train"], "moments. Use --fsdp; or fewer --tokens; or more"),
+        (["--phase", "train", "--fsdp"], "moments. Use fewer --tokens; or more devices"),
+        (
+            ["--phase", "decode", "--weights", "int4", "--tokens", "16M", "--batch", "4"],
+            "cache. Use a smaller --batch; or fewer",
+        ),
+    ],
+)
+def test_the_way_out_names_only_what_was_not_tried(words, way_out):
+    result = run("--model", "llama-3.1-405b", "--devices", "8xh100", "--tokens", "128K", *words)
+    assert way_out in " ".join(result.output.split())
+
+
+def test_the_answer_says_what_its_range_does_not_cover():
+    output = " ".join(run("--model", "llama-3.1-8b", "--devices", "8xh800", "--tokens", "8K").output.split())
+    assert "took up to 4.6 times as long as predicted" in output
+    assert "h800: not confirmed: peak" in output
+    assert "No published time of a whole training step" in run(*SMALL, "--phase", "train", "--fsdp").output
+
+
+def test_the_help_ends_with_the_names_of_the_catalogue():
+    models, devices = run("--help").output.split("Models: ")[1].split("Devices: ")
+    assert {"llama-3.1-405b", "wan2.1-14b"} <= set(re.split(r",?\s+", models))
+    assert {"h100", "mi300x"} <= set(re.split(r",?\s+", devices))
+    assert "deepseek-v3" not in models  # the catalogue lacks figures of it

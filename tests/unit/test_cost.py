@@ -6,7 +6,17 @@ from importlib.resources import files
 import pytest
 
 from ringspan.catalog import load_device, load_model, parse_devices
-from ringspan.cost import PAPER, RINGSPAN, Shard, all_reduce_s, attention_flops, dense_layer, ring_hides_at, tile_s
+from ringspan.cost import (
+    PAPER,
+    RINGSPAN,
+    Shard,
+    all_gather_s,
+    all_reduce_s,
+    attention_flops,
+    dense_layer,
+    ring_hides_at,
+    tile_s,
+)
 from ringspan.plan import Request, Setup, count_memory
 
 META = Shard(1, 16, 1, 128, 128, 256, 2, "bf16", PAPER)  # one GPU of tensor parallel 8
@@ -34,7 +44,7 @@ def test_flops_and_bytes_of_a_ring_step_are_those_of_the_table():
 
 def test_the_wire_makes_kv_messages_smaller():
     int8 = Shard(1, 16, 1, 128, 128, 256, 2, "int8", RINGSPAN)
-    assert int8.kv_bytes == 256 + 2 * 4
+    assert int8.kv_bytes == 256 + 2 * 2  # a bfloat16 scale each for K and V
     assert META.kv_bytes == 512
 
 
@@ -57,6 +67,16 @@ def test_an_all_reduce_of_one_is_nothing_and_of_two_moves_the_bytes_once():
     assert all_reduce_s(near, far, 1e9, 1, 8) == 0
     assert all_reduce_s(near, far, 1e9, 2, 8) == pytest.approx(near.latency_s + 1e9 / near.bytes_per_s)
     assert all_reduce_s(near, far, 1e9, 16, 8) > all_reduce_s(near, far, 1e9, 8, 8)
+
+
+def test_a_gather_moves_half_of_what_an_all_reduce_moves():
+    device = load_device("h100")
+    assert all_gather_s(device.near, device.far, 8e9, 1, 8) == 0
+    # 7 of 8 parts over NVLink 4, of whose 450 GB/s 84.4 % are reached, and between two nodes half of a device's share.
+    inside = device.near.latency_s + 7e9 / (0.844 * 450e9)
+    assert all_gather_s(device.near, device.far, 8e9, 8, 8) == pytest.approx(inside)
+    between = device.far.latency_s + 0.5e9 / device.far.exchange_bytes_per_s
+    assert all_gather_s(device.near, device.far, 8e9, 16, 8) == pytest.approx(inside + between)
 
 
 def test_the_dense_part_of_a_layer_is_two_flops_per_weight_and_token():
@@ -105,6 +125,9 @@ def test_context_parallelism_divides_the_cache_and_fsdp_the_weights():
     whole = Request(model, cluster, "train", 2**17)
     setup = Setup("pass_kv", "zigzag", 1, 8)
     assert count_memory(request, setup).weights == pytest.approx(count_memory(whole, setup).weights / 8)
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert count_memory(request, setup).gathered_weights == 2 * layer * 2  # the one at work and the next, in bf16
+    assert count_memory(whole, setup).gathered_weights == 0
     recomputed, kept = (
         count_memory(Request(model, cluster, "train", 2**17, recomputes=flag), setup).activations
         for flag in (True, False)

@@ -17,8 +17,11 @@ def request_for(model="llama-3.1-8b", devices="8xh100", phase="prefill", tokens=
 
 def test_options_are_ranked_and_what_fits_comes_first():
     plan = build_plan(request_for("llama-3.1-70b", "8xh100"))
-    order = [(not option.fits, option.prediction.total_s) for option in plan.options]
-    assert order == sorted(order)
+    fast = [option.prediction.total_s for option in plan.options if option.fits]
+    near = [option.memory.total for option in plan.options if not option.fits]
+    assert [option.fits for option in plan.options] == [True] * len(fast) + [False] * len(near)
+    assert fast == sorted(fast)
+    assert near == sorted(near)
     assert {option.fits for option in plan.options} == {True, False}  # 141 GB of weights do not fit on one device
     assert plan.best.setup.tp > 1
     assert all(option.setup.tp * option.setup.cp * option.setup.copies == 8 for option in plan.options)
@@ -115,6 +118,67 @@ def test_training_costs_a_backward_and_recomputation_a_forward():
     assert anew - kept == pytest.approx(forward)
 
 
+def test_sharded_weights_are_gathered_twice_and_their_gradients_scattered():
+    """As arXiv 1910.02054 counts them: three times the parameters travel, where an all-reduce moves them twice."""
+    layer_bytes = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)  # of llama-3.1-8b, in bf16
+    device = parse_devices("8xh100").device
+    gather_s = device.near.latency_s + 7 / 8 * layer_bytes / (0.844 * 450e9)
+    setup = Setup("pass_kv", "zigzag", 1, 8)
+    long, short = (predict(request_for(phase="train", tokens=n, shards_weights=True), setup) for n in (2**20, 64))
+    assert long.sharding_s == pytest.approx(
+        3 * gather_s
+    )  # the first of each pass and the last have nothing to hide behind
+    assert long.gradients_s == 0
+    assert short.total_s > 32 * 3 * gather_s > short.forward.total_s
+    assert short.bottleneck == "gathering sharded weights"
+    assert (
+        predict(request_for(phase="train", shards_weights=True), Setup("pass_kv", "contiguous", 8, 1)).sharding_s == 0
+    )
+
+
+def test_the_bottleneck_is_that_of_the_whole():
+    """A full layer of gemma-3-27b is mostly attention; but of six layers five see 1,024 tokens only."""
+    prediction = build_plan(request_for("gemma-3-27b", tokens=2**18)).best.prediction
+    assert prediction.attention_compute_s > 1.5 * prediction.dense.matmul_s
+    assert 10 * prediction.attention_compute_s + 52 * prediction.window_attention_s < 62 * prediction.dense.matmul_s
+    assert prediction.bottleneck == "projections and MLP"
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "phase", "options"),
+    [
+        ("llama-3.1-70b", "8x8xh100", "train", {"shards_weights": True}),
+        ("llama-3.1-8b", "8xh100", "train", {"recomputes": False}),
+        ("gemma-3-27b", "8xh100", "prefill", {}),
+        ("gemma-3-27b", "4x8xh100", "train", {"shards_weights": True}),
+        ("wan2.1-14b", "8xh100", "denoise", {}),
+        ("dense:layers=4,heads=8,head_dim=256,mlp=4096", "8xa100", "prefill", {}),
+        ("llama-3.1-405b", "4x8xh100", "prefill", {"weights": "fp8"}),
+    ],
+)
+def test_the_numbers_of_a_formula_give_the_number_behind_it(model, devices, phase, options):
+    plan = build_plan(request_for(model, devices, phase, **options))
+    for what, _, numbers in plan.explanation:
+        left, right = numbers.split(" = ")
+        worked_out = eval(left.replace("·", "*").replace(",", ""))
+        assert worked_out == pytest.approx(float(right.split()[0].replace(",", "")), rel=0.01), what
+    last = plan.explanation[-1]
+    assert last.what == "in all"
+    assert float(last.numbers.split(" = ")[1].split()[0]) == pytest.approx(plan.best.prediction.total_s, rel=0.001)
+
+
+def test_what_the_range_does_not_cover_is_told():
+    def caveats(*words, **options):
+        return " ".join(build_plan(request_for(*words, **options)).caveats)
+
+    assert caveats() == ""
+    assert "1,024 new tokens on a rank" in caveats(tokens=2**13, tp=1)
+    assert "Short work" not in caveats(phase="decode")
+    assert "training step" in caveats(phase="train", shards_weights=True)
+    assert "fp8 is on a100-sxm-80gb" in caveats("llama-3.1-8b", "8xa100", weights="fp8")
+    assert "fp8" not in caveats(weights="fp8")
+
+
 def test_tensor_parallelism_across_nodes_is_tried_only_if_nothing_else_fits():
     wide = build_plan(request_for("llama-3.1-405b", "4x8xh100", tokens=2**13))
     assert wide.best.fits
@@ -147,8 +211,43 @@ def test_settings_say_where_a_library_cannot_express_the_choice():
 
 
 def test_settings_of_decode_are_those_of_the_cache():
-    plan = build_plan(request_for("llama-3.1-405b", "2x8xh100", "decode", 2**17, tp=8))
+    plan = build_plan(request_for("llama-3.1-405b", "2x8xh200", "decode", 2**17, tp=8))
     assert "rs.decode(" in plan.recipes[0].settings
+    assert plan.recipes[1].settings == "--tensor-parallel-size 16 --decode-context-parallel-size 2"
+
+
+def test_vllm_shards_a_cache_over_no_more_ranks_than_hold_the_same_heads(tmp_path):
+    """At most tensor parallelism / KV heads; latent K and V are one for all heads."""
+    vllm = build_plan(request_for(devices="2x8xh100", phase="decode", tp=1)).recipes[1]
+    assert (vllm.library, vllm.settings) == ("vllm", "")
+    assert "16 / 8 ranks, not 16" in vllm.caveat
+
+    from test_catalog import DEEPSEEK, write
+
+    vllm = build_plan(request_for(write(tmp_path, DEEPSEEK), "2x8xh200", "decode", tp=8, weights="fp8")).recipes[1]
+    assert vllm.settings == "--tensor-parallel-size 16 --decode-context-parallel-size 2"
+
+
+def test_settings_with_a_cache_are_a_turn_of_it():
+    ringspan = build_plan(request_for(tokens=2**12, cached_tokens=2**17, tp=1)).recipes[0]
+    assert re.fullmatch(
+        r'rs\.prefill\(q, k, v, cache\.begin\(new_lengths, algorithm="pass_(kv|q)"\), layer=i\)', ringspan.settings
+    )
+
+
+def test_settings_name_the_wire_and_the_masks_of_sliding_layers():
+    for wire, name in (("int8", "int8"), ("fp8", "float8_e4m3")):
+        ringspan = build_plan(request_for(tp=1, wire=wire)).recipes[0]
+        assert f'wire="{name}")' in ringspan.settings
+    caveat = build_plan(request_for("gemma-3-27b")).recipes[0].caveat
+    assert "10 layers take mask=rs.causal(), and 52 sliding ones mask=rs.sliding_window(1023, 0)" in caveat
+
+
+def test_what_does_not_fit_has_no_settings_and_shows_what_lacks_least():
+    plan = build_plan(request_for("llama-3.1-405b", "8xh100", tokens=2**13))
+    assert not plan.best.fits
+    assert plan.recipes == ()
+    assert plan.best.setup.tp == 8  # 405 billion parameters of 2 bytes over 8 devices are 101 GB; over fewer, more
 
 
 @pytest.mark.parametrize(
@@ -159,7 +258,14 @@ def test_settings_of_decode_are_those_of_the_cache():
         ({"batch": -1}, "batch=-1"),
         ({"wire": "int3"}, "wire='int3'"),
         ({"phase": "denoise"}, "is a model for prefill"),
-        ({"phase": "decode", "cached_tokens": 5}, "only a prefill"),
+        ({"phase": "decode", "cached_tokens": 5}, "give the length of the cache as tokens="),
+        ({"phase": "train", "cached_tokens": 5}, "only a prefill"),
+        ({"shards_weights": True}, "shards_weights=True, phase='prefill'.*use tp= or weights='fp8'"),
+        ({"phase": "decode", "shards_weights": True}, "gathered anew in every pass"),
+        ({"phase": "train", "weights": "fp8"}, "weights='fp8', phase='train'"),
+        ({"phase": "train", "wire": "int8"}, "would not be exact"),
+        ({"phase": "decode", "wire": "int8"}, "no K and V travel"),
+        ({"devices": "2x6xh100", "tp": 4}, "of the 6 devices of a node; use one of 1, 2$"),
         ({"tokens": 2**41}, "at most"),
     ],
 )

@@ -9,8 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 import ringspan.published.check as check
+from ringspan.catalog import load_model, parse_devices
 from ringspan.catalog.files import read_data
 from ringspan.cli import main
+from ringspan.plan import Request, Setup, predict
+from ringspan.plan.caveats import SHORT_RATIO
 from ringspan.published import MEDIAN_LIMIT, SOURCE_LIMIT, WINNERS_LIMIT, run_check
 from ringspan.published.rows import read_rows
 
@@ -49,6 +52,24 @@ def test_no_row_that_is_to_validate_was_fitted():
             assert row.use in ("fitted", "unused")
         if row.table in ("cp_attention_throughput", "dit_latency", "dit_step_time"):
             assert (row.use == "fitted") == (row.fields["n_gpus"] == "1")
+
+
+@pytest.mark.parametrize(("model", "batch", "most"), [("hunyuanvideo", 1, 0.06), ("wan2.1-14b", 2, 0.01)])
+def test_a_plan_takes_the_speed_of_a_pipeline_that_was_measured_on_one_device(model, batch, most):
+    """The times that the speed was fitted to (two of HunyuanVideo), asked for as a user would."""
+    row = next(row for row in read_rows() if row.use == "fitted" and row.fields.get("model") == model)
+    size = [int(row.fields[key] or 0) for key in ("frames", "height_px", "width_px")]
+    loaded = load_model(model)
+    tokens = loaded.video.count_tokens(*(size if all(size) else loaded.video.usual))
+    request = Request(loaded, parse_devices("1xh100", kernel="fa2"), "denoise", tokens, batch=batch)
+    step_s = predict(request, Setup("pass_kv", "contiguous", 1, 1)).total_s
+    assert int(row.fields["steps"] or 50) * step_s == pytest.approx(row.value, rel=most)
+
+
+def test_short_work_may_take_as_long_as_a_plan_says(result):
+    """Of the rows with fewer than 8,192 new tokens on a rank the slowest is that of 1,280 tokens by pass-Q."""
+    slowest = max(row.time_ratio for row in result.rows if row.use == "judged")
+    assert slowest == pytest.approx(SHORT_RATIO, abs=0.05)
 
 
 def test_only_what_the_data_calls_erratic_or_inconsistent_stands_apart(result):

@@ -1,6 +1,15 @@
 """Models, devices and links by name, with a source for every figure; see `data/*.toml`."""
 
-from ringspan.catalog.devices import Attention, Cluster, Device, Link, load_device, load_link, parse_devices
+from ringspan.catalog.devices import (
+    Attention,
+    Cluster,
+    Device,
+    Link,
+    device_names,
+    load_device,
+    load_link,
+    parse_devices,
+)
 from ringspan.catalog.models import load_model, model_names
 from ringspan.catalog.shapes import Experts, Latent, Model, Video, Window
 
@@ -14,6 +23,7 @@ __all__ = [
     "Model",
     "Video",
     "Window",
+    "device_names",
     "load_device",
     "load_link",
     "load_model",

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ringspan.catalog.files import find, plain, read_data
+from ringspan.catalog.files import dense_ratio, find, plain, read_data
 from ringspan.catalog.shapes import Experts, Latent, Model, Video, Window
 from ringspan.errors import UnsupportedError
 
@@ -18,6 +18,19 @@ VIDEO_CLASSES = {  # class in a diffusers config: the catalogue entry whose VAE 
     "CogVideoXTransformer3DModel": "cogvideox-5b",
     "LTXVideoTransformer3DModel": "ltx-video",
 }
+PLAIN_MLP = (  # model types whose MLP is two matrices: in and out
+    *("biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron"),
+    *("opt", "persimmon", "phi", "starcoder2", "xglm"),
+)
+GATED_MLP = (  # whose MLP, or expert, is three: gate, in and out
+    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm"),
+    *("glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium", "llama", "mistral", "mixtral"),
+    *("olmo", "olmo2", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
+)
+ENCODERS = (  # which attend to both sides
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "longformer"),
+    *("modernbert", "mpnet", "nomic_bert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+)
 REFUSED_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_version", "is_encoder_decoder")
 
 
@@ -62,12 +75,23 @@ class _Config:
         for key in REFUSED_KEYS:
             if config.get(key):
                 raise UnsupportedError(f"{self.path}: {key} means layers that are no plain attention; not planned here")
+        kind = config.get("model_type")
+        if kind in ENCODERS and not config.get("is_decoder"):
+            raise UnsupportedError(
+                f"{self.path}: model_type={kind!r} attends to both sides, and language models are planned as causal; "
+                "use the config.json of a decoder"
+            )
+        notes: tuple[str, ...] = ()
+        if "tie_word_embeddings" not in config:
+            notes += ("tie_word_embeddings not given: counted twice",)
+        if kind not in (*PLAIN_MLP, *GATED_MLP):
+            notes += (f"model_type={kind!r} is not known: its MLP is counted as gated, with three matrices",)
         hidden, heads = self.need("hidden_size", "n_embd"), self.need("num_attention_heads", "n_head")
         latent = self._latent()
         if latent is not None:
             head_dim, v_head_dim, kv_heads = latent.nope_dim + latent.rope_dim, self.need("v_head_dim"), heads
         else:
-            kv_heads = self.need("num_key_value_heads", "num_attention_heads", "n_head")
+            kv_heads = self._kv_heads()
             head_dim = v_head_dim = self.need("head_dim") if config.get("head_dim") else self._divided(hidden, heads)
         experts = self._experts()
         is_all_experts = experts is not None and not experts.dense_layers
@@ -79,15 +103,22 @@ class _Config:
             head_dim=head_dim,
             v_head_dim=v_head_dim,
             hidden_size=hidden,
-            mlp_size=0 if is_all_experts else self.need("intermediate_size", "n_inner"),
+            mlp_size=0 if is_all_experts else self.need("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+            mlp_matrices=2 if kind in PLAIN_MLP else 3,
             experts=experts,
             latent=latent,
             window=self._window(),
             vocab_size=self.need("vocab_size"),
             is_tied=config.get("tie_word_embeddings") is True,
             max_tokens=config.get("max_position_embeddings"),
-            notes=() if "tie_word_embeddings" in config else ("tie_word_embeddings not given: counted twice",),
+            notes=notes,
         )
+
+    def _kv_heads(self) -> int:
+        """As many as query heads where nothing else is said; falcon and gpt_bigcode say "multi_query" for one."""
+        if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
+            return 1
+        return self.need("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 
     def _divided(self, hidden: int, heads: int) -> int:
         if not heads or hidden % heads:
@@ -161,7 +192,7 @@ class _Config:
             usual,
         )
         notes: tuple[str, ...] = (
-            f"VAE strides, text tokens and usual size are those of {kin['id']}, of the catalogue",
+            f"VAE strides, text tokens, usual size and speed of dense work are those of {kin['id']}, of the catalogue",
         )
         if "ffn_dim" not in self.config and "mlp_ratio" not in self.config:
             notes += ("mlp_ratio is not in the config; 4, as the class of diffusers has it",)
@@ -176,6 +207,7 @@ class _Config:
             mlp_size=mlp,
             mlp_matrices=2,
             video=video,
+            dense_ratio=dense_ratio(kin["id"]),
             notes=notes,
         )
 

@@ -6,11 +6,11 @@ from `defaults.toml`. A file that `ringspan bench --calibrate` wrote takes the p
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringspan.catalog.files import find, plain, read_data, read_toml
+from ringspan.catalog.files import find, plain, read_data, read_toml, unverified
 from ringspan.errors import ShapeError, UnsupportedError
 
 
@@ -104,11 +104,17 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
 def load_device(name: str, network: str | None = None, kernel: str | None = None) -> Device:
     """A device of the catalogue by id or alias, or the path of a calibrated file."""
     if name.endswith(".toml"):
+        for argument, value in (("network", network), ("kernel", kernel)):
+            if value is not None:
+                raise UnsupportedError(f"{argument}={value!r}: {name} has its own, as measured; leave it out")
         return _read_calibrated(Path(name))
     data, defaults, curves = (read_data(file) for file in ("devices.toml", "defaults.toml", "curves.toml"))
     name = defaults["alias"].get(name.lower(), name.lower())
-    figures = plain(find([*data["device"], *_aliases(defaults)], name, "device"))
-    notes = []
+    entry = find([*data["device"], *_aliases(defaults)], name, "device")
+    figures = plain(entry)
+    notes = [f"{name}: {figures['notes']}"] if "notes" in figures else []
+    doubtful = unverified(entry)
+    notes += [f"{name}: not confirmed: {', '.join(doubtful)}"] if doubtful else []
     peak = figures.get("peak_bf16_dense_flops_per_s", figures.get("peak_fp16_dense_flops_per_s"))
     memory = defaults["memory"].get(name, {})
     memory_bytes = figures.get("memory_bytes", memory.get("bytes"))
@@ -137,15 +143,15 @@ def load_device(name: str, network: str | None = None, kernel: str | None = None
     )
 
 
+def device_names() -> list[str]:
+    """All ids and aliases of the catalogue."""
+    return [*read_data("defaults.toml")["alias"], *(entry["id"] for entry in read_data("devices.toml")["device"])]
+
+
 def load_link(name: str) -> Link:
     """A network between nodes by id, with the share of its line rate that messages reach."""
     figures = plain(find(read_data("devices.toml")["link"], name, "link"))
     return _link(name, figures["one_way_bytes_per_s"], read_data("curves.toml")["network"]["efficiency"])
-
-
-def with_dense_ratio(device: Device, ratio: float) -> Device:
-    """The device, for a model whose dense layers reach another share of the peak."""
-    return replace(device, dense_flops_per_s=device.dense_flops_per_s * ratio)
 
 
 def _aliases(defaults: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,12 +5,13 @@ usually has it.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ringspan.catalog.config import read_config
-from ringspan.catalog.files import find, plain, read_data, unverified
+from ringspan.catalog.files import dense_ratio, find, plain, read_data, unverified
 from ringspan.catalog.shapes import Experts, Model, Video, Window
 from ringspan.errors import ShapeError, UnsupportedError
 
@@ -21,7 +22,7 @@ DENSE_FORM = (
 
 
 def load_model(name: str) -> Model:
-    """A model of the catalogue by id, a path to a `config.json`, or a `dense:` line."""
+    """A model of the catalogue by id in any case, a path to a `config.json`, or a `dense:` line."""
     if name.startswith("dense:"):
         return _parse_dense(name)
     path = Path(name)
@@ -29,10 +30,10 @@ def load_model(name: str) -> Model:
         return read_config(path / "config.json" if path.is_dir() else path)
     data = read_data("models.toml")
     videos = {entry["id"] for entry in data["video_dit"]}
-    entry = find([*data["llm"], *data["video_dit"]], name, "model")
+    entry = find([*data["llm"], *data["video_dit"]], name.lower(), "model")
     figures = plain(entry)
-    model = _video_model(figures) if name in videos else _llm(figures)
-    return model_with_notes(model, unverified(entry))
+    model = _video_model(figures) if entry["id"] in videos else _llm(figures)
+    return model_with_notes(dataclasses.replace(model, dense_ratio=dense_ratio(model.id)), unverified(entry))
 
 
 def model_names() -> list[str]:
@@ -137,7 +138,7 @@ def _parse_dense(text: str) -> Model:
     given: dict[str, int] = {}
     for part in text.removeprefix("dense:").split(","):
         key, _, value = part.partition("=")
-        if key not in DENSE_KEYS or not value.removeprefix("-").isdigit():
+        if key not in DENSE_KEYS or re.fullmatch(r"-?[0-9]{1,12}", value) is None:
             raise ShapeError(
                 f"{part!r} in {text!r}: use KEY=NUMBER with the keys {', '.join(DENSE_KEYS)}: {DENSE_FORM}"
             )

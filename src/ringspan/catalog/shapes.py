@@ -90,15 +90,18 @@ class Model:
     is_tied: bool = False
     parameters: int | None = None  # as printed; else counted
     max_tokens: int | None = None
+    dense_ratio: float = 1.0  # speed of projections and MLP over that of other models on the same device
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "hidden_size"):
+        for name in ("layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "hidden_size", "mlp_matrices"):
             value = getattr(self, name)
             if value < 1:
                 raise ShapeError(f"{self.id}: {name}={value}; a model has at least 1")
         if self.mlp_size < 0:
             raise ShapeError(f"{self.id}: mlp_size={self.mlp_size}; use 0 for a model without MLP, or its size")
+        if self.vocab_size is not None and self.vocab_size < 0:
+            raise ShapeError(f"{self.id}: vocab_size={self.vocab_size}; use 0, or leave it out, to count no embeddings")
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"{self.id}: {self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the "

@@ -4,20 +4,39 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ringspan import __version__
+from ringspan.cli.bench_inference import refuse_others
 from ringspan.cli.values import check_writable, parse_tokens, parsed_by
-from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.errors import RingspanError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from ringspan.catalog import Model
     from ringspan.plan import Plan, Request
 
 FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
+
+OPTIONS = {  # what the library's errors call them: what they are called here
+    "batch": "--batch",
+    "cached_tokens": "--cached",
+    "frames": "--frames",
+    "height": "--size, height",
+    "kernel": "--kernel",
+    "network": "--network",
+    "phase": "--phase",
+    "shards_weights": "--fsdp",
+    "tokens": "--tokens",
+    "tp": "--tp",
+    "weights": "--weights",
+    "width": "--size, width",
+    "wire": "--wire",
+}
 
 EXAMPLES = """\b
 Examples:
@@ -31,13 +50,46 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+class _PlanCommand(click.Command):
+    """Its help ends with the names of the catalogue, which is read for that alone."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The examples, then the names."""
+        super().format_epilog(ctx, formatter)
+        from ringspan.catalog import device_names, load_device, load_model, model_names
+
+        for title, names in (
+            ("Models", _usable(model_names(), load_model)),
+            ("Devices", _usable(device_names(), load_device)),
+        ):
+            formatter.write_paragraph()
+            formatter.write_text(f"{title}: {', '.join(names)}")
+
+
+def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
+    """Those with all figures that a plan needs."""
+    usable = []
+    for name in names:
+        try:
+            load(name)
+        except RingspanError:
+            continue
+        usable.append(name)
+    return usable
+
+
+@click.command(cls=_PlanCommand, epilog=EXAMPLES, context_settings={"show_default": True})
 @click.option(
     "--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=..."
 )
 @click.option("--devices", metavar="[NODESx]COUNTxDEVICE", help="Such as 8xh100, 16x8xh100 or 2xFILE.toml.")
-@click.option("--tokens", callback=parsed_by(parse_tokens), metavar="N", help="New tokens of a sequence; 1M is 2^20.")
-@click.option("--cached", callback=parsed_by(parse_tokens), metavar="P", help="Tokens that are cached already.")
+@click.option(
+    "--tokens",
+    callback=parsed_by(parse_tokens),
+    metavar="N",
+    help="New tokens of a sequence; in decode, the length of its cache. 1M is 2^20.",
+)
+@click.option("--cached", callback=parsed_by(parse_tokens), metavar="P", help="In prefill: tokens cached already.")
 @click.option("--frames", type=click.IntRange(1), help="Of a video, instead of --tokens.")
 @click.option("--size", metavar="HEIGHTxWIDTH", help="Of a video, in pixels.")
 @click.option("--batch", type=click.IntRange(1), default=1, help="Sequences; 2 for a video with guidance.")
@@ -47,8 +99,8 @@ Examples:
 @click.option("--weights", type=click.Choice(["bf16", "fp8", "int8", "int4"]), default="bf16", help="Of the model.")
 @click.option("--kernel", type=click.Choice(["fa2", "fa3"]), help="Attention kernel.  [default: by the device]")
 @click.option("--network", metavar="LINK", help="Between nodes, such as infiniband-hdr.  [default: by the device]")
-@click.option("--recompute/--no-recompute", default=True, help="Activations anew in the backward pass.")
-@click.option("--fsdp", is_flag=True, help="Spread weights and optimizer over all ranks.")
+@click.option("--recompute/--no-recompute", default=True, help="In training: activations anew in the backward pass.")
+@click.option("--fsdp", is_flag=True, help="In training: spread weights and optimizer over all ranks.")
 @click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
 @click.option(
     "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline, for ui.perfetto.dev."
@@ -66,6 +118,7 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     win. Times are ranges, as wide as published measurements lie apart from predictions. Needs neither GPU nor torch.
     """
     if check:
+        refuse_others(ctx, {"check", "as_json"}, "has no meaning for --check; leave it out")
         _run_check(ctx, as_json)
         return
     for name in ("model", "devices"):
@@ -75,7 +128,12 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
         check_writable(ctx, f"--{name}", options[name])
     from ringspan.plan import build_plan
 
-    request = _request(options)
+    try:
+        request = _request(options)
+    except RingspanError as error:
+        raise type(error)(_in_options(str(error))) from error
+    if request.phase != "train" and ctx.get_parameter_source("recompute") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
     from rich.console import Console
 
     with Console(stderr=True).status("Planning"):  # a sign of life, if a terminal is watching
@@ -94,6 +152,12 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     from ringspan.report.plan_text import print_plan
 
     print_plan(answer, _console(), explains=options["explain"])
+
+
+def _in_options(message: str) -> str:
+    """The library's errors name arguments, as tp=3; on the command line that is --tp 3."""
+    pattern = rf"\b({'|'.join(OPTIONS)})=(?:True|'?(-?\w*)'?)"
+    return re.sub(pattern, lambda found: f"{OPTIONS[found[1]]} {found[2] or ''}".rstrip(), message)
 
 
 def _request(options: dict[str, Any]) -> "Request":

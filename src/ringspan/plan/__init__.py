@@ -4,7 +4,7 @@ from ringspan.plan.build import Crossing, Option, Plan, build_plan
 from ringspan.plan.candidates import Illegal
 from ringspan.plan.explain import Line
 from ringspan.plan.memory import Memory, count_memory
-from ringspan.plan.predict import Prediction, predict, timeline_of
+from ringspan.plan.predict import Pass, Prediction, predict, timeline_of
 from ringspan.plan.request import PHASES, Phase, Request, Setup
 from ringspan.plan.settings import Recipe
 
@@ -15,6 +15,7 @@ __all__ = [
     "Line",
     "Memory",
     "Option",
+    "Pass",
     "Phase",
     "Plan",
     "Prediction",

@@ -1,6 +1,7 @@
 """The whole answer: every way to split the work, ranked, with what else one would ask about the best.
 
-Ways that fit into memory come before those that do not; among each, the faster first.
+Ways that fit into memory come before those that do not; of the former the faster first, of the latter those that lack
+least.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from ringspan.catalog.files import read_data
 from ringspan.plan.candidates import MANY_RANKS, Illegal, list_setups, usual_tps
+from ringspan.plan.caveats import list_caveats
 from ringspan.plan.explain import Line, explain
 from ringspan.plan.memory import Memory, count_memory
 from ringspan.plan.predict import Prediction, predict, timeline_of
@@ -56,6 +58,7 @@ class Plan:
     crossing: Crossing | None
     recipes: tuple[Recipe, ...]
     explanation: tuple[Line, ...]
+    caveats: tuple[str, ...]
 
     @property
     def best(self) -> Option:
@@ -83,8 +86,9 @@ def build_plan(request: Request) -> Plan:
         longest_tokens=_longest(request, best.setup),
         break_even_tokens=_break_even(request, best.setup),
         crossing=_crossing(request, best.setup),
-        recipes=tuple(list_recipes(request, [option.prediction for option in options if option.fits == best.fits])),
+        recipes=tuple(list_recipes(request, [option.prediction for option in options if option.fits])),
         explanation=tuple(explain(request, best.prediction, best.memory)),
+        caveats=tuple(list_caveats(request, best.setup)),
     )
 
 
@@ -98,8 +102,8 @@ def _ranked(request: Request, setups: list[Setup]) -> list[Option]:
 
 
 def _order(option: Option) -> tuple[bool, float]:
-    """What fits first; then by time, per sequence of the batch; ties go to the plainer layout."""
-    return not option.fits, option.prediction.total_s
+    """What fits first, by time; the rest by memory; ties go to the plainer layout."""
+    return not option.fits, option.prediction.total_s if option.fits else option.memory.total
 
 
 def _longest(request: Request, setup: Setup) -> int | None:

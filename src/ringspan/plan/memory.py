@@ -1,8 +1,8 @@
 """Does it fit? Bytes of one device, item by item.
 
-Weights are counted once per tensor-parallel group, or spread over all ranks that share them (fully sharded). The
-buffers of attention are what the runtime of this library takes above its inputs: `tests/numerics/test_plan_memory.py`
-measures it.
+Weights are counted once per tensor-parallel group, or spread over all ranks that share them (fully sharded); then the
+weights of the layer at work are there whole, and those of the next, which is on its way. The buffers of attention are
+what the runtime of this library takes above its inputs: `tests/numerics/test_plan_memory.py` measures it.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,7 @@ class Memory(NamedTuple):
     kv_cache: float
     activations: float
     attention_buffers: float
+    gathered_weights: float  # of two layers, where all are sharded
 
     @property
     def total(self) -> float:
@@ -33,16 +34,15 @@ def count_memory(request: Request, setup: Setup) -> Memory:
     """What one device must hold."""
     model, shard = request.model, shard_of(request, setup)
     parameters = model.parameters or model.counted_parameters
-    mlp_share = model.active_mlp_parameters / (model.active_mlp_parameters + model.layers * model.attention_parameters)
-    mlp_bytes = WEIGHT_BYTES[request.mlp_weights or request.weights]
-    per_parameter = mlp_share * mlp_bytes + (1 - mlp_share) * WEIGHT_BYTES[request.weights]
-    holders = setup.tp * (setup.cp * setup.copies if request.shards_weights else 1)
+    per_parameter = bytes_per_parameter(request)
+    sharers = setup.cp * setup.copies if request.shards_weights else 1
+    holders = setup.tp * sharers
     new_len = 1 if request.phase == "decode" else -(-request.tokens // setup.cp)
     cached = request.tokens if request.phase == "decode" else request.tokens + request.cached_tokens
     kv_len = -(-cached // setup.cp)
+    gathered_layers = min(2, model.layers) if sharers > 1 else 0
     optimizer = 0.0
     if request.phase == "train":
-        per_parameter = WEIGHT_BYTES["bf16"]
         optimizer = (TRAINING_BYTES - per_parameter) * parameters / holders
     is_cached = request.phase in ("prefill", "decode")
     return Memory(
@@ -51,7 +51,16 @@ def count_memory(request: Request, setup: Setup) -> Memory:
         kv_cache=model.layers * kv_len * shard.batch * shard.kv_elements * 2 if is_cached else 0.0,
         activations=_activations(request, setup, new_len * shard.batch),
         attention_buffers=attention_buffers(setup.algorithm, setup.cp, setup.inner, new_len, kv_len, shard),
+        gathered_weights=parameters * per_parameter / setup.tp * gathered_layers / model.layers,
     )
+
+
+def bytes_per_parameter(request: Request) -> float:
+    """Of the weights as they are stored, MLP and the rest by their shares."""
+    model = request.model
+    mlp_share = model.active_mlp_parameters / (model.active_mlp_parameters + model.layers * model.attention_parameters)
+    mlp_bytes = WEIGHT_BYTES[request.mlp_weights or request.weights]
+    return mlp_share * mlp_bytes + (1 - mlp_share) * WEIGHT_BYTES[request.weights]
 
 
 def _activations(request: Request, setup: Setup, tokens: int) -> float:

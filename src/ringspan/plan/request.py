@@ -49,10 +49,37 @@ class Request:
         if (self.phase == "denoise") != is_video and self.phase != "train":
             legal = "denoise or train" if is_video else "prefill, decode or train"
             raise UnsupportedError(f"phase={self.phase!r}: {self.model.id} is a model for {legal}")
-        if self.cached_tokens and self.phase != "prefill":
-            raise UnsupportedError(f"cached={self.cached_tokens}: only a prefill finds tokens cached; leave it out")
+        self._check_phase()
         if self.tp is not None:
             check_tp(self.model, self.cluster, self.tp)
+
+    def _check_phase(self) -> None:
+        """Refuse what has no meaning in the phase: ignored, it would leave a plan for something else."""
+        phase = f"phase={self.phase!r}"
+        if self.cached_tokens and self.phase == "decode":
+            raise UnsupportedError(
+                f"cached_tokens={self.cached_tokens}, {phase}: in decode all tokens but one are cached; give the "
+                "length of the cache as tokens= and leave it out"
+            )
+        if self.cached_tokens and self.phase != "prefill":
+            raise UnsupportedError(
+                f"cached_tokens={self.cached_tokens}, {phase}: only a prefill finds tokens cached; leave it out"
+            )
+        if self.shards_weights and self.phase != "train":
+            raise UnsupportedError(
+                f"shards_weights=True, {phase}: every layer's weights would be gathered anew in every pass, which is "
+                "planned for training only; leave it out, and use tp= or weights='fp8' to make the weights fit"
+            )
+        if self.phase == "train" and {self.weights, self.mlp_weights or self.weights} != {"bf16"}:
+            raise UnsupportedError(
+                f"weights={self.weights!r}, {phase}: training is planned with weights in bf16; leave it out, and use "
+                "shards_weights=True or tp= to make it fit"
+            )
+        if self.wire != "bf16" and self.phase in ("train", "decode"):
+            reason = (
+                "gradients through rounded K and V would not be exact" if self.phase == "train" else "no K and V travel"
+            )
+            raise UnsupportedError(f"wire={self.wire!r}, {phase}: {reason}; leave it out")
 
 
 def check_tp(model: Model, cluster: Cluster, tp: int) -> None:
@@ -61,8 +88,8 @@ def check_tp(model: Model, cluster: Cluster, tp: int) -> None:
     if tp not in legal:
         raise ShapeError(
             f"tp={tp}: tensor parallelism must divide the {model.num_heads} query heads and the {cluster.num_devices} "
-            f"devices, and divide or be a multiple of the {model.num_kv_heads} KV heads; use one of "
-            f"{', '.join(map(str, legal))}"
+            f"devices, and divide or be a multiple of the {model.num_kv_heads} KV heads and of the {cluster.per_node} "
+            f"devices of a node; use one of {', '.join(map(str, legal))}"
         )
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from ringspan.plan.predict import Prediction
 from ringspan.plan.request import Request, Setup
 
+WIRES = {"int8": "int8", "fp8": "float8_e4m3"}  # as the runtime calls them
+
 
 class Recipe(NamedTuple):
     """Settings to paste, or why there are none."""
@@ -18,17 +20,16 @@ class Recipe(NamedTuple):
 
 def list_recipes(request: Request, ranked: Sequence[Prediction]) -> list[Recipe]:
     """For the libraries that know this kind of model and phase: the best way, or the best that they can express."""
-    best = ranked[0].setup
-    if best.cp == 1:
+    if not ranked or ranked[0].setup.cp == 1:
         return []
-    writers: list[Callable[[Setup], Recipe]] = []
+    writers: list[Callable[[Setup], Recipe]] = [partial(_ringspan, request)]
     if request.phase == "denoise":
-        writers = [_diffusers]
+        writers += [_diffusers]
     if request.phase == "train":
-        writers = [_accelerate, _torchtitan]
+        writers += [_accelerate, _torchtitan]
     if request.phase in ("prefill", "decode"):
-        writers = [partial(_vllm, request)]
-    return [_ringspan(request, best), *(_second_best(write, ranked) for write in writers)]
+        writers += [partial(_vllm, request)]
+    return [_second_best(write, ranked) for write in writers]
 
 
 def _second_best(write: Callable[[Setup], Recipe], ranked: Sequence[Prediction]) -> Recipe:
@@ -46,14 +47,41 @@ def _second_best(write: Callable[[Setup], Recipe], ranked: Sequence[Prediction])
 
 
 def _ringspan(request: Request, setup: Setup) -> Recipe:
-    if setup.algorithm == "all_merge":
-        return Recipe("ringspan", 'rs.decode(q, k, v, cache.begin(new_lengths, query="replicated"), layer=i)')
+    if request.phase == "decode" or request.cached_tokens:
+        return _ringspan_turn(request, setup)
     mask = "rs.causal()" if request.model.is_causal else "rs.full()"
     mesh = f", mesh=({setup.cp // setup.inner}, {setup.inner})" if setup.algorithm in ("hybrid", "double_ring") else ""
     layout = f"rs.{setup.layout}(seq_len, {setup.cp})"
-    return Recipe(
-        "ringspan", f'rs.attention(q, k, v, mask={mask}, layout={layout}, algorithm="{setup.algorithm}"{mesh})'
-    )
+    options = f'layout={layout}, algorithm="{setup.algorithm}"{mesh}{_wire(request, setup)}'
+    return Recipe("ringspan", f"rs.attention(q, k, v, mask={mask}, {options})", _windows(request))
+
+
+def _ringspan_turn(request: Request, setup: Setup) -> Recipe:
+    """With a cache, which places tokens itself: an early and a late part of the new ones on every rank, as zigzag."""
+    is_decode = request.phase == "decode"
+    if setup.algorithm == "all_merge":
+        options = 'query="replicated"'
+    elif setup.algorithm in ("pass_kv", "pass_q") and setup.layout == ("striped" if is_decode else "zigzag"):
+        options = f'algorithm="{setup.algorithm}"{_wire(request, setup)}'
+    else:
+        return Recipe("ringspan", "", f"has no turn of a cache with {setup}, {setup.layout}")
+    call = "decode" if is_decode else "prefill"
+    return Recipe("ringspan", f"rs.{call}(q, k, v, cache.begin(new_lengths, {options}), layer=i)", _windows(request))
+
+
+def _wire(request: Request, setup: Setup) -> str:
+    """K and V stay where they are in pass-Q, where the runtime takes no wire."""
+    return f', wire="{WIRES[request.wire]}"' if request.wire in WIRES and setup.algorithm != "pass_q" else ""
+
+
+def _windows(request: Request) -> str:
+    """Layers that see a window have another mask than the full ones."""
+    window = request.model.window
+    if window is None:
+        return ""
+    full = request.model.full_layers
+    sliding = f"{request.model.layers - full} sliding ones mask=rs.sliding_window({window.tokens - 1}, 0)"
+    return f"{full} layers take mask=rs.causal(), and {sliding}"
 
 
 def _degrees(setup: Setup) -> tuple[int, int] | None:
@@ -97,14 +125,23 @@ def _torchtitan(setup: Setup) -> Recipe:
 
 def _vllm(request: Request, setup: Setup) -> Recipe:
     if request.phase == "decode":
-        kv_heads = request.model.num_kv_heads
-        copies = max(1, setup.tp // kv_heads)
-        return Recipe(
-            "vllm",
-            f"--tensor-parallel-size {setup.tp * setup.cp} --decode-context-parallel-size {setup.cp}",
-            "its decode ranks are those of tensor parallelism: the cache is sharded over copies of KV heads"
-            + ("" if copies > 1 else ", of which there are none here unless tensor parallelism exceeds the KV heads"),
-        )
+        return _vllm_decode(request, setup)
     if setup.algorithm != "all_gather":
         return Recipe("vllm", "", f"has no setting for {setup} in prefill")
     return Recipe("vllm", f"--tensor-parallel-size {setup.tp} --prefill-context-parallel-size {setup.cp}")
+
+
+def _vllm_decode(request: Request, setup: Setup) -> Recipe:
+    """Its decode ranks are those of tensor parallelism, as many as hold the same KV heads; latent K and V are one."""
+    model = request.model
+    tp, kv_heads = setup.tp * setup.cp, 1 if model.latent is not None else model.num_kv_heads
+    if setup.algorithm != "all_merge":
+        return Recipe("vllm", "", f"has no setting for {setup} in decode")
+    if model.num_heads % tp or setup.cp > tp // kv_heads:
+        return Recipe(
+            "vllm",
+            "",
+            f"shards a cache over at most tensor parallelism / KV heads = {tp} / {kv_heads} ranks, not {setup.cp}, "
+            f"and tensor parallelism must divide the {model.num_heads} heads",
+        )
+    return Recipe("vllm", f"--tensor-parallel-size {tp} --decode-context-parallel-size {setup.cp}")

@@ -7,8 +7,6 @@ the number of forward passes in a denoising step.
 from collections.abc import Callable
 
 from ringspan.catalog import Cluster, Device, load_device, load_model
-from ringspan.catalog.devices import with_dense_ratio
-from ringspan.catalog.files import read_data
 from ringspan.cost import EAGER, PAPER, Practice, Shard, attention_flops_per_s, message_s, tile_s
 from ringspan.plan.predict import predict
 from ringspan.plan.request import Request, Setup
@@ -152,8 +150,7 @@ def _video_step(fields: Fields, tokens: int | None, cfg: int, ulysses: int, ring
     model = load_model(fields["model"])
     assert model.video is not None
     assert model.video.usual is not None
-    ratio = read_data("curves.toml")["dense"]["model"].get(model.id, 1.0)
-    device = with_dense_ratio(load_device(fields["device_id"], kernel="fa2"), ratio)
+    device = load_device(fields["device_id"], kernel="fa2")
     devices = ulysses * ring * cfg
     request = Request(
         model=model,

@@ -1,13 +1,18 @@
 """A plan on the terminal: does it fit, how long, which way, why, and what to type."""
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.plan import Option, Plan, Request
+from ringspan.catalog import Model
+from ringspan.plan import Option, Plan, Prediction, Request
+from ringspan.plan.request import legal_tps
 from ringspan.report.bench_text import format_seconds
 from ringspan.report.page import Page, format_count, format_percent, new_table
 
 TABLE_OPTIONS = 12  # rows
+LARGE_SHARE = 0.25  # of a device's memory: what takes more is worth making smaller
 TIMES = {
     "prefill": "time to first token",
     "decode": "time per token",
@@ -20,6 +25,7 @@ ITEMS = {
     "kv_cache": "KV cache",
     "activations": "activations",
     "attention_buffers": "buffers of attention",
+    "gathered_weights": "weights gathered, of two layers",
 }
 
 
@@ -67,24 +73,45 @@ def _print_answer(page: Page, plan: Plan) -> None:
         per_call = 1 if plan.request.phase == "decode" else plan.request.tokens
         rate = per_call * plan.request.batch / prediction.total_s
         rows.append(("tokens per second", f"{_rate(rate / plan.high)} to {_rate(rate / plan.low)}"))
-    layer, attention, rest = map(format_seconds, (prediction.layer_s, prediction.attention_s, prediction.dense.total_s))
-    rows.append(("a layer", f"{layer}: attention {attention}, the rest {rest}"))
+    rows += _layers(plan.request.model, prediction)
     rows.append(("bottleneck", prediction.bottleneck))
     page.facts(rows)
     if not best.fits:
-        page.prose("Nothing fits into memory. " + _way_out(plan))
+        page.prose("Nothing fits into memory; this comes closest.", _way_out(plan))
+    page.prose(*plan.caveats)
+
+
+def _layers(model: Model, prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """One of each kind, forward."""
+    rest_s = prediction.layer_s - prediction.attention_s
+    sliding = model.layers - model.full_layers
+    kinds = [(model.full_layers, "full layers", prediction.attention_s)] if model.full_layers else []
+    kinds += [(sliding, "sliding layers", prediction.window_attention_s)] if sliding else []
+    for count, name, attention_s in kinds:
+        whole, attention, rest = map(format_seconds, (attention_s + rest_s, attention_s, rest_s))
+        what = f"a layer of {model.layers}" if not sliding else f"each of {count} {name}"
+        yield f"{what}, forward", f"{whole}: attention {attention}, the rest {rest}"
 
 
 def _way_out(plan: Plan) -> str:
-    ways = {
-        "weights": "Use more tensor parallelism (--tp), smaller weights (--weights fp8) or, in training, --fsdp.",
-        "optimizer": "Use --fsdp, which spreads gradients and optimizer over all ranks, or more tensor parallelism.",
-        "kv_cache": "Use more devices, or a smaller batch: the cache is spread over all ranks.",
-        "activations": "Use more devices or, in training, --recompute.",
-        "attention_buffers": "Use more devices, or pass-KV, which holds two blocks of K and V at a time.",
-    }
-    memory = plan.best.memory
-    return ways[max(memory._fields, key=lambda name: getattr(memory, name))]
+    """What was not tried yet and makes one of the large items smaller."""
+    request, memory = plan.request, plan.best.memory
+    sizes = memory._asdict()
+    largest = max(sizes, key=lambda name: sizes[name])
+    large = {largest, *(name for name in sizes if sizes[name] > LARGE_SHARE * request.cluster.device.memory_bytes)}
+    is_train, tps = request.phase == "train", legal_tps(request.model, request.cluster)
+    smaller = {"bf16": "--weights fp8 or int4", "fp8": "--weights int4", "int8": "--weights int4"}
+    ways = [
+        (f"--tp {tps[-1]}", ("weights", "optimizer", "gathered_weights"), request.tp not in (None, tps[-1])),
+        (smaller.get(request.weights, ""), ("weights",), not is_train and request.weights in smaller),
+        ("--fsdp", ("weights", "optimizer"), is_train and not request.shards_weights),
+        ("--recompute", ("activations",), is_train and not request.recomputes),
+        ("a smaller --batch", ("kv_cache", "activations", "attention_buffers"), request.batch > 1),
+        ("fewer --tokens", ("kv_cache", "activations", "attention_buffers"), True),
+        ("more devices, or such with more memory", memory._fields, True),
+    ]
+    helpful = [way for way, items, is_left in ways if is_left and large.intersection(items)]
+    return f"Most is taken by the {ITEMS[largest]}. Use {'; or '.join(helpful)}."
 
 
 def describe(option: Option) -> str:
@@ -149,7 +176,8 @@ def _print_options(page: Page, plan: Plan) -> None:
     page.show(table)
     if len(plan.options) > TABLE_OPTIONS:
         page.show(Text(f"(and {len(plan.options) - TABLE_OPTIONS} more; --json has them all)", "dim"))
-    page.prose("time is of the whole; attention, what of it messages and waiting take, and the rest are of one layer.")
+    columns = "attention, what of it messages and waiting take, and the rest"
+    page.prose(f"time is of the whole; {columns} are of one full layer, forward.")
     for what, reason in plan.illegal[:TABLE_OPTIONS]:
         page.prose(f"Not possible: {what}. {reason.replace('_', '-')}.")
 
