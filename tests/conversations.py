@@ -38,6 +38,7 @@ class Act:
     sources: tuple[int, ...] = ()
     algorithm: str = "auto"
     query: str = "sharded"
+    wire: str | None = None
     tensors: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # by layer: whole q, k, v, out
 
 
@@ -143,7 +144,7 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
         elif act.kind == "select":
             cache.select(act.sources)
         else:
-            turn = cache.begin(act.lengths, algorithm=act.algorithm, query=act.query)
+            turn = cache.begin(act.lengths, algorithm=act.algorithm, query=act.query, wire=act.wire)
             for layer, tensors in enumerate(act.tensors):
                 *qkv, expected = (turn.layout.shard(x, rank, 2) for x in tensors)
                 got = attend(turn, qkv, layer)

@@ -157,7 +157,7 @@ def _make_plan(options: Options, looks: Looks, which: Pass, session: Session) ->
     decided = _without_auto(options, looks, session)
     transport = session.transport
     plan = _plan(decided, looks, which, transport.rank, transport.world_size, session.mesh)
-    if len(session.plans) == _KEPT_PLANS:
+    if len(session.plans) >= _KEPT_PLANS:
         session.plans.clear()
     session.plans[options, looks, which] = plan
     return plan

@@ -13,6 +13,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -55,7 +56,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        dout = _check_grads(out, *grads)
+        with session_of(ctx.call.group).contract.telling_refusals() if ctx.call.contract else nullcontext():
+            dout = _check_grads(out, *grads)
         with torch.no_grad():
             gradients = run_gradients(ctx.call, q, k, v, sinks, Merged(dout, out, lse))
         if torch.is_grad_enabled():  # create_graph=True

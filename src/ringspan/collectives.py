@@ -10,7 +10,7 @@ import torch
 
 from ringspan.arguments import check_timeout, check_world_size
 from ringspan.autograd import outside_of_programs
-from ringspan.contract import Signature
+from ringspan.contract import Place, Signature
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
@@ -60,16 +60,21 @@ class _Where(NamedTuple):
     deadline_s: float
 
 
-def _gathered(part: torch.Tensor, where: _Where) -> torch.Tensor:
-    _agree("gather", part, where)
+def _gathered(part: torch.Tensor, where: _Where, place: Place | None = None) -> torch.Tensor:
+    _agree("gather", part, where, place)
     whole: torch.Tensor = _Gather.apply(part, where)  # type: ignore[no-untyped-call]
     return whole
 
 
-def _reduced(whole: torch.Tensor, where: _Where) -> torch.Tensor:
-    _agree("gradient of gather", whole, where)
+def _reduced(whole: torch.Tensor, where: _Where, place: Place) -> torch.Tensor:
+    _agree("gradient of gather", whole, where, place)
     part: torch.Tensor = _Reduce.apply(whole, where)  # type: ignore[no-untyped-call]
     return part
+
+
+def _keep(ctx: Any, where: _Where) -> None:
+    """For the gradient, which says which call it belongs to: ranks might differentiate like calls in other orders."""
+    ctx.where, ctx.place = where, Place("gradient of call", where.session.contract.num_calls)
 
 
 class _Gather(torch.autograd.Function):
@@ -77,7 +82,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, where: _Where) -> torch.Tensor:
-        ctx.where = where
+        _keep(ctx, where)
         layout, session, dim, deadline_s = where
         part = part.contiguous()
         shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
@@ -85,7 +90,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduced(grads[0], ctx.where), None
+        return _reduced(grads[0], ctx.where, ctx.place), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -93,7 +98,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, where: _Where) -> torch.Tensor:
-        ctx.where = where
+        _keep(ctx, where)
         layout, session, dim, deadline_s = where
         rank = session.transport.rank
         pieces = [layout.shard(whole, peer, dim).contiguous() for peer in range(layout.world_size)]
@@ -106,10 +111,10 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(grads[0], ctx.where), None
+        return _gathered(grads[0], ctx.where, ctx.place), None
 
 
-def _agree(what: str, x: torch.Tensor, where: _Where) -> None:
+def _agree(what: str, x: torch.Tensor, where: _Where, place: Place | None) -> None:
     """All ranks are in the same call, with tensors that differ in the sharded dim only."""
     layout, session, dim, deadline_s = where
     fields = {
@@ -120,7 +125,8 @@ def _agree(what: str, x: torch.Tensor, where: _Where) -> None:
         "layout": layout.fingerprint(),
         "gradient": "wanted" if torch.is_grad_enabled() and x.requires_grad else "not wanted",
     }
-    session.contract.agree(Signature.of(fields), deadline_s)
+    signature = Signature.of(fields)
+    session.contract.agree(signature.at(place) if place else signature, deadline_s, is_new=place is None)
 
 
 def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:

@@ -19,11 +19,12 @@ from ringspan.wire import Buffers, TransportWire
 
 
 class EncodedArithmetic(TorchArithmetic):
-    """Converts keys and values to the type of the queries where they are in another."""
+    """Converts keys and values where they are not in the type of the queries: to that, or to the one computed in."""
 
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
         super().__init__(kernel, scale, like, scratch)
         self.q_dtype = like.dtype
+        self._wanted_dtype = self.dtype if self._is_converted else like.dtype
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Attend a piece of all queries; what the kernel returns is the running output."""
@@ -70,9 +71,9 @@ class EncodedArithmetic(TorchArithmetic):
 
     def _decoded(self, rows: Value) -> Value:
         if len(rows) == 2:
-            return tuple(x.to(self.q_dtype) for x in rows)
+            return tuple(x.to(self._wanted_dtype) for x in rows)
         k, k_scales, v, v_scales = rows
-        return quantize.decode(k, k_scales, self.q_dtype), quantize.decode(v, v_scales, self.q_dtype)
+        return tuple(quantize.decode(*x, self._wanted_dtype) for x in ((k, k_scales), (v, v_scales)))
 
 
 class EncodedWire(TransportWire):

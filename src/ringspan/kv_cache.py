@@ -18,7 +18,7 @@ from ringspan.calibrate import measure_machine
 from ringspan.choose import RingWork, choose_by_time
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.inference.plan import Part, plan_problem, ring_work
-from ringspan.inference.saving import fill, read_index, save
+from ringspan.inference.saving import agree, fill, read_index, save
 from ringspan.inference.storage import RowSpec, Stored
 from ringspan.inference.turn import CacheState, Chosen, Model, Turn, check_room, make_parts, row_sizes
 from ringspan.kernels import choose_kernel
@@ -84,6 +84,7 @@ class KVCache:
         model = Model(num_layers, heads, head_dim, v_head_dim, dtype, masks)
         device = torch.empty(0, device=device).device
         form = FORMATS.get(storage or "")
+        contents = f"{model}, storage {storage or 'as it is'}"
         self._state = CacheState(
             model=model,
             group=group,
@@ -92,7 +93,8 @@ class KVCache:
             form=form,
             kernel=choose_kernel(kernel, Request(device, dtype, head_dim, v_head_dim)),
             max_tokens=max_tokens,
-            description=f"{model}, storage {storage or 'as it is'}, kernel {kernel}, max_tokens {max_tokens}",
+            contents=contents,
+            description=f"{contents}, kernel {kernel}, max_tokens {max_tokens}",
         )
 
     @property
@@ -142,22 +144,21 @@ class KVCache:
         """
         state = self._state
         try:
-            state.refuse_during_turn("begin")
-            lengths = _by_sequence("new_lengths", new_lengths, least=1)
-            if not lengths:
-                raise CacheError(f"new_lengths={new_lengths!r}: a turn has at least one sequence")
-            self._check_starts(lengths, starts)
-            self._check_options(algorithm, query, wire)
-            self._check_masks(lengths)
-            parts = make_parts(state, lengths)
-            after = state.placements | {part.sequence: part.after for part in parts}
-            check_room(state, after, f"new_lengths={lengths}")
-            return Turn(state, parts, query, self._choose(parts, algorithm, query, wire), wire)
-        except Exception as error:
+            with state.session.contract.telling_refusals():
+                state.refuse_during_turn("begin")
+                lengths = _by_sequence("new_lengths", new_lengths, least=1)
+                if not lengths:
+                    raise CacheError(f"new_lengths={new_lengths!r}: a turn has at least one sequence")
+                self._check_starts(lengths, starts)
+                self._check_options(algorithm, query, wire)
+                self._check_masks(lengths)
+                parts = make_parts(state, lengths)
+                after = state.placements | {part.sequence: part.after for part in parts}
+                check_room(state, after, f"new_lengths={lengths}")
+                return Turn(state, parts, query, self._choose(parts, algorithm, query, wire), wire)
+        except Exception:
             if state.turn is None:
                 state.tidy()
-            if state.world_size > 1:
-                state.session.contract.refuse(f"{type(error).__name__}: {error}", state.session.transport.timeout_s)
             raise
 
     def truncate(self, sequence: int, position: int) -> None:
@@ -202,17 +203,21 @@ class KVCache:
 
     def load(self, folder: str | Path) -> None:
         """Fill an empty cache from a folder, whatever number of ranks it was saved from; all ranks must."""
-        state = self._state
-        state.refuse_during_turn("load")
-        if state.placements:
-            raise CacheError(f"load into a cache of sequences {[*state.placements]}: drop them first")
-        saved = read_index(state, Path(folder))
+        state, contract = self._state, self._state.session.contract
+        with contract.telling_refusals():
+            state.refuse_during_turn("load")
+            if state.placements:
+                raise CacheError(f"load into a cache of sequences {[*state.placements]}: drop them first")
+            saved = read_index(state, Path(folder))
+        agree(state, "load", Path(folder))
         kept = {sequence: placement for sequence, placement in saved.items() if placement.length}
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
         with self.begin(lengths, algorithm="pass_kv") as turn:
-            fill(turn, Path(folder), kept)
+            with contract.telling_refusals():
+                fill(turn, Path(folder), kept)
+            agree(state, "loaded", Path(folder))
 
     def _placement(self, sequence: int) -> Any:
         try:

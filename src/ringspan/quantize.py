@@ -73,12 +73,16 @@ def output_bound(
     q is (batch, heads, seq, dim); the scales are the largest of each KV head, (KV heads,). Let every score move by at
     most d = scale · |q|₁ · error of k. Weights p become p·w / sum(p·w) with w in [e^-d, e^d], which moves at most
     tanh(d/2) of the weight from one key to another; so the output moves by at most that times the range of v, and by
-    the error of v.
+    the error of v. The output is rounded to q's type, and on a GPU decoded keys and values are as well; there is no
+    bound for what that type cannot hold.
     """
-    group = q.shape[1] // k_scales.shape[0]
-    k_error, v_error = (x.double().repeat_interleave(group) * form.half_step for x in (k_scales, v_scales))
-    largest_v = v_scales.double().repeat_interleave(group) * form.limit + v_error
     if not q.shape[0] or not q.shape[2]:
         return torch.zeros(q.shape[1], dtype=torch.float64)
-    moved = abs(scale) * q.double().abs().sum(-1).amax((0, 2)) * k_error
-    return v_error + 2 * torch.tanh(moved / 2) * largest_v
+    info, group = torch.finfo(q.dtype), q.shape[1] // k_scales.shape[0]
+    k_scales, v_scales = (x.double().repeat_interleave(group) for x in (k_scales, v_scales))
+    step = form.half_step + (0.0 if q.device.type == "cpu" else form.limit * info.eps / 2)
+    k_error, v_error = k_scales * step, v_scales * step
+    largest_v = v_scales * form.limit + v_error
+    moved = abs(scale) * q.double().abs().sum(-1).amax((0, 2)).cpu() * k_error
+    bound = v_error + 2 * torch.tanh(moved / 2) * largest_v + largest_v * info.eps / 2
+    return bound.masked_fill(largest_v > info.max, torch.inf)

@@ -40,10 +40,12 @@ class Scratch:
 
 
 class ScratchPool:
-    """What a session keeps. Threads may attend at the same time where no other rank takes part; each has its own."""
+    """What a session keeps. Threads may attend at the same time where no other rank takes part; each has its own then,
+    and that of the last one is kept.
+    """
 
     def __init__(self) -> None:
-        self._spare: list[Scratch] = []
+        self._spare: deque[Scratch] = deque(maxlen=1)
 
     @contextmanager
     def lend(self) -> Iterator[Scratch]:

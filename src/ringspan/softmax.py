@@ -56,10 +56,11 @@ def _shares(lse: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch
 def merge_steadily(into: Partial, part: Partial) -> None:
     """`merge_`, and each row's bits depend on its own numbers only."""
     lse = steadily(torch.logaddexp, into.lse, part.lse)
-    share = steadily(torch.exp, part.lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)
+    # Not 1 less the other: what is rounded away there may count, times a large number, and 0 times infinity is NaN.
+    share, part_share = (steadily(torch.exp, x - lse).nan_to_num_(nan=0.0).unsqueeze(-1) for x in (into.lse, part.lse))
     into.lse.copy_(lse)
     # Products, sums and the fused addcmul are rounded alike in every part of a loop.
-    into.out.mul_(torch.rsub(share, 1)).addcmul_(part.out.to(into.out.dtype), share)
+    into.out.mul_(share).addcmul_(part.out.to(into.out.dtype), part_share)
 
 
 def steadily(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:

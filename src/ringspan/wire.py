@@ -32,9 +32,10 @@ class Buffers:
         shelf.num_taken += 1
         if shelf.spare:
             return shelf.spare.pop()
-        return tuple(
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
+        with torch.inference_mode(False):  # else nobody could write to them outside of that mode
+            return tuple(
+                torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
 
     def put(self, value: Value) -> None:
         """Give tensors back, or others in their place; there are never more than were taken."""

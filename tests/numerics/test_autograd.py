@@ -132,6 +132,20 @@ def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, detach: bool)
     return out + (lse.detach() if detach else lse)[..., None]
 
 
+def test_other_ranks_hear_of_a_gradient_by_way_of_lse() -> None:
+    """At once, instead of waiting for a rank that has refused."""
+
+    def run(group: InProcessRank) -> str:
+        q = torch.randn(1, 1, 4, 8, requires_grad=True)
+        out, lse = rs.attention(q, q, q, mask=CAUSAL, layout=rs.zigzag(8, 2), group=group, return_lse=True)
+        loss = out.sum() + (lse.sum() if group.rank == 0 else 0)
+        with pytest.raises(rs.RingspanError) as caught:
+            loss.backward()
+        return str(caught.value)
+
+    assert all("the lse of attention has no gradient" in text for text in rs.run_in_process(run, 2, timeout_s=30))
+
+
 def test_a_gradient_by_way_of_lse_is_refused() -> None:
     leaves = inputs()
     with pytest.raises(rs.UnsupportedError, match=r"the lse of attention has no gradient; use lse.detach\(\)"):

@@ -51,3 +51,63 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         cache.load(tmp_path)
     with pytest.raises(rs.CacheError, match="this one is of 2 layers"):
         Story(7, HEADS, [CAUSAL, CAUSAL]).cache(None).load(tmp_path)
+
+
+def cache_of(group: InProcessRank, **options: int) -> rs.KVCache:
+    return rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, group=group, **options)
+
+
+def save_eight(group: InProcessRank, value: float, folder: Path) -> None:
+    cache = cache_of(group)
+    with cache.begin([8], algorithm="pass_kv") as turn:
+        x = torch.full((1, 1, turn.num_rows, 4), value)
+        rs.prefill(x, x, x, turn, layer=0)
+    cache.save(folder)
+
+
+def test_what_was_saved_over_by_some_ranks_only_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others hear at once that one rank could not write."""
+    rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
+    write_text = Path.write_text
+
+    def full_disk(path: Path, *args: str) -> int:
+        if path == tmp_path / "rank-1" / "blocks.json":
+            raise OSError("disk full")
+        return write_text(path, *args)
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    messages = []
+
+    def save_again(group: InProcessRank) -> None:
+        with pytest.raises((OSError, rs.TransportError)) as caught:
+            save_eight(group, 2.0, tmp_path)
+        messages.append(str(caught.value))
+
+    rs.run_in_process(save_again, 2, timeout_s=20)
+    assert all("disk full" in message for message in messages)
+    with pytest.raises(rs.CacheError, match="no complete cache"):
+        rs.run_in_process(lambda group: cache_of(group).load(tmp_path), 2)
+
+
+def test_a_cache_with_other_room_can_be_filled(tmp_path: Path) -> None:
+    rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
+
+    def load(group: InProcessRank) -> dict[int, int]:
+        cache = cache_of(group, max_tokens=100)
+        cache.load(tmp_path)
+        return cache.lengths
+
+    assert rs.run_in_process(load, 1) == [{0: 8}]
+
+
+def test_all_ranks_hear_of_one_that_cannot_read(tmp_path: Path) -> None:
+    rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
+    messages = []
+
+    def load(group: InProcessRank) -> None:
+        with pytest.raises(rs.RingspanError) as caught:
+            cache_of(group).load(tmp_path / "elsewhere" if group.rank else tmp_path)
+        messages.append(str(caught.value))
+
+    rs.run_in_process(load, 2, timeout_s=20)
+    assert all("no complete cache" in message for message in messages)

@@ -305,3 +305,19 @@ def test_attention_on_one_rank_and_gather_on_another() -> None:
     messages = {str(error) for error in errors_of(2, differ)}
     assert len(messages) == 1
     assert "gather" in messages.pop()
+
+
+def test_gradients_in_another_order_on_one_rank_are_refused() -> None:
+    """Two like gathers: in the same order each gets its own gradient, in another one nobody gets a wrong one."""
+
+    def run(group: InProcessRank, orders: tuple[tuple[int, int], ...]) -> dict[int, list[float]]:
+        leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+        one, other = (rs.gather(x, rs.contiguous(4, 2), group, dim=0) for x in leaves)
+        losses = [one.sum(), (10 * other).sum()]
+        return {i: torch.autograd.grad(losses[i], leaves[i])[0].tolist() for i in orders[group.rank]}
+
+    for order in ((0, 1), (1, 0)):
+        for gradients in rs.run_in_process(lambda group, order=order: run(group, (order, order)), 2):
+            assert gradients == {0: [2.0, 2.0], 1: [20.0, 20.0]}
+    with pytest.raises(rs.TransportError, match="gradient of call: rank"):
+        rs.run_in_process(lambda group: run(group, ((0, 1), (1, 0))), 2)

@@ -139,3 +139,40 @@ def test_blocks_are_never_moved_and_rarely_made() -> None:
     assert all(after[: len(before)] == before for before, after in itertools.pairwise(places))
     assert len(places[-1]) < 30
     assert cache.nbytes <= 1.3 * 1000 * 2 * 2 * 4 * 4
+
+
+LATER_ONLY = ("sliding_window", -3, None)  # of a window that begins behind a query, the first keys are nobody's
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_masks_under_which_the_first_keys_are_seen_by_nobody(world_size: int, wire: str | None) -> None:
+    story = Story(11, HEADS[0], [LATER_ONLY], torch.float32).turn({0: 16}, algorithm="pass_kv", wire=wire)
+    rs.run_in_process(lambda group: live_through(story, group), world_size)
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_ranks_without_a_key(wire: str | None) -> None:
+    """Three ranks and one token, then another, and a window that has left most of them."""
+    story = Story(12, HEADS[0], [CAUSAL, WINDOW], torch.float32)
+    for number in (1, 1, 2, 30, 2):
+        story.turn({0: number}, algorithm="pass_kv", wire=wire)
+    rs.run_in_process(lambda group: live_through(story, group), 3)
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_turns_in_inference_mode_and_outside(world_size: int, modes: tuple[bool, bool]) -> None:
+    """Beams and all: what was made in one mode is written to in the other."""
+    first = Story(13, HEADS[0], [CAUSAL], torch.float32).turn({0: 9}, algorithm="pass_kv").select((0, 0))
+    rest = Story(14, HEADS[0], first.specs, torch.float32)
+    rest.held = {sequence: list(layers) for sequence, layers in first.held.items()}
+    rest.turn({0: 1, 1: 1}).turn({0: 5, 1: 7}, algorithm="pass_kv")
+
+    def live(group: InProcessRank) -> None:
+        cache = None
+        for story, is_inference in zip((first, rest), modes, strict=True):
+            with torch.inference_mode(is_inference), torch.no_grad():
+                cache = live_through(story, group, cache)
+
+    rs.run_in_process(live, world_size)

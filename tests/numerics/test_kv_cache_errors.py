@@ -207,3 +207,54 @@ def test_a_mask_that_ends() -> None:
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, mask=rs.causal() & rs.documents([5]))
     with pytest.raises(rs.MaskError, match="5 positions"):
         cache.begin([6])
+
+
+def test_a_refusal_that_others_hear_of_while_they_measure_leaves_the_group_usable() -> None:
+    """Rank 0 refuses; the others learn of it in the middle of `begin`, and say nothing of their own."""
+
+    def run(group: InProcessRank) -> str:
+        cache = rs.KVCache(num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8, group=group)
+
+        def turn(number: int) -> None:
+            with cache.begin([number], algorithm="pass_kv") as turn:
+                x = torch.randn(1, 4, turn.num_rows, 8)
+                rs.prefill(x, x, x, turn, layer=0)
+
+        turn(400)
+        with pytest.raises(rs.RingspanError) as caught:
+            cache.begin([4], wire="int4" if group.rank == 0 else None)
+        turn(4)
+        assert cache.lengths == {0: 404}
+        return str(caught.value)
+
+    messages = rs.run_in_process(run, 2, timeout_s=20)
+    assert all("wire='int4'" in message for message in messages)
+
+
+@pytest.mark.parametrize("what", ["order", "first scale", "later scale"])
+def test_layers_that_differ_between_ranks_are_found(what: str) -> None:
+    """The first layer of a turn at once, the others when the next turn begins."""
+
+    def run(group: InProcessRank) -> None:
+        cache = rs.KVCache(num_layers=3, num_heads=1, num_kv_heads=1, head_dim=4, group=group)
+        for _ in range(2):
+            with cache.begin([8], algorithm="pass_kv") as turn:
+                layers = [0, 2, 1] if what == "order" and group.rank else [0, 1, 2]
+                for layer in layers:
+                    odd = {"first scale": 0, "later scale": 1}.get(what) == layer and group.rank
+                    x = torch.zeros(1, 1, turn.num_rows, 4)
+                    rs.prefill(x, x, x, turn, layer=layer, scale=0.25 if odd else None)
+
+    with pytest.raises(rs.TransportError, match="scale: rank" if what == "first scale" else "history: rank"):
+        rs.run_in_process(run, 2, timeout_s=20)
+
+
+def test_another_first_layer_is_found_at_once() -> None:
+    def run(group: InProcessRank) -> None:
+        cache = rs.KVCache(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, group=group)
+        turn = cache.begin([8], algorithm="pass_kv")
+        x = torch.zeros(1, 1, turn.num_rows, 4)
+        rs.prefill(x, x, x, turn, layer=group.rank)
+
+    with pytest.raises(rs.TransportError, match=r"layer: rank \d has"):
+        rs.run_in_process(run, 2, timeout_s=20)

@@ -88,3 +88,26 @@ def test_storage_of_every_type(storage: str, world_size: int) -> None:
         {0: 6, 1: 5}, algorithm="pass_kv"
     )
     rs.run_in_process(lambda group: live_through(story, group), world_size)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_bound_holds_for_a_single_token_of_every_type(name: str, dtype: torch.dtype) -> None:
+    """Its output is v itself, so every rounding on the way shows."""
+    v = (1 + torch.arange(65) / 128).to(dtype).view(1, 1, 1, 65)
+    q = torch.zeros_like(v)
+    cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=65, dtype=dtype, storage=name)
+    with cache.begin([1]) as turn:
+        out = rs.prefill(q, v, v, turn, layer=0)
+        bound = rs.error_bound(q, turn, layer=0).item()
+    assert isinstance(out, torch.Tensor)
+    error = (out.double() - v.double()).abs().max().item()
+    assert 0 < error <= bound
+
+
+def test_what_float16_cannot_hold_has_no_bound() -> None:
+    v = torch.full((1, 1, 1, 4), 65504.0).half()
+    cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, dtype=torch.float16, storage="int8")
+    with cache.begin([1]) as turn:
+        rs.prefill(torch.zeros_like(v), v, v, turn, layer=0)
+        assert rs.error_bound(torch.zeros_like(v), turn, layer=0).isinf().all()

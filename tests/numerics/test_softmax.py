@@ -1,13 +1,14 @@
 """Merging partial attention: the laws that let parts arrive in any order from any number of ranks."""
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringspan.softmax import Partial, accumulator_dtype, merge_
+from ringspan.softmax import Partial, accumulator_dtype, merge_, merge_steadily
 from ringspan.softmax import merged as merged_two
 
 torch.set_num_threads(1)
@@ -28,11 +29,15 @@ def some_part(seed: int, dtype: torch.dtype = torch.float32) -> Partial:
     return Partial(out.masked_fill(lse.isneginf().unsqueeze(-1), 0.0), lse)
 
 
-def merged(*parts: Partial) -> Partial:
+def merged(*parts: Partial, merge: Callable[[Partial, Partial], None] = merge_) -> Partial:
     total = Partial(parts[0].out.clone(), parts[0].lse.clone())
     for part in parts[1:]:
-        merge_(total, part)
+        merge(total, part)
     return total
+
+
+def merged_steadily(*parts: Partial) -> Partial:
+    return merged(*parts, merge=merge_steadily)
 
 
 def merged_anew(*parts: Partial) -> Partial:
@@ -63,6 +68,7 @@ def test_parts_merge_to_the_softmax_over_all_their_keys(drawn: list[int]) -> Non
     parts = [some_part(seed) for seed in drawn]
     assert_same(merged(nothing(), *parts), joint_softmax(*parts))
     assert_same(merged_anew(nothing(), *parts), joint_softmax(*parts))
+    assert_same(merged_steadily(nothing(), *parts), joint_softmax(*parts))
 
 
 @given(seeds, seeds, seeds)
@@ -125,10 +131,21 @@ def test_an_infinity_stays_one_and_nan_stays_nan() -> None:
     odd.lse.zero_()
     odd.out[..., 0, 0], odd.out[..., 1, 0], odd.out[..., 2, 0] = torch.inf, -torch.inf, torch.nan
     plain = Partial(some_part(5).out, torch.ones(SHAPE[:-1]))
-    for found in (merged(nothing(), odd, plain), merged(plain, odd), merged_anew(odd, plain, nothing())):
+    steady = merged_steadily(nothing(), odd, plain), merged_steadily(plain, odd)
+    for found in (merged(nothing(), odd, plain), merged(plain, odd), merged_anew(odd, plain, nothing()), *steady):
         torch.testing.assert_close(found.out, joint_softmax(odd, plain).out.float(), equal_nan=True)
         assert found.out[..., 0, 0].isposinf().all()
         assert found.out[..., :3, 1:].isfinite().all()
+
+
+@pytest.mark.parametrize("merge", [merged, merged_anew, merged_steadily])
+@pytest.mark.parametrize("value", [1e9, torch.inf])
+def test_large_numbers_of_little_weight_count(merge: Callable[..., Partial], value: float) -> None:
+    """Beside a weight of e^-17 the other one is 1 in float32, and yet they are no 0 and 1."""
+    light = Partial(torch.full(SHAPE, value), torch.zeros(SHAPE[:-1]))
+    heavy = Partial(torch.ones(SHAPE), torch.full(SHAPE[:-1], 17.0))
+    for found in (merge(light, heavy), merge(heavy, light)):
+        assert_same(found, joint_softmax(light, heavy))
 
 
 def test_sums_are_float32_unless_the_input_is_float64() -> None:

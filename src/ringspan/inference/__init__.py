@@ -101,7 +101,7 @@ def store(k: torch.Tensor, v: torch.Tensor, turn: Turn, *, layer: int) -> None:
         _check_tensors(turn, {"k": k, "v": v})
         with torch.no_grad():
             _write(turn, layer, _encoded(turn.state, k, v))
-        turn.layers_done.add(layer)
+        turn.layers_done[layer] = None
 
 
 def error_bound(q: torch.Tensor, turn: Turn, *, layer: int, scale: float | None = None) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _run_layer(
             rows = _encoded(state, k, v)
             _write(turn, layer, rows)
             part = _attend(turn, turn.plans[state.model.masks[layer]], q, rows, layer, scale)
-        turn.layers_done.add(layer)
+        turn.layers_done[layer] = scale
         return Partial(part.out.to(q.dtype), part.lse)
 
 
@@ -188,7 +188,9 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
     views: list[Rows] = []
     for part, first in zip(turn.parts, problem.firsts, strict=True):
         views += state.stored[part.sequence].rows(layer, first[rank], part.after.counts[rank])
-    is_all_new = turn.query == "sharded" and not any(part.start for part in turn.parts)
+    views = views or [tuple(x[:, :, :0] for x in new)]
+    starts = [*(part.start for part in turn.parts), *(first[rank] for first in problem.firsts)]
+    is_all_new = turn.query == "sharded" and not any(starts)
     owner = ALL if turn.query == "replicated" else rank
     rows = CachedRows(views, new if is_all_new else None)
     kv: Value = (rows,)
@@ -200,7 +202,7 @@ def _attend(turn: Turn, plan: Plan, q: torch.Tensor, new: Rows, layer: int, scal
 
     def agree() -> None:
         if not turn.is_agreed:
-            state.session.contract.agree(turn.signature(scale), transport.timeout_s, is_new=False)
+            state.session.contract.agree(turn.signature(layer, scale), transport.timeout_s, is_new=False)
             turn.is_agreed = True
 
     wire = TurnWire(transport, state.session.buffers, q, problem.sizes.kv_dtypes, agree)

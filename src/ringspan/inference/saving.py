@@ -29,7 +29,22 @@ _VERSION = 1
 
 def save(state: CacheState, folder: Path) -> None:
     """Write the committed tokens; all ranks must, into one folder that all can reach."""
-    mine = folder / f"rank-{state.rank}"
+    telling_refusals = state.session.contract.telling_refusals
+    with telling_refusals():
+        if state.rank == 0:
+            (folder / _INDEX).unlink(missing_ok=True)  # what was saved there before is no longer complete
+    agree(state, "save", folder)
+    with telling_refusals():
+        _write(state, folder / f"rank-{state.rank}")
+    agree(state, "write the index of", folder)
+    with telling_refusals():
+        if state.rank == 0:
+            _write_index(state, folder)
+    agree(state, "have saved", folder)
+
+
+def _write(state: CacheState, mine: Path) -> None:
+    """This rank's tokens."""
     mine.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Any] = {}
     blocks: dict[int, list[int]] = {}
@@ -44,19 +59,20 @@ def save(state: CacheState, folder: Path) -> None:
         with _alone():
             save_tensors(tensors, checkpoint_id=mine, no_dist=True)
     (mine / "blocks.json").write_text(json.dumps(blocks))
-    agree(state, "save", folder)  # all have written
-    if state.rank == 0:
-        index = {
-            "version": _VERSION,
-            "cache": state.description,
-            "world_size": state.world_size,
-            "placements": {
-                sequence: [[(span.start, span.stop, span.step) for span in spans] for spans in placement.spans]
-                for sequence, placement in state.placements.items()
-            },
-        }
-        (folder / _INDEX).write_text(json.dumps(index))
-    agree(state, "saved", folder)
+
+
+def _write_index(state: CacheState, folder: Path) -> None:
+    """Who has which token."""
+    index = {
+        "version": _VERSION,
+        "cache": state.contents,
+        "world_size": state.world_size,
+        "placements": {
+            sequence: [[(span.start, span.stop, span.step) for span in spans] for spans in placement.spans]
+            for sequence, placement in state.placements.items()
+        },
+    }
+    (folder / _INDEX).write_text(json.dumps(index))
 
 
 def read_index(state: CacheState, folder: Path) -> dict[int, Placement]:
@@ -67,8 +83,8 @@ def read_index(state: CacheState, folder: Path) -> dict[int, Placement]:
         raise CacheError(f"folder={str(folder)!r}: there is no complete cache in it ({error})") from None
     if index.get("version") != _VERSION:
         raise CacheError(f"folder={str(folder)!r}: its version is {index.get('version')}; this one reads {_VERSION}")
-    if index["cache"] != state.description:
-        raise CacheError(f"folder={str(folder)!r} has a cache of {index['cache']}; this one is of {state.description}")
+    if index["cache"] != state.contents:
+        raise CacheError(f"folder={str(folder)!r} has a cache of {index['cache']}; this one is of {state.contents}")
     return {
         int(sequence): Placement(tuple(tuple(Span(*span) for span in spans) for spans in ranks))
         for sequence, ranks in index["placements"].items()
@@ -90,7 +106,7 @@ def fill(turn: Turn, folder: Path, saved: Mapping[int, Placement]) -> None:
                 if len(common):
                     rows = _read_block(state, source, part.sequence, start, stop)
                     _take(turn, part.sequence, rows, theirs, mine)
-    turn.layers_done.update(range(state.model.num_layers))
+    turn.layers_done.update(dict.fromkeys(range(state.model.num_layers)))
 
 
 def agree(state: CacheState, what: str, folder: Path) -> None:
@@ -106,9 +122,10 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without the warning that each rank writes and reads for itself, which is meant; ranks may be threads."""
+    """Without warnings that each rank writes for itself, and over what was there, as is meant; ranks may be threads."""
     with _LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
         yield
 
 

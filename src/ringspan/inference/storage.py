@@ -66,10 +66,11 @@ class Stored:
         # A long prompt and a short answer lie in one block.
         room = max(count - self.capacity + MIN_BLOCK, self.capacity // GROWTH)
         layers, heads, dims, dtypes, device = self.spec
-        tensors = [
-            torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
-            for dim, dtype in zip(dims, dtypes, strict=True)
-        ]
+        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+            tensors = [
+                torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
+                for dim, dtype in zip(dims, dtypes, strict=True)
+            ]
         self._blocks.append(_Block(tuple(tensors)))
         self.starts.append(self.capacity)
         self.capacity += room
@@ -84,7 +85,8 @@ class Stored:
     def copy(self) -> "Stored":
         """The same tokens in memory of their own."""
         twin = Stored(self.spec)
-        twin._blocks = [_Block(tuple(x.clone() for x in block.tensors)) for block in self._blocks]
+        with torch.inference_mode(False):
+            twin._blocks = [_Block(tuple(x.clone() for x in block.tensors)) for block in self._blocks]
         twin.starts, twin.capacity = [*self.starts], self.capacity
         return twin
 

@@ -62,7 +62,8 @@ class CacheState:
     form: Format | None  # of encoded storage
     kernel: Kernel
     max_tokens: int | None
-    description: str  # of model and storage, for the contract
+    contents: str  # what the model and storage make of them
+    description: str  # of all that ranks must have in common
     placements: dict[int, Placement] = field(default_factory=dict)
     stored: dict[int, Stored] = field(default_factory=dict)
     history: str = ""  # a digest of all that was done, the same on all ranks
@@ -124,7 +125,7 @@ class Turn:
         # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
         self.form = None if wire is None or self.algorithm != "pass_kv" else FORMATS[wire]
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of k and v, (KV heads,)
-        self.layers_done: set[int] = set()
+        self.layers_done: dict[int, float | None] = {}  # with the scale of each, in their order
         self.said: Mapping[str, str] = {}  # what else the ranks must agree on, by the caller
         self.is_agreed = False
         for part in parts:
@@ -208,7 +209,7 @@ class Turn:
             raise CacheError(f"commit without layers {missing}: run each layer once, or abort the turn")
         for part in self.parts:
             state.placements[part.sequence] = part.after
-        state.note("turn", [(part.sequence, part.num_new) for part in self.parts])
+        state.note("turn", [(part.sequence, part.num_new) for part in self.parts], self.layers_done)
         state.turn = None
 
     def abort(self) -> None:
@@ -232,8 +233,8 @@ class Turn:
         new = ", ".join(f"{part.sequence}: {part.num_new} after {part.start}" for part in self.parts)
         return f"<Turn {self.algorithm}, sequences {{{new}}}>"
 
-    def signature(self, scale: float) -> Signature:
-        """All that must agree between ranks."""
+    def signature(self, layer: int, scale: float) -> Signature:
+        """All that must agree between ranks, of the turn and of its first layer; the next turn looks at the others."""
         state = self._state
         return Signature.of(
             {
@@ -249,6 +250,7 @@ class Turn:
                 "algorithm": self.algorithm,
                 "wire": self.form,
                 "query": self.query,
+                "layer": layer,
                 "scale": scale,
                 **self.said,
             }
