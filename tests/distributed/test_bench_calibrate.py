@@ -40,6 +40,7 @@ def test_a_machine_is_calibrated_planned_for_and_predicted(tmp_path: Path) -> No
         (["--calibrate", "/no/such/place/mine.toml"], "cannot be written"),
         (["--predict", "none.toml"], "does not exist"),
         (["--calibrate", "a.toml", "--predict", "pyproject.toml"], "give one of them"),
+        (["--predict", "README.md"], "--predict README.md: --calibrate writes a .toml file; give that one"),
         (["--calibrate", "a.toml", "--backward"], "forward pass only"),
     ],
 )
@@ -55,4 +56,4 @@ def test_a_file_that_is_no_device_is_refused_before_anything_is_measured(tmp_pat
     path.write_text("a = 1\n")
     result = invoke("--predict", str(path), *SMALL)
     assert result.exit_code == 2
-    assert "is no calibrated device" in result.output
+    assert f"--predict: {path} is no calibrated device" in result.output

@@ -181,7 +181,7 @@ def test_reproducible_compares_bits_with_one_device() -> None:
     assert report["is_verified"] is True
     assert all(rank["sent_bytes"] == rank["scheduled_bytes"] for rank in report["by_rank"])
     refused = invoke("--reproducible", "--ranks", "2", "--layout", "striped")
-    assert (refused.exit_code, "use block=512" in refused.output) == (2, True)
+    assert (refused.exit_code, "use --layout striped:512" in refused.output) == (2, True)
 
 
 def test_other_bits_than_those_of_one_device_are_a_failure(
@@ -407,6 +407,32 @@ def test_defaults_are_those_of_the_help(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings.seq_len, settings.num_kv_heads, settings.world_size) == (2**20, 8, 4)
 
 
+def test_the_help_of_transformer_tells_the_sizes_that_it_uses_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = fake_run(monkeypatch, RanksFailed("enough"))
+    invoke("--transformer")
+    used = jobs[0].transformer
+    assert used is not None
+    sizes = f"--tokens {used.seq_len}, --batch {used.batch}, --heads {used.num_heads}, --head-dim {used.head_dim}"
+    told = f"[defaults then: {sizes}, --repeats {used.repeats}]"
+    assert told in " ".join(invoke("--help").output.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name", "means"),
+    [
+        *(("--algorithm", text, "algorithm", "pass_q") for text in ("pass-q", "pass_q", "pass-Q", "PASS_Q")),
+        *(("--dtype", text, "dtype", "bfloat16") for text in ("bf16", "BF16", "BFloat16")),
+        *(("--dtype", f"fp{bits}", "dtype", f"float{bits}") for bits in (16, 32, 64)),
+    ],
+)
+def test_choices_have_the_spellings_of_python_the_reports_and_the_planner(
+    option: str, value: str, name: str, means: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = fake_run(monkeypatch, a_result())
+    assert invoke(option, value).exit_code == 0
+    assert getattr(jobs[0].settings, name) == means
+
+
 def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_run(monkeypatch, RanksFailed("rank 3: RuntimeError: it broke"))
     done = invoke("--ranks", "4")
@@ -419,7 +445,10 @@ def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPat
         (["--tokens", "0"], "'0' is no number of tokens; use one of at least 1, such as 4096, 16K or 1M (2^20)"),
         (["--mask", "triangle"], "'triangle' is no mask"),
         (["--layout", "spiral"], "'spiral' is no layout"),
-        (["--heads", "3", "--kv-heads", "2"], "3 query heads over 2 KV heads"),
+        (["--tokens", "999999999999M"], "use at most 67,108,864"),
+        (["--ranks", "100000"], "100000 is not in the range 1<=x<=1024"),
+        (["--heads", "99999999999999", "--algorithm", "ulysses"], "is not in the range 1<=x<=1024"),
+        (["--heads", "3", "--kv-heads", "2"], "--heads 3, --kv-heads 2: every KV head serves the same number"),
         (["--ranks", "2", "--algorithm", "ulysses"], "Ulysses over 2 ranks with 1 query heads"),
         (["--ranks", "2", "--mesh", "1x2"], "--mesh 1x2: pass-kv has no mesh; leave it out, or use --algorithm hybrid"),
         (["--ranks", "2", "--algorithm", "hybrid"], "add --mesh OUTERxINNER, such as --mesh 1x2"),
@@ -430,8 +459,16 @@ def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPat
         (["--transport", "nccl"], "1 ranks need as many GPUs; there are 0"),
         (["--selfcheck", "--tokens", "512"], "--tokens is for a measurement; --selfcheck takes only --json"),
         (["--trace", "/nowhere/at/all.json"], "'/nowhere/at/all.json' cannot be written"),
-        (["--dtype", "int8"], "'int8' is not one of"),
+        (["--trace", ""], "'--trace': '' is no name of a file; give one, or leave the option out"),
+        (["--dtype", "Int_8"], "'Int_8' is not one of 'float64', 'float32', 'bfloat16', 'float16'"),
         (["--repeats", "0"], "--repeats"),
+        (["--repeats", "x"], "'x' is not a whole number"),
+        (["--timeout", "0"], "'--timeout': '0' is no time to wait; use seconds above 0 and up to 1,000,000"),
+        (["--timeout", "nan"], "'nan' is no time to wait"),
+        (["--timeout", "inf"], "'inf' is no time to wait"),
+        (["--timeout", "soon"], "'soon' is no time to wait"),
+        (["--prefill", "--decode"], "--prefill and --decode are two measurements; give one of them"),
+        (["--decode", "--prefill"], "--prefill and --decode are two measurements; give one of them"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -489,7 +526,7 @@ def test_options_that_contradict_the_launcher_are_refused(
 def test_a_refusal_that_only_ranks_can_know_is_exit_code_2() -> None:
     done = run("--ranks", "2", "--tokens", "64", "--kernel", "sdpa_flash")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: kernel='sdpa_flash' with torch.float32 on cpu")
+    assert done.stderr.startswith("Error: --kernel 'sdpa_flash' with torch.float32 on cpu")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -68,11 +68,11 @@ def test_decode_over_contexts(tmp_path: Path) -> None:
     [
         (["--prefill", "--mask", "full"], "--mask has no meaning for --prefill"),
         (["--decode", "--layout", "striped"], "--layout has no meaning for --decode"),
-        (["--prefill", "--batch", "2"], "--batch has no meaning for --prefill"),
+        (["--prefill", "--batch", "2"], "--batch has no meaning for --prefill; leave it out"),
         (["--plot", "x.svg"], "it goes with --prefill or --decode"),
         (["--prefill", "--plot", "/no/such/folder/x.svg"], "cannot be written"),
-        (["--prefill", "--heads", "3", "--kv-heads", "2"], "divides the query heads"),
-        (["--decode", "--tokens", "9"], "128 or more"),
+        (["--prefill", "--heads", "3", "--kv-heads", "2"], "use --kv-heads 1 or 3"),
+        (["--decode", "--tokens", "9"], "--tokens 9: 1 % of them must be something; use 128 or more"),
     ],
 )
 def test_what_is_refused(words: list[str], text: str) -> None:

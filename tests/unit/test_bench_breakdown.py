@@ -64,6 +64,16 @@ def test_the_bottleneck_is_named_with_the_rank_it_hits_hardest(
     assert share in verdict.text
 
 
+def test_a_layout_is_suspected_only_where_attention_is_uneven() -> None:
+    even = judge([Breakdown(60, 1, 4, 30, 5), Breakdown(62, 1, 4, 28, 5)], 60.0)
+    assert even.bottleneck == "waiting"
+    assert "All spend as long on attention" in even.text
+    assert "layout" not in even.text
+    uneven = judge([Breakdown(50, 1, 4, 40, 5), Breakdown(90, 1, 4, 0, 5)], 90.0)
+    assert "Attention takes 50 to 90 % of the time of a rank: either work is uneven" in uneven.text
+    assert "or some ranks are slower" in uneven.text
+
+
 def test_ratios_are_of_neighbouring_repeats() -> None:
     slow, fast = Timing.of([2.0, 40.0, 6.0]), Timing.of([1.0, 10.0, 4.0])
     assert (slow.median_s, slow.fastest_s, slow.slowest_s) == (6.0, 2.0, 40.0)

@@ -330,6 +330,16 @@ def test_options_work_together(args: tuple[str, ...]) -> None:
     assert simulate(*args).exit_code == 0
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [("1", 1), ("7", 1), ("6", 2), ("8", 2)])
+def test_kv_heads_that_nobody_asked_for_divide_the_query_heads(heads: str, kv_heads: int) -> None:
+    assert json.loads(simulate("--heads", heads, "--json").stdout)["parameters"]["num_kv_heads"] == kv_heads
+
+
+@pytest.mark.parametrize("name", ["all-gather", "all_gather", "All-Gather", "ALL_GATHER"])
+def test_an_algorithm_may_be_spelled_as_python_or_the_report_does(name: str) -> None:
+    assert json.loads(simulate("--algorithm", name, "--json").stdout)["parameters"]["algorithms"] == ["all_gather"]
+
+
 def test_tokens_may_be_given_in_k() -> None:
     assert simulate_json("--tokens", "1k", "--heads", "1", "--kv-heads", "1")["parameters"]["seq_len"] == 1024
 

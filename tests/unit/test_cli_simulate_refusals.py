@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from click.testing import CliRunner, Result
 
 from ringspan.cli import main
 from ringspan.cli.values import parse_mask
-from ringspan.errors import MaskError
-from ringspan.lesson import Settings, decode, prefill
+from ringspan.errors import MaskError, ShapeError
+from ringspan.lesson import LayoutChoice, Settings, decode, prefill
+from ringspan.mask import causal
 from ringspan.simulate import Simulation, simulate_attention
 
 
@@ -29,19 +31,24 @@ def simulate(*args: str, **env: str) -> Result:
         ("--tokens 0", "'--tokens': '0' is no number of tokens; use one of at least 1"),
         ("--tokens 99999999999999999999", "is no number of tokens"),
         ("--tokens 64K", "'--tokens': '64K' is 65,536 tokens; use at most 8,192"),
-        ("--tokens 8192", "more than 268,435,456; use fewer tokens or heads"),
+        ("--tokens 8K", "--tokens 8192, --heads 8: the dense reference would compute 536,870,912 scores"),
+        ("--tokens 8K", "more than 268,435,456; use --heads 4 or --tokens 5792\n"),
         (
             "--tokens 1024 --heads 128 --head-dim 1024",
-            "more than 16,777,216; use fewer tokens, fewer heads or a smaller",
+            "more than 16,777,216; use --heads 16, --tokens 128 or --head-dim 128\n",
         ),
         (
             "--heads 6 --kv-heads 4",
-            "6 query heads over 4 KV heads: every KV head serves the same number of query heads",
+            "--heads 6, --kv-heads 4: every KV head serves the same number of query heads; "
+            "use --kv-heads 1, 2, 3 or 6\n",
         ),
+        ("--heads 7 --kv-heads 2", "use --kv-heads 1 or 7\n"),
+        ("--heads 1 --kv-heads 2", "use --kv-heads 1\n"),
         ("--heads 99999999999999 --kv-heads 7", "is not in the range"),
         ("--head-dim 0", "'--head-dim': 0 is not in the range"),
         ("--head-dim 100000000000", "is not in the range"),
-        ("--seed text", "'--seed': 'text' is not a valid integer"),
+        ("--seed text", "'--seed': 'text' is not a whole number (see 'ringspan simulate --help')"),
+        ("--seed", "Option '--seed' requires an argument (see 'ringspan simulate --help')"),
         ("--seed -1", "-1 is not in the range x>=0"),
         ("--mask nonsense", "'--mask': 'nonsense' is no mask; use full, causal, window:LEFT[:RIGHT], prefix:N"),
         ("--mask causal&", "'' is no mask"),
@@ -85,6 +92,32 @@ def test_bad_input_gets_one_clear_line(args: str, message: str) -> None:
     assert result.stderr.startswith("Error: ")
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"--tokens": 8192, "--heads": 8, "--kv-heads": 2, "--head-dim": 32},
+        {"--tokens": 8192, "--heads": 1024, "--kv-heads": 1024, "--head-dim": 1},
+        {"--tokens": 8192, "--heads": 9, "--kv-heads": 3, "--head-dim": 512},
+        {"--tokens": 8000, "--heads": 1, "--kv-heads": 1, "--head-dim": 4096},
+        {"--tokens": 512, "--heads": 1024, "--kv-heads": 1, "--head-dim": 33},
+        {"--tokens": 8192, "--heads": 1024, "--kv-heads": 1, "--head-dim": 4096},
+    ],
+    ids=str,
+)
+def test_each_smaller_size_that_a_refusal_names_would_do(sizes: dict[str, int]) -> None:
+    def check(sizes: dict[str, int]) -> None:
+        Settings(4, *sizes.values(), causal(), LayoutChoice("zigzag"), ("pass_kv",), None, None, seed=0)
+
+    with pytest.raises(ShapeError) as refused:
+        check(sizes)
+    ways = re.findall(r"(--[a-z-]+) (\d+)", str(refused.value).split("; use ")[1])
+    assert ways
+    for option, value in ways:
+        check(sizes | {option: int(value)})
+        with pytest.raises(ShapeError):
+            check(sizes | {option: int(value) + (sizes["--kv-heads"] if option == "--heads" else 1)})
 
 
 def test_unknown_command_gets_one_clear_line() -> None:

@@ -100,9 +100,9 @@ def test_other_bits_end_in_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--layout striped", "layout striped in the reproducible mode: no tile of 512 tokens may be on two ranks;"),
-        ("--layout striped", "the nearest such layout is striped:512"),
-        ("--layout striped:1400", "the nearest such layout is striped:1536"),
+        ("--layout striped", "--reproducible, --layout striped: no tile of 512 tokens may be on two ranks;"),
+        ("--layout striped", "; use --layout striped:512 (see"),
+        ("--layout striped:1400", "; use --layout striped:1536 (see"),
         ("--algorithm ulysses --devices 4", "over more ranks than the 2 KV heads"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ringspan.bench.result import Activity, Breakdown
 
 MOST = 0.9  # of the time: with as much, attention is the bottleneck, as it should be
+EVEN = 1.1  # times as long on one rank as on another: up to here attention is called even
 
 
 class Interval(NamedTuple):
@@ -71,7 +72,23 @@ def judge(ranks: Sequence[Breakdown], ideal_s: float) -> Verdict:
     if sum(attention) >= MOST * len(ranks) and sum(losses["contention"]) <= (1 - MOST) * len(ranks):
         name, shares = "attention", attention
     worst = max(range(len(ranks)), key=lambda rank: shares[rank])
-    return Verdict(name, _SENTENCES[name].format(rank=worst, share=f"{100 * shares[worst]:.0f} %"))
+    text = _SENTENCES[name].format(rank=worst, share=f"{100 * shares[worst]:.0f} %")
+    if name == "waiting":
+        text += _why_waiting(min(attention), max(attention))
+    return Verdict(name, text)
+
+
+def _why_waiting(least: float, most: float) -> str:
+    """What the ranks' shares of attention say of it. Their speeds are not known, so work is never the only guess."""
+    if most <= EVEN * least:
+        return (
+            " All spend as long on attention, so they hold each other up, or other programs do: see that every rank "
+            "has a core of its own."
+        )
+    return (
+        f" Attention takes {100 * least:.0f} to {100 * most:.0f} % of the time of a rank: either work is uneven, which "
+        "another layout (zigzag, balanced) mends, or some ranks are slower; see that every rank has a core of its own."
+    )
 
 
 _LOSSES = ("merge", "communication", "waiting", "other")
@@ -84,8 +101,7 @@ _SENTENCES = {
         "More tokens, fewer ranks, fewer KV heads or a faster link hide them."
     ),
     "waiting": (
-        "The bottleneck is uneven work or speed: rank {rank} waits {share} of the time for ranks that are not as far. "
-        "Look at the layout (zigzag, balanced), and whether every rank has a core of its own."
+        "The bottleneck is waiting: rank {rank} stands still {share} of the time, until others begin, send or finish."
     ),
     "other": (
         "The bottleneck is overhead outside kernels and messages: {share} of the time on rank {rank}. "

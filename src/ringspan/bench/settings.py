@@ -7,6 +7,7 @@ from ringspan.algorithms import Direction, Mesh, Side, build_schedule
 from ringspan.errors import ShapeError
 from ringspan.grid import bind_grid
 from ringspan.layout import Layout
+from ringspan.lesson import check_heads
 from ringspan.mask import Mask
 from ringspan.schedule import Heads, visible_blocks
 from ringspan.tiles import Problem, Shapes
@@ -19,6 +20,9 @@ class _Sizes(NamedTuple):
     itemsize: int
     sum_itemsize: int
 
+
+SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""As the planner and most papers write them."""
 
 DTYPES = {
     "float64": _Sizes(8, 8),
@@ -46,7 +50,7 @@ class InferenceSettings:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         if self.seq_len < 128:
-            raise ShapeError(f"{self.seq_len} tokens: give 128 or more, so that 1 % of them is something")
+            raise ShapeError(f"--tokens {self.seq_len}: 1 % of them must be something; use 128 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,9 @@ class TransformerSettings:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim % 2:
-            raise ShapeError(f"head_dim={self.head_dim}: RoPE turns dims in pairs; use an even number")
+            raise ShapeError(f"--head-dim {self.head_dim}: RoPE turns dims in pairs; use an even number")
         if self.seq_len < 2:
-            raise ShapeError(f"{self.seq_len} token: a label is a next token; use 2 tokens or more")
+            raise ShapeError(f"--tokens {self.seq_len}: a label is a next token; use 2 or more")
 
     @property
     def width(self) -> int:
@@ -153,12 +157,3 @@ class Job:
     def num_processes(self) -> int:
         """Ranks that are threads share a process."""
         return 1 if self.carrier == "threads" else self.world_size
-
-
-def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Refuse KV heads that cannot be shared evenly."""
-    if num_heads % num_kv_heads:
-        raise ShapeError(
-            f"{num_heads} query heads over {num_kv_heads} KV heads: every KV head serves the same number of query "
-            "heads; use a number of KV heads that divides the query heads"
-        )

@@ -46,10 +46,12 @@ class _Commands(click.Group):
             message = str(error)
             for name in ALGORITHMS:
                 message = message.replace(name, name.replace("_", "-"))
+            message = message.replace("kernel=", "--kernel ")
             raise _BadInput(message) from error
         except click.UsageError as error:
-            command = error.ctx.command_path if error.ctx else ctx.command_path
-            raise _BadInput(f"{error.format_message().rstrip('.')} (see '{command} --help')") from error
+            command = error.ctx.command_path if error.ctx else f"{ctx.command_path} {ctx.invoked_subcommand}"
+            message = error.format_message().rstrip(".").replace("a valid integer range", "a whole number")
+            raise _BadInput(f"{message} (see '{command} --help')") from error
         except KeyboardInterrupt:
             ctx.exit(130)
 

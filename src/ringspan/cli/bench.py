@@ -7,33 +7,44 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from ringspan import __version__
-from ringspan.algorithms import ALGORITHMS, Direction, Mesh
+from ringspan.algorithms import Direction, Mesh
 from ringspan.bench.launch import Launched, Progress, count_cores, count_gpus, find_launcher
 from ringspan.bench.result import Measured, PathCheck
-from ringspan.bench.settings import CARRIERS, DTYPES, Carrier, Job, Settings
+from ringspan.bench.settings import CARRIERS, DTYPES, SHORT_DTYPES, Carrier, Job, Settings
 from ringspan.cli.bench_inference import inference_settings, refuse_others, show_inference
 from ringspan.cli.bench_ranks import count_ranks, default_carrier, new_console, run_on_ranks, show_progress
-from ringspan.cli.bench_transformer import refuse_sizes, show_transformer, transformer_settings
+from ringspan.cli.bench_transformer import DEFAULTS, refuse_sizes, show_transformer, transformer_settings
 from ringspan.cli.values import (
+    ALGORITHM,
     MASK_FORMS,
+    OutputFile,
+    Spelled,
+    check_layout,
     check_mask,
     check_options,
     check_writable,
     parse_layout,
     parse_mask,
     parse_mesh,
+    parse_seconds,
     parse_tokens,
     parsed_by,
 )
-from ringspan.lesson import LayoutChoice
+from ringspan.errors import RingspanError
+from ringspan.lesson import MAX_HEADS, LayoutChoice
 from ringspan.mask import Mask
 from ringspan.tree import TILE
+
+MAX_RANKS = 1024
+MAX_TOKENS = 2**26
+"""More than one command could start, or get through in a day; so that a slip is refused, not tried."""
 
 WITH_SELFCHECK = {"selfcheck", "as_json", "timeout_s"}
 
@@ -56,15 +67,27 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.option("--ranks", type=click.IntRange(1), help="Processes to start.  [default: one per GPU, or per core]")
 @click.option(
-    "--tokens", callback=parsed_by(parse_tokens), metavar="N", default="16384", help="Sequence length; 1M is 2^20."
+    "--ranks", type=click.IntRange(1, MAX_RANKS), help="Processes to start.  [default: one per GPU, or per core]"
+)
+@click.option(
+    "--tokens",
+    callback=parsed_by(partial(parse_tokens, most=MAX_TOKENS)),
+    metavar="N",
+    default="16384",
+    help="Sequence length; 1M is 2^20.",
 )
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences.")
-@click.option("--heads", type=click.IntRange(1), default=1, help="Query heads.")
-@click.option("--kv-heads", type=click.IntRange(1), help="KV heads; they divide the query heads.  [default: as many]")
+@click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=1, help="Query heads.")
+@click.option(
+    "--kv-heads",
+    type=click.IntRange(1, MAX_HEADS),
+    help="KV heads; they divide the query heads.  [default: as many]",
+)
 @click.option("--head-dim", type=click.IntRange(1), default=64, help="Elements of a head.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Of q, k and v.")
+@click.option(
+    "--dtype", type=Spelled(DTYPES, SHORT_DTYPES), default="float32", help="Of q, k and v; bf16, fp16 ... will do."
+)
 @click.option(
     "--mask",
     callback=parsed_by(parse_mask),
@@ -81,7 +104,7 @@ Examples:
 )
 @click.option(
     "--algorithm",
-    type=click.Choice([name.replace("_", "-") for name in ALGORITHMS]),
+    type=ALGORITHM,
     default="pass-kv",
     help="What to run.",
 )
@@ -112,18 +135,19 @@ Examples:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=600.0,
-    help="Seconds until ranks that do not answer are given up.",
+    callback=parsed_by(parse_seconds),
+    metavar="SECONDS",
+    default="600",
+    help="Until ranks that do not answer are given up.",
 )
 @click.option(
     "--trace",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=OutputFile(),
     help="Write what every rank did, and when, for ui.perfetto.dev.",
 )
 @click.option(
     "--calibrate",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=OutputFile(),
     help="First measure tiles and messages and write them as a device for ringspan plan; then predict this run.",
 )
 @click.option(
@@ -131,14 +155,20 @@ Examples:
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
     help="Print what ringspan plan predicts with a file that --calibrate wrote.",
 )
-@click.option("--prefill", "phase", flag_value="prefill", help="Time a cache instead: the first token, by miss rate.")
-@click.option("--decode", "phase", flag_value="decode", help="Time a cache instead: each token, by context.")
+@click.option("--prefill", is_flag=True, help="Time a cache instead: the first token of one sequence, by miss rate.")
+@click.option("--decode", is_flag=True, help="Time a cache instead: each token, by context; batch 1 and --batch.")
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=OutputFile(),
     help="With --prefill or --decode: write a diagram, an SVG file.",
 )
-@click.option("--transformer", is_flag=True, help="Time a whole dense decoder instead: prefill, training, decode.")
+@click.option(
+    "--transformer",
+    is_flag=True,
+    help="Time a whole dense decoder instead: prefill, training, decode.  [defaults then: "
+    + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in DEFAULTS.items())
+    + "]",
+)
 @click.option("--layers", type=click.IntRange(1), help="With --transformer.  [default: 4]")
 @click.option("--mlp", type=click.IntRange(1), help="With --transformer: inner size.  [default: 4 × heads × head_dim]")
 @click.option("--selfcheck", is_flag=True, help="Check every kernel and transport that can run here instead.")
@@ -168,7 +198,8 @@ def bench(
     trace: Path | None,
     calibrate: Path | None,
     predict: Path | None,
-    phase: Literal["prefill", "decode"] | None,
+    prefill: bool,
+    decode: bool,
     plot: Path | None,
     transformer: bool,
     layers: int | None,
@@ -199,9 +230,9 @@ def bench(
             ctx.exit(1)
         return
     refuse_sizes(layers, mlp)
-    if phase is not None or plot is not None:
+    if prefill or decode or plot is not None:
         sizes = (tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel, repeats, seed)
-        cached = inference_settings(ctx, phase, plot, *sizes)
+        cached = inference_settings(ctx, prefill, decode, plot, *sizes)
         with show_progress() as progress:
             found = run_on_ranks(Job("inference", carrier, world_size, timeout_s, inference=cached), launched, progress)
         if found is not None and not show_inference(found, plot, as_json, new_console()):
@@ -210,6 +241,7 @@ def bench(
     name = algorithm.replace("-", "_")
     check_options((name,), direction, mesh, world_size)
     check_mask(mask, tokens)
+    check_layout(layout, reproducible)
     for option, path in (("--trace", trace), ("--calibrate", calibrate)):
         check_writable(ctx, option, path)
     _check_calibration(calibrate, predict, launched, has_backward)
@@ -265,7 +297,12 @@ def _check_calibration(
     if predict is not None:
         from ringspan.catalog import load_device
 
-        load_device(str(predict))  # refused now, not after the measurement
+        if predict.suffix != ".toml":  # else a name of the catalogue is looked for
+            raise click.UsageError(f"--predict {predict}: --calibrate writes a .toml file; give that one")
+        try:
+            load_device(str(predict))  # refused now, not after the measurement
+        except RingspanError as error:
+            raise click.UsageError(f"--predict: {error}") from error
     if calibrate is not None and calibrate.suffix != ".toml":
         raise click.UsageError(f"--calibrate {calibrate}: ringspan plan knows devices by .toml; use {calibrate}.toml")
 

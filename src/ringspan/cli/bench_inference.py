@@ -16,7 +16,7 @@ from ringspan.cli.values import check_writable
 
 _OPTIONS = {
     "ranks", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "kernel", "carrier", "repeats", "seed",
-    "timeout_s", "phase", "plot", "as_json",
+    "timeout_s", "prefill", "decode", "plot", "as_json",
 }  # fmt: skip
 
 
@@ -29,12 +29,16 @@ def refuse_others(ctx: click.Context, allowed: Collection[str], rule: str) -> No
 
 
 def inference_settings(
-    ctx: click.Context, phase: Literal["prefill", "decode"] | None, plot: Path | None, *sizes: Any
+    ctx: click.Context, prefill: bool, decode: bool, plot: Path | None, *sizes: Any
 ) -> InferenceSettings:
     """What to measure; options of other measurements are refused."""
-    if phase is None:
+    if prefill and decode:
+        raise click.UsageError("--prefill and --decode are two measurements; give one of them")
+    if not (prefill or decode):
         raise click.UsageError(f"--plot {plot}: it goes with --prefill or --decode")
-    refuse_others(ctx, _OPTIONS - ({"batch"} if phase == "prefill" else set()), f"has no meaning for --{phase}")
+    phase: Literal["prefill", "decode"] = "prefill" if prefill else "decode"
+    allowed = _OPTIONS - ({"batch"} if phase == "prefill" else set())
+    refuse_others(ctx, allowed, f"has no meaning for --{phase}; leave it out")
     check_writable(ctx, "--plot", plot)
     return InferenceSettings(phase, *sizes)
 

@@ -32,7 +32,7 @@ def refuse_sizes(layers: int | None, mlp: int | None) -> None:
 
 def transformer_settings(ctx: click.Context) -> TransformerSettings:
     """What to measure; options of other measurements are refused."""
-    refuse_others(ctx, _OPTIONS, "has no meaning for --transformer")
+    refuse_others(ctx, _OPTIONS, "has no meaning for --transformer; leave it out")
     own = {name: DEFAULTS[name] for name in DEFAULTS if ctx.get_parameter_source(name) is ParameterSource.DEFAULT}
     given = ctx.params | own
     return TransformerSettings(

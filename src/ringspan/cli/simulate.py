@@ -8,9 +8,11 @@ from functools import partial
 import click
 
 from ringspan import __version__
-from ringspan.algorithms import ALGORITHMS, Direction, Mesh
+from ringspan.algorithms import Direction, Mesh
 from ringspan.cli.values import (
+    ALGORITHM,
     MASK_FORMS,
+    check_layout,
     check_mask,
     check_options,
     parse_layout,
@@ -57,7 +59,11 @@ Examples:
     help=f"Length of the sequence; 1K is 2^10.  [default: {TOKENS}, or {TILES * TILE} with --reproducible]",
 )
 @click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=8, help="Query heads.")
-@click.option("--kv-heads", type=click.IntRange(1, MAX_HEADS), default=2, help="KV heads; they divide the query heads.")
+@click.option(
+    "--kv-heads",
+    type=click.IntRange(1, MAX_HEADS),
+    help="KV heads; they divide the query heads.  [default: 2, or 1 if --heads is odd]",
+)
 @click.option("--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), default=32, help="Elements of a head.")
 @click.option(
     "--mask",
@@ -76,7 +82,7 @@ Examples:
 @click.option(
     "--algorithm",
     "algorithms",
-    type=click.Choice([name.replace("_", "-") for name in ALGORITHMS]),
+    type=ALGORITHM,
     multiple=True,
     default=("pass-kv", "pass-q"),
     help="What to run; may be given several times.",
@@ -105,7 +111,7 @@ def simulate(
     devices: int,
     tokens: int | None,
     heads: int,
-    kv_heads: int,
+    kv_heads: int | None,
     head_dim: int,
     mask: Mask,
     layout: LayoutChoice,
@@ -122,9 +128,11 @@ def simulate(
     Every result is held against dense attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
     """
     tokens = tokens or (TILES * TILE if reproducible else TOKENS)
+    kv_heads = kv_heads or (1 if heads % 2 else 2)
     names = tuple(dict.fromkeys(name.replace("-", "_") for name in algorithms))
     check_options(names, direction, mesh, devices)
     check_mask(mask, tokens)
+    check_layout(layout, reproducible)
     sizes = (devices, tokens, heads, kv_heads, head_dim)
     lesson = _run(Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible))
     if as_json:

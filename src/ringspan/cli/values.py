@@ -3,13 +3,15 @@
 A mask is an `|` of `&`s of the forms below. There are no brackets: any combination can be written without them.
 """
 
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import click
 
@@ -17,10 +19,42 @@ from ringspan.algorithms import ALGORITHMS, Direction, Mesh
 from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
 from ringspan.lesson import LAYOUTS, LayoutChoice
 from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
+from ringspan.tree import TILE
 
 T = TypeVar("T")
 
 MASK_FORMS = "full, causal, window:LEFT[:RIGHT], prefix:N, documents:N,N,..., frames:TOKENS[:START]"
+MAX_SECONDS = 1_000_000  # eleven days; of much longer times Python says only that they overflow
+
+
+class Spelled(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no Choice[str]
+    """A choice in any case, with `_` for `-` as Python and JSON write it, or by another name."""
+
+    def __init__(self, choices: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(list(choices))
+        self._others = others
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The choice as the list has it; what is none is refused as it was typed."""
+        spelled = str(value).lower().replace("_", "-")
+        choice = self._others.get(spelled, spelled)
+        return super().convert(choice if choice in self.choices else value, param, ctx)
+
+
+ALGORITHM = Spelled(name.replace("_", "-") for name in ALGORITHMS)
+
+
+class OutputFile(click.Path):
+    """A file to write. Without a name, as an unset variable of a shell leaves it, a run would end in an error."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if not str(value):
+            self.fail("'' is no name of a file; give one, or leave the option out", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def parse_mask(text: str) -> Mask:
@@ -76,6 +110,17 @@ def parse_tokens(text: str, most: int | None = None) -> int:
     return tokens
 
 
+def parse_seconds(text: str) -> float:
+    """A time to wait, which a clock can count."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ShapeError(f"{text!r} is no time to wait; use seconds above 0 and up to {MAX_SECONDS:,}, such as 600")
+    return seconds
+
+
 def parse_mesh(text: str) -> Mesh:
     """OUTERxINNER."""
     found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", text.strip())
@@ -111,6 +156,16 @@ def check_mask(mask: Mask, tokens: int) -> None:
         raise click.UsageError(
             f"--mask: its documents have {known:,} tokens, but --tokens is {tokens:,}; "
             f"add a document of {tokens - known:,}, or use --tokens {known}"
+        )
+
+
+def check_layout(layout: LayoutChoice, reproducible: bool) -> None:
+    """Refuse to deal parts of the tiles that the reproducible mode adds up."""
+    if reproducible and layout.name == "striped" and layout.block % TILE:
+        nearest = max(1, round(layout.block / TILE)) * TILE
+        raise click.UsageError(
+            f"--reproducible, --layout {layout}: no tile of {TILE} tokens may be on two ranks; "
+            f"use --layout striped:{nearest}"
         )
 
 

@@ -22,6 +22,7 @@ from ringspan.lesson.settings import (
     MAX_WORLD_SIZE,
     LayoutChoice,
     Settings,
+    check_heads,
 )
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Settings",
     "Shard",
     "Traffic",
+    "check_heads",
     "run_lesson",
 ]
 

@@ -3,6 +3,8 @@
 The limits keep the dense reference, which looks at every pair of tokens, within seconds and a few hundred megabytes.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,31 +66,28 @@ class Settings:
     reproducible: bool = False
 
     def __post_init__(self) -> None:
-        if self.reproducible and self.layout.name == "striped" and self.layout.block % TILE:
-            nearest = max(1, round(self.layout.block / TILE)) * TILE
-            raise LayoutError(
-                f"layout {self.layout} in the reproducible mode: no tile of {TILE} tokens may be on two ranks; the "
-                f"nearest such layout is striped:{nearest}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ShapeError(
-                f"{self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the same number "
-                f"of query heads; use one of {', '.join(divisors)} KV heads"
-            )
-        sizes = f"{self.seq_len:,} tokens, {self.num_heads:,} heads of head_dim {self.head_dim:,}"
+        check_heads(self.num_heads, self.num_kv_heads)
         scores = self.num_heads * self.seq_len**2
         if scores > MAX_SCORES:
             raise ShapeError(
-                f"{sizes}: the dense reference would compute {scores:,} scores (heads × tokens²), more than "
-                f"{MAX_SCORES:,}; use fewer tokens or heads"
+                f"--tokens {self.seq_len}, --heads {self.num_heads}: the dense reference would compute {scores:,} "
+                f"scores (heads × tokens²), more than {MAX_SCORES:,}; use {_either(self._smaller_sizes())}"
             )
         elements = self.num_heads * self.seq_len * self.head_dim
         if elements > MAX_ELEMENTS:
+            head_dim = MAX_ELEMENTS // (self.num_heads * self.seq_len)
             raise ShapeError(
-                f"{sizes}: the queries would have {elements:,} elements, more than {MAX_ELEMENTS:,}; "
-                "use fewer tokens, fewer heads or a smaller head_dim"
+                f"--tokens {self.seq_len}, --heads {self.num_heads}, --head-dim {self.head_dim}: the queries would "
+                f"have {elements:,} elements, more than {MAX_ELEMENTS:,}; "
+                f"use {_either([*self._smaller_sizes(), f'--head-dim {head_dim}'])}"
             )
+
+    def _smaller_sizes(self) -> list[str]:
+        """The options that would each, alone, bring the simulation within both limits."""
+        heads = min(MAX_SCORES // self.seq_len**2, MAX_ELEMENTS // (self.seq_len * self.head_dim))
+        heads -= heads % self.num_kv_heads
+        tokens = min(math.isqrt(MAX_SCORES // self.num_heads), MAX_ELEMENTS // (self.num_heads * self.head_dim))
+        return [*([f"--heads {heads}"] if heads else []), f"--tokens {tokens}"]
 
     def build_layout(self, choice: LayoutChoice) -> Layout:
         """A layout of the sequence; in the reproducible mode on its grid."""
@@ -98,3 +97,18 @@ class Settings:
         """Of direction and mesh, what this algorithm takes."""
         given = {"direction": self.direction, "mesh": self.mesh}
         return {name: value for name, value in given.items() if name in ALGORITHMS[algorithm].options}
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse KV heads that cannot be shared evenly."""
+    if num_heads % num_kv_heads:
+        legal = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ShapeError(
+            f"--heads {num_heads}, --kv-heads {num_kv_heads}: every KV head serves the same number of query heads; "
+            f"use --kv-heads {_either(legal)}"
+        )
+
+
+def _either(choices: Sequence[str]) -> str:
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
