@@ -13,11 +13,12 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import TracingContext
 
 from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
@@ -37,9 +38,24 @@ def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks:
     if torch.compiler.is_compiling():
         out, lse = _attend_op(q, k, v, sinks, _constant(call), wants_grad)
         return Attention(out, _lse_op(lse, out))
+    with _telling_refusals(call):
+        _refuse_transforms(q, k, v, sinks)
     if wants_grad:
         return Attention(*_Attend.apply(q, k, v, sinks, call))  # type: ignore[no-untyped-call]
     return run_attention(call, q, k, v, sinks, wants_grad)
+
+
+def _telling_refusals(call: Call) -> AbstractContextManager[None]:
+    return session_of(call.group).contract.telling_refusals() if call.contract else nullcontext()
+
+
+def _refuse_transforms(*tensors: object) -> None:
+    """What torch.func wraps has no numbers that could be sent; torch says so only in the midst of a call."""
+    if any(isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x) for x in tensors):
+        raise UnsupportedError(
+            "attention inside torch.func (vmap, grad, jvp …): ranks exchange numbers, and such tensors have none; use "
+            "the batch dim instead of vmap, and loss.backward() or torch.autograd.grad for gradients"
+        )
 
 
 class _Attend(torch.autograd.Function):
@@ -56,7 +72,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        with session_of(ctx.call.group).contract.telling_refusals() if ctx.call.contract else nullcontext():
+        with _telling_refusals(ctx.call):
             dout = _check_grads(out, *grads)
         with torch.no_grad():
             gradients = run_gradients(ctx.call, q, k, v, sinks, Merged(dout, out, lse))

@@ -132,6 +132,23 @@ def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, detach: bool)
     return out + (lse.detach() if detach else lse)[..., None]
 
 
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_transforms_are_refused_before_the_first_message(transform: Callable[..., Any]) -> None:
+    """On the rank that is in one, and by its word on the others."""
+
+    def run(group: InProcessRank) -> str:
+        q = torch.randn(1, 1, 1, 4, 8)
+
+        def attend(q: torch.Tensor) -> torch.Tensor:
+            return rs.attention(q, q, q, mask=CAUSAL, layout=rs.zigzag(8, 2), group=group).sum()
+
+        with pytest.raises(rs.RingspanError) as caught:
+            transform(attend)(q if transform is torch.func.vmap else q[0]) if group.rank else attend(q[0])
+        return str(caught.value)
+
+    assert all("inside torch.func" in text for text in rs.run_in_process(run, 2, timeout_s=30))
+
+
 def test_other_ranks_hear_of_a_gradient_by_way_of_lse() -> None:
     """At once, instead of waiting for a rank that has refused."""
 
