@@ -2,12 +2,14 @@
 
 Each rank stores only its own tokens, with all layers of them; which rank has which is known to all (see
 `inference/placement.py`). A turn adds tokens to some sequences at once and is committed or leaves no trace. The
-methods here make no message, save `begin` when it measures the machine for the first time; but every rank must call
-them alike, and the next turn finds out if one did not.
+methods here send no message, but for `save`, `load`, and `begin` when it measures the machine for the first time; but
+every rank must call them alike, and the next turn finds out if one did not.
 """
 
+import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -195,6 +197,18 @@ class KVCache:
             kept.append(stored.copy() if source in sources[:i] else stored)
         state.placements, state.stored = placements, dict(enumerate(kept))
         state.note("select", [*sources])
+
+    def copy(self) -> "KVCache":
+        """Another cache with the same tokens, to go on from here more than once; no message is sent."""
+        state = self._state
+        state.refuse_during_turn("copy")
+        twin = copy.copy(self)
+        twin._state = replace(
+            state,
+            placements=dict(state.placements),
+            stored={sequence: stored.copy() for sequence, stored in state.stored.items()},
+        )
+        return twin
 
     def save(self, folder: str | Path) -> None:
         """Write all committed tokens into a folder that all ranks can reach; all ranks must."""

@@ -176,3 +176,22 @@ def test_turns_in_inference_mode_and_outside(world_size: int, modes: tuple[bool,
                 cache = live_through(story, group, cache)
 
     rs.run_in_process(live, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_copy_goes_on_by_itself(world_size: int) -> None:
+    """Two answers to one prompt, and then the prompt itself goes on as if there had been none."""
+    first = Story(15, HEADS[1], [CAUSAL, WINDOW], torch.float32).turn({0: 11, 2: 5}, algorithm="pass_kv")
+    stories = []
+    for seed in range(3):
+        story = Story(seed, HEADS[1], first.specs, torch.float32)
+        story.held = {sequence: list(layers) for sequence, layers in first.held.items()}
+        stories.append(story.turn({0: 1, 2: 1}).truncate(2, 3).turn({2: 6}, algorithm="pass_kv"))
+
+    def live(group: InProcessRank) -> None:
+        cache = live_through(first, group)
+        for story in stories[1:]:
+            live_through(story, group, cache.copy())
+        live_through(stories[0], group, cache)
+
+    rs.run_in_process(live, world_size)

@@ -28,11 +28,14 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
     left, right = torch.ones(2, 23, dtype=torch.long), torch.ones(2, 23, dtype=torch.long)
     left[1, :9] = 0
     right[0, 14:] = 0
+    none = torch.ones(2, 23, dtype=torch.long)
+    none[0] = 0
     documents = torch.stack([packed([5, 11, 7]), packed([23])])
     return {
         "plain": {},
         "padding before": {"attention_mask": left},
         "padding behind": {"attention_mask": right},
+        "nothing but padding": {"attention_mask": none},
         "documents": {"position_ids": documents},
         "the same documents": {"position_ids": packed([9, 14])[None]},
     }
@@ -40,6 +43,7 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", ["Mistral", "gpt-oss", "GPT-2", "BERT"])
 def test_padding_and_documents_on_shards(name: str) -> None:
+    """Padding itself is held to the model as well: where it sees tokens, and where it sees nothing."""
     model, ids = FAMILIES[name].make(), tokens()
     cases = {case: {"input_ids": ids, **batch} for case, batch in batches().items()}
     with torch.no_grad():
@@ -48,9 +52,8 @@ def test_padding_and_documents_on_shards(name: str) -> None:
         model,
         lambda mine, handle, group: {case: sharded_logits(mine, handle, group, batch) for case, batch in cases.items()},
     )
-    for case, batch in cases.items():
-        real = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        assert difference(found[0][case][real], expected[case][real]) < TOLERANCE, case
+    for case in cases:
+        assert difference(found[0][case], expected[case]) < TOLERANCE, case
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
@@ -150,6 +153,24 @@ def test_training_with_and_without_checkpoints(name: str, is_reentrant: bool | N
         assert difference(loss, expected[0]) < TOLERANCE
     for i, expected_grad in enumerate(expected[1:], start=1):
         torch.testing.assert_close(sum(rank[i] for rank in found), expected_grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_labels_beside_padding(name: str) -> None:
+    """Labels of padding that count; and, as collators make them, those of first tokens, which padding foretells."""
+    model, ids = FAMILIES[name].make(), tokens()
+    padding = [batches()[case]["attention_mask"] for case in ("padding behind", "padding before")]
+    labels = [ids, ids.masked_fill(padding[1] == 0, -100)]
+    whole = [
+        {"input_ids": ids, "attention_mask": mask, "labels": own} for mask, own in zip(padding, labels, strict=True)
+    ]
+    expected = losses_and_gradients(model, whole)
+    found = on_ranks(
+        model, lambda mine, handle, _: losses_and_gradients(mine, [handle.shard(batch) for batch in whole])
+    )
+    assert difference(found[0][0], expected[0]) < TOLERANCE
+    for i, grad in enumerate(expected[1:], start=1):
+        torch.testing.assert_close(sum(rank[i] for rank in found), grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])

@@ -1,5 +1,6 @@
 """generate() and whole sequences on ranks in threads. The oracle is the model itself, unmodified."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,6 +106,26 @@ def test_tokens_are_taken_back() -> None:
         assert difference(found, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", WITH_AND_WITHOUT_WINDOWS)
+def test_a_prefix_is_kept_and_copied(name: str) -> None:
+    """Two questions after one prompt, each on a copy of its cache, then one on the cache itself."""
+    model, ids = FAMILIES[name].make(), tokens(2, 29)
+
+    def ask(model: PreTrainedModel) -> list[torch.Tensor]:
+        prefix = DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :20], past_key_values=prefix)
+        caches = [copy.deepcopy(prefix), copy.deepcopy(prefix), prefix]
+        prompts = [ids, torch.cat([ids[:, :20], ids[:, 3:7]], 1), ids[:, :24]]
+        answers = [generate(model, x, past_key_values=cache) for x, cache in zip(prompts, caches, strict=True)]
+        return [x for answer in answers for x in answer]
+
+    expected = ask(model)
+    for found in on_ranks(model, lambda mine, *_: ask(mine), verify=False, algorithm="pass_kv"):
+        assert all(torch.equal(x, y) for x, y in zip(found[::2], expected[::2], strict=True))
+        assert all(difference(x, y) < TOLERANCE for x, y in zip(found[1::2], expected[1::2], strict=True))
+
+
 def test_whole_sequences_without_gradients() -> None:
     """Logits of all tokens, of the last ones, and the loss; the model's own outputs in form and number."""
     model, ids = FAMILIES["Gemma 3"].make(), tokens()
@@ -118,7 +139,8 @@ def test_whole_sequences_without_gradients() -> None:
     def look(model: PreTrainedModel) -> list[Any]:
         cached, kept = model(**batch), model(**batch, logits_to_keep=4)
         loss = model(**batch, labels=labels)
-        return [cached.logits, kept.logits, loss.loss, loss.logits, cached.past_key_values.get_seq_length()]
+        packed = model(ids, position_ids=torch.arange(23)[None] % 9, labels=ids, use_cache=False).loss
+        return [cached.logits, kept.logits, loss.loss, loss.logits, cached.past_key_values.get_seq_length(), packed]
 
     expected = look(model)
     real = mask.bool()
@@ -128,3 +150,4 @@ def test_whole_sequences_without_gradients() -> None:
         assert difference(found[1], expected[1]) < TOLERANCE
         assert difference(found[2], expected[2]) < TOLERANCE
         assert found[4] == expected[4]
+        assert difference(found[5], expected[5]) < TOLERANCE

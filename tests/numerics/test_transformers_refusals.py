@@ -1,6 +1,7 @@
 """What the adapter refuses, and what ranks learn of each other's failures."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,13 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     DynamicCache,
+    GenerationConfig,
     LlamaForCausalLM,
     LlamaForTokenClassification,
     LlamaModel,
+    MaxTimeCriteria,
     PreTrainedModel,
+    StoppingCriteriaList,
 )
 
 import ringspan as rs
@@ -136,6 +140,14 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "static cache": ({"cache_implementation": "static"}, "static cache .* leave out cache_implementation"),
     "positions": ({"position_ids": torch.zeros(3, 2, 23, dtype=torch.long)}, "position_ids.shape"),
     "another cache": ({"past_key_values": "filled"}, "has 4 tokens, whole on this rank"),
+    "padding behind": (
+        {"attention_mask": (torch.arange(23) < torch.tensor([[23], [14]])).long(), "logits_to_keep": 1},
+        r"attention_mask\[1\] has padding behind its tokens, .* put padding before the tokens",
+    ),
+    "packed": (
+        {"position_ids": torch.arange(23)[None] % 9, "labels": IDS},
+        "position_ids begin anew, .* say use_cache=False to keep packed documents apart",
+    ),
     "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may make masks"),
     "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels beside"),
     "kept": ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
@@ -200,6 +212,121 @@ def test_what_would_be_wrong_in_silence() -> None:
         parallelize(model)
 
 
+def test_labels_of_padding_where_attention_makes_something_else_of_it() -> None:
+    """Eager attention gives padding that sees nothing the mean of all values."""
+    mask = torch.ones_like(IDS)
+    mask[1, :6] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
+    model = FAMILIES["Llama"].make(attn_implementation="eager")
+    with parallelize(model, verify=False) as handle:
+        with pytest.raises(rs.UnsupportedError, match=r"labels\[1, 6\] .* attention_mask\[1, 5\]=0: .* set it to -100"):
+            handle.shard(batch)
+        batch["labels"][1, 6] = -100
+        found = model(**handle.shard(batch)).loss.detach()
+    assert difference(found, model(**batch).loss.detach()) < TOLERANCE
+
+
+class Adapted(torch.nn.Module):
+    """A fresh LoRA: what it adds is 0, so what it drops does not show."""
+
+    def __init__(self, inner: torch.nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.inner, self.dropout = inner, torch.nn.Dropout(dropout)
+        self.a = torch.nn.Linear(inner.in_features, 2)
+        self.b = torch.nn.Linear(2, inner.out_features, bias=False)
+        torch.nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.b(self.a(self.dropout(x)))
+
+
+def test_dropout_that_does_not_show_yet() -> None:
+    """Of an adapter that is there already, or comes later; in evaluation, or with nothing to drop, it does no harm."""
+    message = r"random in training \(model.layers.0.mlp.up_proj.dropout and 0 more .* or call model.eval\(\)"
+    model, batch = FAMILIES["Llama"].make().train(), {"input_ids": IDS, "labels": IDS}
+    mlp = model.model.layers[0].mlp
+    with parallelize(model, verify=False) as handle:
+        mlp.up_proj = Adapted(mlp.up_proj, 0.1)
+        with pytest.raises(rs.UnsupportedError, match=message):
+            model(**handle.shard(batch))
+        model.eval()(**handle.shard(batch))
+        mlp.up_proj.dropout.p = 0.0
+        model.train()(**handle.shard(batch))
+        mlp.up_proj.dropout.p = 0.1
+    with pytest.raises(rs.UnsupportedError, match=message):
+        parallelize(model, verify=False)
+
+
+def test_a_closed_handle_shards_nothing() -> None:
+    with parallelize(FAMILIES["Llama"].make(), verify=False) as handle:
+        handle.shard({"input_ids": IDS})
+    with pytest.raises(
+        rs.UnsupportedError, match=r"closed handle: LlamaForCausalLM was restored, .* parallelize it anew"
+    ):
+        handle.shard({"input_ids": IDS})
+
+
+@torch.no_grad()
+def test_a_layer_that_is_not_causal_or_no_longer() -> None:
+    """Without padding transformers makes no mask and goes by is_causal."""
+    contrary = FAMILIES["Llama"].make()
+    contrary.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(rs.UnsupportedError, match=r"layers.1.self_attn: is_causal=False, where its mask is causal\(\)"):
+        parallelize(contrary)
+    model = FAMILIES["Llama"].make()
+    with parallelize(model, verify=False) as handle:
+        model.config.is_causal = False
+        for call in (partial(model, IDS), partial(model, **handle.shard({"input_ids": IDS}))):
+            with pytest.raises(
+                rs.UnsupportedError, match=r"layers.0.self_attn: scale, window, sinks, is_causal and heads"
+            ):
+                call()
+
+
+def test_a_cache_is_cropped_by_a_negative_number() -> None:
+    """As transformers has it: once a positive number was the length to keep."""
+    model, cache = FAMILIES["Llama"].make(), DynamicCache()
+    with parallelize(model, verify=False), torch.no_grad():
+        model(IDS, past_key_values=cache)
+        with pytest.raises(rs.CacheError, match=r"crop\(5\): .* to keep 5, crop\(5 - cache.get_seq_length\(\)\)"):
+            cache.crop(5)
+        cache.crop(5 - cache.get_seq_length())
+    assert cache.get_seq_length() == 5
+
+
+LIMITS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "an option": lambda _: {"max_time": 1.0},
+    "a config": lambda _: {"generation_config": GenerationConfig(max_time=1.0)},
+    "the model's": lambda model: setattr(model.generation_config, "max_time", 1.0) or {},
+    "a criterion": lambda _: {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1.0)])},
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_of_time_is_refused(limit: str) -> None:
+    """On one rank, and the other is told; a model that is restored has the generate() it had."""
+    model = FAMILIES["Llama"].make()
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> str:
+        options = LIMITS[limit](mine) if group.rank == 1 else {}
+        with pytest.raises(rs.RingspanError) as error:
+            mine.generate(IDS, **GREEDY, max_new_tokens=1, **options)
+        handle.restore()
+        assert "generate" not in vars(mine)
+        return str(error.value)
+
+    for told in on_ranks(model, run, 2, verify=False, algorithm="pass_kv"):
+        assert "max_time=1.0: each rank would stop by its own clock" in told
+
+
+def test_the_generate_of_a_copy_is_its_own() -> None:
+    model = FAMILIES["Llama"].make()
+    with parallelize(model, verify=False):
+        other = copy.deepcopy(model)
+        with pytest.raises(rs.UnsupportedError, match="parallelize did not see this layer attend"):
+            other.generate(IDS, **GREEDY, max_new_tokens=1)
+
+
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
 def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
     """num_items_in_batch is for models that heed it: BERT takes it and goes on with the mean."""
@@ -211,6 +338,25 @@ def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
                 handle.shard(batch)
         else:
             assert difference(model(**handle.shard(batch)).loss.detach(), model_loss(name, batch)) < TOLERANCE
+
+
+def test_a_number_of_items_that_is_a_tensor() -> None:
+    """The Trainer puts it onto each rank's own device, so only its value is compared."""
+    model, batch = FAMILIES["Llama"].make(), {"input_ids": IDS, "labels": IDS}
+
+    def loss(mine: PreTrainedModel, handle: Handle, group: Any) -> torch.Tensor:
+        number = torch.tensor(100) if group.rank else 100
+        return mine(**handle.shard(batch | {"num_items_in_batch": number})).loss.detach()
+
+    for found in on_ranks(model, loss, 2, verify=False, algorithm="pass_kv"):
+        assert difference(found, model_loss("Llama", batch | {"num_items_in_batch": 100})) < TOLERANCE
+
+    @torch.no_grad()
+    def other(mine: PreTrainedModel, handle: Handle, group: Any) -> None:
+        mine(**batch, num_items_in_batch=100 + group.rank)
+
+    with pytest.raises(rs.TransportError, match="num_items_in_batch: rank 0 has 100, rank 1 has 101"):
+        on_ranks(model, other, 2, verify=False, algorithm="pass_kv")
 
 
 def model_loss(name: str, batch: dict[str, Any]) -> torch.Tensor:

@@ -7,12 +7,12 @@
 
 Nothing of the model is replaced: it looks attention up by a name that is registered for it (`wiring.py`), and two hooks
 take this rank's part before a forward and see to the outputs afterwards (`adapter.py`). What cannot be computed exactly
-is refused by `parallelize` (`examine.py`, `reference.py`), or where an argument asks for it (`arguments.py`), before a
-message is sent.
+is refused by `parallelize` (`examine.py`, `reference.py`), or where an argument asks for it (`arguments.py`, for
+generate() `generating.py`), before a message is sent.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.arguments import check_random
 from ringspan.adapters.transformers.examine import check_config, examine
+from ringspan.adapters.transformers.generating import CheckedGenerate
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
@@ -37,9 +39,14 @@ class Handle:
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
         self._attention = attention
-        self._hooks = [*_hooks(adapter), *tell_positions(adapter.wiring, adapter.found.counters)]
+        self._hooks: list[RemovableHandle | CheckedGenerate] = [
+            *_hooks(adapter),
+            *tell_positions(adapter.wiring, adapter.found.counters),
+        ]
         if adapter.found.has_encoder:
             self._hooks += _hooks(encoder_adapter(adapter), is_part=True)
+        if adapter.model.can_generate():
+            self._hooks.append(CheckedGenerate(adapter.model, adapter.options))
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -62,6 +69,12 @@ class Handle:
             of the whole batch, on every rank. The gradients of the ranks are to be summed, as with
             `rs.cross_rank_mean_loss`. Labels come out as those of each position's own logits, shifted already.
         """
+        if not self._hooks:
+            name = type(self._adapter.model).__name__
+            raise UnsupportedError(
+                f"shard() of a closed handle: {name} was restored, and would see a part of the batch only; give it "
+                "the whole batch, or parallelize it anew"
+            )
         return self._adapter.shard(batch)
 
     def restore(self) -> None:
@@ -69,7 +82,7 @@ class Handle:
         for hook in self._hooks:
             hook.remove()
         _set_attention(self._attention)
-        self._attention = []
+        self._hooks, self._attention = [], []
 
     def __enter__(self) -> "Handle":
         return self
@@ -159,9 +172,13 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         found = examine(model, wiring)
         _set_attention(attention)
         reference = make_reference(model)
-        found = found._replace(random=find_random(model, reference), **find_loss(model, reference)._asdict())
-        if model.training and found.random is not None:
-            raise UnsupportedError(found.random)
+        found = found._replace(
+            is_random=find_random(model, reference),
+            pads_alike=_pads_alike(attention, found.layers.values()),
+            **find_loss(model, reference)._asdict(),
+        )
+        if model.training:
+            check_random(model, found.is_random)
         model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
@@ -169,6 +186,16 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         _set_attention(attention)
         raise
     return Handle(Adapter(model, wiring, options, found), attention)
+
+
+def _pads_alike(attention: "list[tuple[PreTrainedModel, str]]", layers: Iterable[Layer]) -> bool:
+    """Does the model's own attention make of padding what we do?
+
+    A query that sees no token gets 0 here, from sdpa, and wherever there are sinks; from eager attention it gets the
+    mean of all values. Flash attention gives 0 to all padding.
+    """
+    has_sinks = all(layer.has_sinks for layer in layers)
+    return all(name == "sdpa" or (name == "eager" and has_sinks) for _, name in attention)
 
 
 def _set_attention(attention: "list[tuple[PreTrainedModel, str]]") -> None:

@@ -17,7 +17,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.transformers.arguments import Arguments, Found
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
-from ringspan.adapters.transformers.crossing import runs_of
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
@@ -81,7 +80,7 @@ class Adapter:
             self.arguments.check_batch(given)
             num_items = given.pop("num_items_in_batch", None)
             inputs, run = self._split(given)
-        run.said["num_items_in_batch"] = str(num_items)
+        run.said |= describe({"num_items_in_batch": num_items})
         return {**inputs, RUN: run} | ({} if num_items is None else {"num_items_in_batch": num_items})
 
     def before(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,16 +167,10 @@ class Adapter:
         if not self.found.has_encoder:
             return self._shard(given)
         encoder, decoder = apart(self.model, given)
-        source, part = self._source(encoder), self._shard(decoder)
+        source, part = self._shard(encoder), self._shard(decoder)
         part.run.source = source.run
         part.run.said = _said_of("the encoder's", source.run.said) | _said_of("the decoder's", part.run.said)
         return Part(together(source.inputs, part.inputs, ENCODED in given), part.run)
-
-    def _source(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
-        source = self._shard(batch, is_known=is_known)
-        if source.run.tokens is not None:
-            runs_of(source.run.tokens)  # what a decoder cannot see is refused before anything is encoded
-        return source
 
     def _shard(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
         return shard_inputs(
@@ -186,11 +179,14 @@ class Adapter:
             self.found.layers,
             shifts_labels=bool(self.found.shifts_labels),
             takes_positions="position_ids" in self._batch,
+            pads_alike=self.found.pads_alike,
             is_known=is_known,
         )
 
     def _split_whole(self, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
         inputs, run = self._split({name: x for name, x in given.items() if name in self._batch | {ENCODED}})
+        if run.documents is not None:
+            self.arguments.check_documents(given)
         num_kept, layout = given.get("logits_to_keep", 0), run.layout
         first = max(0, layout.num_positions - num_kept) if num_kept else 0
         positions = [layout.positions(rank) for rank in range(self.options.world_size)]
@@ -199,6 +195,7 @@ class Adapter:
             layout = layout_of_positions([mine[rows] - first for mine, rows in zip(positions, kept, strict=True)])
         rows, picked = self._keep(kept[self.options.rank], is_all=not first)
         labels, num_items = inputs.pop("labels", None), given.get("num_items_in_batch")
+        run.said |= describe({"num_items_in_batch": num_items})
         return _Forward(run, True, labels, num_items, layout, picked, encoded_by_caller(given)), inputs | rows
 
     def _check_turn(self, given: dict[str, Any]) -> NewTokens:
@@ -216,7 +213,7 @@ class Adapter:
         cache = given.setdefault("past_key_values", empty)
         conversation = open_encoder_decoder_cache(cache, make, self, len(layers))
         encoder, decoder = apart(self.model, given)
-        source = self._source(encoder, is_known=ENCODED in given and conversation.num_encoded > 0)
+        source = self._shard(encoder, is_known=ENCODED in given and conversation.num_encoded > 0)
         return check_new_tokens(decoder, conversation, self.found.layers, num_kept, source)
 
     def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:

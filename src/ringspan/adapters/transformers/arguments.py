@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.adapters.transformers.layers import Layer, Side
@@ -37,7 +38,8 @@ class Found(NamedTuple):
     has_encoder: bool  # an encoder and a decoder, each with a sequence of its own
     shifts_labels: bool | None = None  # None: labels are for something else than tokens
     takes_num_items: bool = False  # does its loss heed num_items_in_batch?
-    random: str | None = None  # what is random in training
+    is_random: bool = False  # in training, as far as it shows
+    pads_alike: bool = False  # does its own attention make the same of padding as ours?
 
 
 class Arguments:
@@ -47,8 +49,8 @@ class Arguments:
         self.model = model
         self.found = found
         self.attention = attention
-        takes = inspect.signature(model.forward).parameters
-        self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - takes.keys())
+        self._takes = inspect.signature(model.forward).parameters
+        self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - self._takes.keys())
         configs = [getattr(module, "config", None) for module in model.modules()]
         by_id = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
         self._configs = [(config, _num_layers(config)) for config in by_id.values()]
@@ -64,8 +66,8 @@ class Arguments:
         self._check_configs()
         if given.get("return_dict") is False:
             raise UnsupportedError("return_dict=False: outputs are told apart by name; leave it out")
-        if self.model.training and self.found.random is not None:
-            raise UnsupportedError(self.found.random)
+        if self.model.training:
+            check_random(self.model, self.found.is_random)
 
     def check_part(self, given: Mapping[str, Any], run: object, rank: int) -> None:
         """Refuse what does not go with a part of a batch."""
@@ -97,13 +99,27 @@ class Arguments:
         if not isinstance(given.get("logits_to_keep", 0), int):
             raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
         has_cache = "past_key_values" in given
-        default = getattr(model.config.get_text_config(), "use_cache", False) and "labels" not in given
+        default = self._makes_caches() and "labels" not in given
         wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
         if wants_cache and not self.found.cached:
             raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
         if "labels" in given and (wants_cache or given.get("logits_to_keep")):
             raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
         return wants_cache
+
+    def check_documents(self, given: Mapping[str, Any]) -> None:
+        """Of whole sequences that are packed: with a cache, which it makes unasked, the model does not notice it."""
+        if not any(layer.keeps_documents for layer in self.found.layers.values()):
+            return
+        if "use_cache" in self._takes and given.get("use_cache", self._makes_caches()):
+            raise UnsupportedError(
+                "position_ids begin anew, but the model makes a cache by default, and then sees one document; say "
+                "use_cache=False to keep packed documents apart"
+            )
+
+    def _makes_caches(self) -> bool:
+        """Unless it is told not to."""
+        return bool(getattr(self.model.config.get_text_config(), "use_cache", False))
 
     def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
         for name, value in given.items():
@@ -139,6 +155,25 @@ class Arguments:
                     f"config.num_hidden_layers={_num_layers(config)}: it was {num_layers} when the model was "
                     "parallelized; set it back, and leave out assistant_early_exit, which changes it"
                 )
+
+
+def check_random(model: PreTrainedModel, is_random: bool) -> None:
+    """Refuse a model that is random in training: ranks would draw other numbers than one process.
+
+    Its dropout is looked for anew each time: adapters such as LoRA bring their own, and it does not show while they
+    are 0.
+    """
+    modules = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0
+    ]
+    if modules or is_random:
+        where = f"{modules[0]} and {len(modules) - 1} more modules" if modules else "its forward"
+        raise UnsupportedError(
+            f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process; "
+            "set all dropout of the config and of adapters to 0, or call model.eval()"
+        )
 
 
 def _num_layers(config: PreTrainedConfig) -> int | None:

@@ -8,6 +8,7 @@ which columns of a row are tokens.
 What a decoder keeps of its encoder does not grow. Each rank has those of the tokens it encoded, in a plain cache.
 """
 
+import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,6 +66,14 @@ class Conversation:
         if self.num_columns:
             self.kv.select(rows)
             self.columns = self.columns[rows]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
+        """A prefix that is kept, to go on from it more than once: each rank copies its part, without a message."""
+        self.forget_run()
+        memo[id(self)] = twin = Conversation(self.kv.copy(), self.owner)
+        twin.columns, twin.num_encoded = self.columns, self.num_encoded
+        twin.whole = copy.deepcopy(self.whole, memo)
+        return twin
 
     def forget_encoded(self) -> None:
         """Empty the other half."""
@@ -128,8 +137,13 @@ class ShardedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns; the number is negative, as transformers has it."""
+        if tokens_to_remove > 0:
+            raise CacheError(
+                f"crop({tokens_to_remove}): the tokens to remove are a negative number; to keep {tokens_to_remove}, "
+                f"crop({tokens_to_remove} - cache.get_seq_length())"
+            )
         if self.index == 0 and tokens_to_remove:
-            self.conversation.crop(max(0, self.get_seq_length() - abs(tokens_to_remove)))
+            self.conversation.crop(max(0, self.get_seq_length() + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rows move on, or are copied."""

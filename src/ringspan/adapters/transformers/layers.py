@@ -78,6 +78,7 @@ class Layer:
     scale: float | None
     window: int | None
     has_sinks: bool
+    is_causal: bool | None
     dropout: float  # in training
 
     def check(self, asked: Asked) -> Options:
@@ -89,12 +90,12 @@ class Layer:
         if asked.mask is not None:
             raise UnsupportedError(f"{self.name}: an attention mask that was made elsewhere; give a 2-D attention_mask")
         heads = Heads(asked.q.shape[1], asked.k.shape[1])
-        expected = (self.scale, self.window, self.has_sinks, self.heads)
-        found = (options.scale, options.window, options.sinks is not None, heads)
+        expected = (self.scale, self.window, self.has_sinks, self.is_causal, self.heads)
+        found = (options.scale, options.window, options.sinks is not None, _is_causal(asked, options), heads)
         if found != expected or options.dropout:
             raise UnsupportedError(
-                f"{self.name}: scale, window, sinks and heads are {found}, dropout {options.dropout}, where {expected} "
-                "and no dropout were found by parallelize; restore the model and parallelize it anew"
+                f"{self.name}: scale, window, sinks, is_causal and heads are {found}, dropout {options.dropout}, where "
+                f"{expected} and no dropout were found by parallelize; restore the model and parallelize it anew"
             )
         return options
 
@@ -214,6 +215,7 @@ def _describe(
         options.scale,
         options.window,
         options.sinks is not None,
+        _is_causal(asked, options),
         dropout,
     )
 
@@ -226,7 +228,7 @@ def _function_of(asked: Asked) -> MaskFunction | None:
 
 
 def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> Mask:
-    function = _function_of(asked)
+    function, is_causal = _function_of(asked), _is_causal(asked, options)
     if function is not None:
         key = (function, options.window)
         mask = masks[key] = masks[key] if key in masks else find_mask(function, options.window, asked.q.device)
@@ -234,11 +236,21 @@ def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> M
             raise UnsupportedError(
                 "its mask is neither full nor causal nor a sliding window (such as chunked attention)"
             )
+        if is_causal is not None and is_causal == mask.allowed([8], [9]).any():
+            raise UnsupportedError(
+                f"is_causal={is_causal}, where its mask is {mask}: it depends on padding which of them counts; use "
+                "config.is_causal, which sets both"
+            )
         return mask
-    is_causal = getattr(asked.module, "is_causal", None) if options.is_causal is None else options.is_causal
     if is_causal is None or options.window is not None:
         raise UnsupportedError("it asks for no mask and does not say whether it is causal")
     return causal() if is_causal else full()
+
+
+def _is_causal(asked: Asked, options: Options) -> bool | None:
+    """What a layer says of itself, unless the call says otherwise."""
+    said: bool | None = getattr(asked.module, "is_causal", None)
+    return said if options.is_causal is None else options.is_causal
 
 
 def _keeps_documents(packed: Asked, mask: Mask, position_ids: torch.Tensor) -> bool:

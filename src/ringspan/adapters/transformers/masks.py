@@ -6,6 +6,7 @@ places. So a mask is never concluded from a name, and one that has no equal here
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from ringspan.errors import MaskError
-from ringspan.mask import Mask, causal, documents, full, per_row, sliding_window
+from ringspan.mask import Allowed, Band, Mask, causal, documents, full, per_row, sliding_window
+from ringspan.span import Positions
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tokens = npt.NDArray[np.bool_]  # (batch, columns): False is padding
@@ -56,30 +58,44 @@ def _places(far: int, ends: list[int]) -> npt.NDArray[np.int64]:
     return np.array(sorted(place for place in near if 0 <= place < 2 * far))
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class _Keys(Mask):
+    """Every query sees the keys from `first` on and before `stop`."""
+
+    first: int
+    stop: int
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return np.broadcast_to((self.first <= kv) & (kv < self.stop), (q.size, kv.size))
+
+    def _bands(self, q: Positions) -> tuple[Band, ...]:
+        return (Band(np.full_like(q, self.first), np.full_like(q, self.stop)),)
+
+    def __repr__(self) -> str:
+        return f"keys({self.first}, {self.stop})"
+
+
 def padding_mask(tokens: Tokens) -> Mask | None:
-    """Who may see whom if padding is to be seen by nobody else; None if there is none."""
+    """Who may see whom if padding is seen by nobody; None if there is none.
+
+    Padding itself sees tokens, as in transformers: a label may stand beside it, and then its logits count. Before the
+    tokens of a causal row there is nothing to see, and attention is 0.
+    """
     return by_row([_padding(row, number) for number, row in enumerate(tokens)])
 
 
 def _padding(tokens: npt.NDArray[np.bool_], number: int) -> Mask:
-    """Padding and tokens as documents of their own: what padding itself sees is of no consequence."""
-    first, stop = run_of_tokens(tokens, number)
-    if stop - first == len(tokens):
-        return full()
-    return documents([n for n in (first, stop - first, len(tokens) - stop) if n])
-
-
-def run_of_tokens(tokens: npt.NDArray[np.bool_], number: int) -> tuple[int, int]:
-    """Where the tokens of a row begin and end; a row without any is taken as it is."""
     found = np.flatnonzero(tokens)
+    if len(found) == len(tokens):
+        return full()
     if not len(found):
-        return 0, len(tokens)
+        return _Keys(0, 0)
     first, last = int(found[0]), int(found[-1])
     if len(found) != last - first + 1:
         raise MaskError(
             f"attention_mask[{number}] has padding between tokens: it may stand before them or behind them; take it out"
         )
-    return first, last + 1
+    return _Keys(first, last + 1)
 
 
 def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:

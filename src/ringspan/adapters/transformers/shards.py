@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ringspan.adapters.transformers.crossing import Crossing, cross
+from ringspan.adapters.transformers.crossing import Crossing
 from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
@@ -23,7 +23,7 @@ from ringspan.call import attention
 from ringspan.contract import describe
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
-from ringspan.mask import Mask
+from ringspan.mask import Mask, full
 from ringspan.session import Session, session_of
 from ringspan.span import Span
 from ringspan.tiles import local_rows
@@ -80,7 +80,6 @@ class ShardRun:
     options: Options
     layers: Mapping[nn.Module, Layer]
     layout: Layout
-    tokens: Tokens | None  # None if there is no padding
     padding: Mask | None
     documents: Mask | None
     said: dict[str, str]  # what the batch is, for the ranks to agree on
@@ -132,7 +131,7 @@ class ShardRun:
         """What a layer sees of this batch."""
         if layer.side == "cross":
             assert self.source is not None
-            return cross(self.layout, self.source.layout, self.source.tokens)
+            return self.source.seen_from(self.layout)
         key = (layer.mask, layer.keeps_documents)
         if key not in self.masks:
             mask = layer.mask if self.padding is None else layer.mask & self.padding
@@ -140,6 +139,10 @@ class ShardRun:
                 mask = mask & self.documents
             self.masks[key] = mask
         return Crossing(self.masks[key], self.layout, self.layout)
+
+    def seen_from(self, layout: Layout) -> Crossing:
+        """What a decoder, laid out so, sees of this encoder's batch."""
+        return Crossing(full() if self.padding is None else self.padding, layout, self.layout)
 
 
 def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
@@ -166,6 +169,7 @@ def shard_inputs(
     *,
     shifts_labels: bool = False,
     takes_positions: bool = True,
+    pads_alike: bool = False,
     is_known: bool = False,
 ) -> Part:
     """Split a whole batch that every rank holds; one that is known has been compared before, but for its padding."""
@@ -184,6 +188,8 @@ def shard_inputs(
     num_labels = 0
     if "labels" in whole:
         labels = next_token_labels(whole["labels"]) if shifts_labels else whole["labels"]
+        if tokens is not None and not pads_alike:
+            _check_labels(labels, tokens, shifts_labels)
         num_labels, whole["labels"] = int((labels != IGNORE_INDEX).sum()), labels
     part = {name: layout.shard(x, rank, 1) for name, x in whole.items()}
     if "labels" in part and rank > 0 and layout.replicated:
@@ -191,7 +197,7 @@ def shard_inputs(
         part["labels"][:, local_rows(layout, rank).replicated] = IGNORE_INDEX
     padding = None if tokens is None else padding_mask(tokens)
     said = describe({name: x for name, x in batch.items() if name == "attention_mask" or not is_known})
-    return Part(part, ShardRun(options, layers, layout, tokens, padding, documents, said, num_labels))
+    return Part(part, ShardRun(options, layers, layout, padding, documents, said, num_labels))
 
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
@@ -233,6 +239,18 @@ def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> T
     if not np.isin(values, (0, 1)).all():
         raise UnsupportedError("attention_mask has other values than 0 and 1; mark documents by position_ids instead")
     return values.astype(np.bool_)
+
+
+def _check_labels(labels: torch.Tensor, tokens: Tokens, are_shifted: bool) -> None:
+    """Refuse a label that counts beside padding, if the model's own attention makes other outputs of padding."""
+    beside = np.argwhere((labels.cpu().numpy() != IGNORE_INDEX) & ~tokens)
+    if len(beside):
+        row, column = beside[0].tolist()
+        raise UnsupportedError(
+            f"labels[{row}, {column + are_shifted}] is for the logits of padding, attention_mask[{row}, {column}]=0: "
+            "the model's own attention makes something else of it; set it to -100 (behind padding also the label of a "
+            'row\'s first token), or load the model with attn_implementation="sdpa"'
+        )
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:

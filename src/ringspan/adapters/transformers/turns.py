@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
-from ringspan.adapters.transformers.crossing import attend_to_parts, cross
+from ringspan.adapters.transformers.crossing import attend_to_parts
 from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import BY_TOKEN, Options, Part, ShardRun, check_batch, layer_of, tokens_of
@@ -80,7 +80,7 @@ class TurnRun:
         assert self.source is not None
         tokens = torch.from_numpy(self.columns).to(asked.q.device)
         q = asked.q if self.is_decode else _rows_apart(asked.q, tokens)
-        seen = cross(_all_have(self.options.world_size, q.shape[2]), self.source.layout, self.source.tokens)
+        seen = self.source.seen_from(_all_have(self.options.world_size, q.shape[2]))
         options = self.options
         out = attend_to_parts(
             q, asked.k, asked.v, seen, rank=options.rank, group=options.group, kernel=options.kernel, scale=scale
@@ -217,12 +217,28 @@ def check_new_tokens(
     columns = check_columns(batch.get("attention_mask"), conversation, size, seq_len, has_window)
     if not columns.any():
         raise CacheError("attention_mask has no token in any new column")
+    _check_kept(columns, conversation, num_kept)
     whole = {name: batch[name] for name in BY_TOKEN if name in batch}
     if "position_ids" not in whole:
         device = next(iter(whole.values())).device
         whole["position_ids"] = torch.arange(seq_len, device=device)[None] + conversation.num_columns
     whole["position_ids"] = whole["position_ids"].expand(size, -1)
     return NewTokens(conversation, whole, columns, num_kept, source)
+
+
+def _check_kept(columns: Tokens, conversation: Conversation, num_kept: int) -> None:
+    """Refuse padding behind a row's tokens if the last columns are asked for; before them nobody uses what is said."""
+    if not num_kept:
+        return
+    has_begun = conversation.columns.any(1, keepdims=True) if conversation.num_columns else False
+    is_behind = (np.logical_or.accumulate(columns, 1) | has_begun) & ~columns
+    found = np.argwhere(is_behind[:, -num_kept:])
+    if len(found):
+        raise UnsupportedError(
+            f"attention_mask[{found[0, 0]}] has padding behind its tokens, where the next token would be chosen: what "
+            'padding says is not computed; put padding before the tokens (padding_side="left"), or leave out '
+            "logits_to_keep"
+        )
 
 
 class Begun(NamedTuple):

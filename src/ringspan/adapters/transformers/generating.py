@@ -1,0 +1,68 @@
+"""What must be known of a call of generate(), and no forward is told?
+
+A limit of time: each rank would stop by its own clock, and the others wait for it in their next step. And that the last
+logits of a decoder's prompt are those which count, where a model cannot be asked for these alone. So the model gets a
+generate() that looks at its options first. It is taken away again as a hook is.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from transformers import MaxTimeCriteria
+
+from ringspan.adapters.transformers.shards import Options
+from ringspan.errors import UnsupportedError
+
+_Check = Callable[[Mapping[str, Any], Any], None]
+
+
+class CheckedGenerate:
+    """The generate() of a model, with options that mean the same on all ranks."""
+
+    def __init__(self, model: Any, options: Options) -> None:
+        def check(given: Mapping[str, Any], default: Any) -> None:
+            try:
+                _check_time(given, default)
+                _check_prompt(given)
+            except UnsupportedError as error:
+                options.refuse(error)
+                raise
+
+        self._model = model
+        self._before = vars(model).get("generate")
+        # In a copy of the model a partial is one of the copy; a function would still be one of this model.
+        model.generate = partial(_generate, check, model, model.generate)
+
+    def remove(self) -> None:
+        """The generate() it had."""
+        del self._model.generate
+        if self._before is not None:
+            self._model.generate = self._before
+
+
+def _generate(check: _Check, model: Any, generate: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    given = inspect.signature(generate).bind_partial(*args, **options).arguments
+    check({**given, **given.get("kwargs", {})}, model.generation_config)
+    return generate(*args, **options)
+
+
+def _check_time(given: Mapping[str, Any], default: Any) -> None:
+    criteria = [x for x in given.get("stopping_criteria") or () if isinstance(x, MaxTimeCriteria)]
+    limits = [given.get("max_time"), *(getattr(x, "max_time", None) for x in (given.get("generation_config"), default))]
+    for limit in (*limits, *(x.max_time for x in criteria)):
+        if limit is not None:
+            raise UnsupportedError(
+                f"max_time={limit}: each rank would stop by its own clock, and the others wait for it; leave it out, "
+                "in a generation_config too, and set max_new_tokens"
+            )
+
+
+def _check_prompt(given: Mapping[str, Any]) -> None:
+    mask = given.get("decoder_attention_mask")
+    if mask is not None and not mask[:, -1].all():
+        raise UnsupportedError(
+            "decoder_attention_mask has padding in its last column, where the next token would be chosen: what padding "
+            "says is not computed; put padding before the tokens"
+        )
