@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-_MOST_KEPT = 12 * 2**20
-"""Numbers in one room (48 MB). What is larger has so much work to each of them that fresh pages do not show."""
+_MOST_KEPT = 4 * 2**20
+"""Numbers in one room (16 MB). What is larger has so much work to each of them that fresh pages hardly show."""
 
 _KEPT_CALLS = 2
 _ALIGNMENT = 16  # numbers: 64 bytes, as torch's own tensors begin
