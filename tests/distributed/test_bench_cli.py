@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ringspan.bench import result as results
+from ringspan.bench.breakdown import judge
 from ringspan.bench.launch import Done, Ended, Launched, Progress, RanksFailed, _collect, find_launcher
 from ringspan.bench.settings import Job
 from ringspan.cli import bench_ranks, main
@@ -103,7 +104,8 @@ def test_times_ratios_and_parts_are_consistent(measured: tuple[dict[str, Any], d
     for rank in report["by_rank"]:
         assert rank["breakdown"]["attention_s"] > 0
         assert min(rank["breakdown"].values()) >= 0
-    assert report["bottleneck"] in report["verdict"] or report["bottleneck"] in ("other", "waiting", "contention")
+    parts = [results.Breakdown(**rank["breakdown"]) for rank in report["by_rank"]]
+    assert (report["bottleneck"], report["verdict"]) == judge(parts, report["ideal"]["median_s"])
 
 
 def test_bytes_are_those_of_the_schedule_and_memory_is_counted(

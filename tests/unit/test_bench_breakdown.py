@@ -44,22 +44,23 @@ def test_a_receive_waits_for_its_peer_until_that_sends_and_for_the_link_after(
 
 
 @pytest.mark.parametrize(
-    ("breakdowns", "ideal_s", "bottleneck", "rank", "share"),
+    ("breakdowns", "ideal_s", "bottleneck", "words", "rank", "share"),
     [
-        ([Breakdown(95, 1, 2, 1, 1), Breakdown(97, 1, 1, 1, 0)], 94.0, "attention", 1, "97 %"),
-        ([Breakdown(60, 1, 30, 5, 4), Breakdown(60, 1, 34, 1, 4)], 60.0, "communication", 1, "34 %"),
-        ([Breakdown(50, 1, 4, 40, 5), Breakdown(90, 1, 4, 0, 5)], 90.0, "waiting", 0, "40 %"),
-        ([Breakdown(50, 30, 10, 5, 5)], 50.0, "merge", 0, "30 %"),
-        ([Breakdown(50, 10, 0, 10, 30)], 50.0, "other", 0, "30 %"),
-        ([Breakdown(96, 1, 1, 1, 1), Breakdown(95, 2, 1, 1, 1)], 50.0, "contention", 0, "46 %"),
+        ([Breakdown(95, 1, 2, 1, 1), Breakdown(97, 1, 1, 1, 0)], 94.0, "attention", "attention,", 1, "97 %"),
+        ([Breakdown(60, 1, 30, 5, 4), Breakdown(60, 1, 34, 1, 4)], 60.0, "communication", "communication", 1, "34 %"),
+        ([Breakdown(50, 1, 4, 40, 5), Breakdown(90, 1, 4, 0, 5)], 90.0, "waiting", "waiting", 0, "40 %"),
+        ([Breakdown(50, 30, 10, 5, 5)], 50.0, "merge", "merging", 0, "30 %"),
+        ([Breakdown(50, 10, 0, 10, 30)], 50.0, "other", "overhead", 0, "30 %"),
+        ([Breakdown(96, 1, 1, 1, 1), Breakdown(95, 2, 1, 1, 1)], 50.0, "contention", "that attention", 0, "46 %"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_bottleneck_is_named_with_the_rank_it_hits_hardest(
-    breakdowns: list[Breakdown], ideal_s: float, bottleneck: str, rank: int, share: str
+    breakdowns: list[Breakdown], ideal_s: float, bottleneck: str, words: str, rank: int, share: str
 ) -> None:
     verdict = judge(breakdowns, ideal_s)
     assert verdict.bottleneck == bottleneck
+    assert verdict.text.startswith(f"The bottleneck is {words}")
     assert f"rank {rank}" in verdict.text
     assert share in verdict.text
 
