@@ -99,15 +99,14 @@ def measure(rank: int, rounds: int) -> Measured:  # noqa: ARG001
 
     import ringspan as rs
     import ringspan.session
-    from ringspan.transports import Opened, open_transport
+    from ringspan.transports import open_transport
     from ringspan.transports.counting import CountingTransport
 
     transports: list[CountingTransport] = []
 
-    def open_counted(group: Any) -> Opened:
-        transport, mesh_shape = open_transport(group)
-        transports.append(CountingTransport(transport))
-        return Opened(transports[-1], mesh_shape)
+    def open_counted(group: Any) -> CountingTransport:
+        transports.append(CountingTransport(open_transport(group)))
+        return transports[-1]
 
     ringspan.session.open_transport = open_counted
     layout = rs.zigzag(SEQ_LEN, dist.get_world_size(), align=rs.TILE)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 
@@ -50,6 +50,7 @@ class Layer(nn.Module):
         self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.activation = nn.GELU()
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, x (batch, seq, WIDTH)."""
@@ -57,7 +58,7 @@ class Layer(nn.Module):
         q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         out = self.attend(rotate(q, position_ids), rotate(k, position_ids), v)
         x = x + self.out(out.transpose(1, 2).flatten(2))
-        return x + self.down(gelu(self.up(self.mlp_norm(x))))
+        return x + self.down(self.activation(self.up(self.mlp_norm(x))))
 
 
 class Model(nn.Module):

@@ -50,7 +50,7 @@ def run_layers(layout: rs.Layout, rank: int, group: Any, dtype: torch.dtype) -> 
     normal = rs.reproducible.layer_norm(embedded, weights["scale"], weights["shift"], **on)
     wide = rs.reproducible.linear(normal, weights["up"], weights["up bias"], **on)
     heads = rs.reproducible.rms_norm(wide.unflatten(-1, (4, -1)), weights["root scale"], **on)
-    logits = rs.reproducible.linear(gelu(heads.flatten(2)), weights["down"], **on)
+    logits = rs.reproducible.linear(rs.reproducible.elementwise(gelu, heads.flatten(2)), weights["down"], **on)
     loss = rs.reproducible.cross_entropy(logits, labels, **on)
     tokens = {"embedded": embedded, "normal": normal, "wide": wide, "heads": heads, "logits": logits}
     gradients = torch.autograd.grad(loss, [*weights.values(), *tokens.values()])

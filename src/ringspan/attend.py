@@ -34,7 +34,7 @@ from ringspan.softmax import Partial
 from ringspan.steady import SteadyArithmetic, on_single_threads, tiles_at_once
 from ringspan.tile_sums import sum_over_tiles, tile_layout
 from ringspan.tiles import Problem, check_kinds, softmax_scale
-from ringspan.transports.base import Transport
+from ringspan.transports.telling import telling
 from ringspan.wire import TransportWire
 
 _LOG = logging.getLogger("ringspan")
@@ -169,7 +169,7 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     alike = nullcontext(kernel) if prepared.growth is None else on_single_threads(kernel, q.device)
     wire = TransportWire(transport, session.buffers, q, timeout_s)
     lent = session.scratch.lend()
-    with _telling(transport), without_autocast(q.device.type), alike as kernel, lent as scratch:
+    with telling(transport), without_autocast(q.device.type), alike as kernel, lent as scratch:
         arithmetic = (TorchArithmetic if prepared.growth is None else SteadyArithmetic)(kernel, scale, q, scratch)
         if form is not None:
             k, v = tensors
@@ -189,26 +189,12 @@ def _run(run: Callable[..., _Result], ready: _Ready, q: torch.Tensor, *tensors: 
     return result
 
 
-class _telling:  # noqa: N801
-    """The other ranks are in the middle of this call; without a word they would wait for one that failed."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TransportError):  # of which the others know
-            self.transport.abort(f"rank {self.transport.rank} failed: {error}")
-
-
 def _sink_gradients(ready: _Ready, options: Options, merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
     """This rank's share of dsinks; in the reproducible mode the sum over all ranks, on each of them."""
     if not options.reproducible:
         return sink_gradients(merged, sinks)
     transport, tiling = ready.session.transport, tile_layout(options.layout)
-    with _telling(transport):
+    with telling(transport):
         parts = sink_gradients_of_tiles(tiling.strips[transport.rank], merged, sinks)
         like = merged.lse.new_empty(len(sinks))
         return sum_over_tiles(transport, tiling, parts, like, ready.timeout_s)

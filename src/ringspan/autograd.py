@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 
 from ringspan.attend import Attention, Call, Options, run_attention, run_gradients
 from ringspan.balance import balanced
@@ -36,7 +37,7 @@ def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks:
     """Attention, differentiable where one of the tensors asks for it."""
     wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, sinks))
     if torch.compiler.is_compiling():
-        out, lse = _attend_op(q, k, v, sinks, _constant(call), wants_grad)
+        out, lse, _ = _attend_op(q, k, v, sinks, _constant(call), wants_grad)
         return Attention(out, _lse_op(lse, out))
     with _telling_refusals(call):
         _refuse_transforms(q, k, v, sinks)
@@ -46,16 +47,30 @@ def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks:
 
 
 def _telling_refusals(call: Call) -> AbstractContextManager[None]:
-    return session_of(call.group).contract.telling_refusals() if call.contract else nullcontext()
+    return session_of(call.group).contract.telling_refusals(call.timeout_s) if call.contract else nullcontext()
 
 
 def _refuse_transforms(*tensors: object) -> None:
-    """What torch.func wraps has no numbers that could be sent; torch says so only in the midst of a call."""
-    if any(isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x) for x in tensors):
+    """What torch.func wraps has no numbers that could be sent; torch says so only in the midst of a call.
+
+    Tangents would stay at home: those of other ranks' keys and values would be missing.
+    """
+    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    if any(is_functorch_wrapped_tensor(x) for x in given):
         raise UnsupportedError(
             "attention inside torch.func (vmap, grad, jvp …): ranks exchange numbers, and such tensors have none; use "
             "the batch dim instead of vmap, and loss.backward() or torch.autograd.grad for gradients"
         )
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in given):  # type: ignore[no-untyped-call]
+        raise UnsupportedError(
+            "attention of dual tensors (forward-mode differentiation): tangents are not sent to other ranks; use "
+            "loss.backward() or torch.autograd.grad"
+        )
+
+
+def _to_differentiate(call: Call, number: int) -> Call:
+    """The gradients of the call of this number, which may be made in another order on some rank."""
+    return call._replace(place=Place("gradients of call", number))
 
 
 class _Attend(torch.autograd.Function):
@@ -64,7 +79,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = run_attention(call, q, k, v, sinks, wants_grad=True)
-        ctx.call = call._replace(place=Place("gradients of call", session_of(call.group).contract.num_calls))
+        ctx.call = _to_differentiate(call, session_of(call.group).contract.num_calls)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -77,7 +92,7 @@ class _Attend(torch.autograd.Function):
         with torch.no_grad():
             gradients = run_gradients(ctx.call, q, k, v, sinks, Merged(dout, out, lse))
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _Once.apply(*gradients, dout, q, k, v)  # type: ignore[no-untyped-call]
+            gradients = _Once.apply(*gradients, dout, q, k, v, sinks)  # type: ignore[no-untyped-call]
         return *gradients, None
 
 
@@ -186,9 +201,11 @@ for _build in _BUILT_OUTSIDE:
 @torch.library.custom_op("ringspan::attend", mutates_args=())
 def _attend_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: int, wants_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output and lse; and the number of the call, which its gradients are told by: a program may run many times."""
     out, lse = run_attention(_calls[call], q, k, v, sinks, wants_grad)
-    return out.contiguous(), lse.contiguous()
+    number = session_of(_calls[call].group).contract.num_calls
+    return out.contiguous(), lse.contiguous(), torch.tensor(number, device="cpu")
 
 
 @_attend_op.register_fake
@@ -199,9 +216,9 @@ def _(
     sinks: torch.Tensor | None,  # noqa: ARG001
     call: int,  # noqa: ARG001
     wants_grad: bool,  # noqa: ARG001
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ringspan::attend_backward", mutates_args=())
@@ -213,9 +230,11 @@ def _attend_backward_op(
     dout: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    number: torch.Tensor,
     call: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    *gradients, dsinks = run_gradients(_calls[call], q, k, v, sinks, Merged(dout, out, lse))
+    numbered = _to_differentiate(_calls[call], int(number.item()))
+    *gradients, dsinks = run_gradients(numbered, q, k, v, sinks, Merged(dout, out, lse))
     dq, dk, dv = (x.contiguous() for x in gradients)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
@@ -229,23 +248,24 @@ def _(
     dout: torch.Tensor,  # noqa: ARG001
     out: torch.Tensor,  # noqa: ARG001
     lse: torch.Tensor,  # noqa: ARG001
+    number: torch.Tensor,  # noqa: ARG001
     call: int,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.call, _ = inputs
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, sinks, out, lse = ctx.saved_tensors
-    dout = _check_grads(out, *grads)
-    dq, dk, dv, dsinks = _attend_backward_op(q, k, v, sinks, dout, out, lse, ctx.call)
+    q, k, v, sinks, out, lse, number = ctx.saved_tensors
+    dout = _check_grads(out, *grads[:2])
+    dq, dk, dv, dsinks = _attend_backward_op(q, k, v, sinks, dout, out, lse, number, ctx.call)
     return dq, dk, dv, None if sinks is None else dsinks, None, None
 
 

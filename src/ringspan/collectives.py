@@ -16,6 +16,7 @@ from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tiles import local_rows
 from ringspan.transports.all_to_all import all_to_all
+from ringspan.transports.telling import telling
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
@@ -34,7 +35,7 @@ def gather(
     `timeout_s` is the deadline of every wait for another rank, also in the backward pass; by default that of the group.
     """
     session = session_of(group)
-    with session.contract.telling_refusals():
+    with session.contract.telling_refusals(timeout_s):
         deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
         check_world_size(layout, session.transport.world_size)
         _check_part(part, layout, session.transport.rank, dim)
@@ -62,14 +63,21 @@ class _Where(NamedTuple):
 
 def _gathered(part: torch.Tensor, where: _Where, place: Place | None = None) -> torch.Tensor:
     _agree("gather", part, where, place)
-    whole: torch.Tensor = _Gather.apply(part, where)  # type: ignore[no-untyped-call]
-    return whole
+    with telling(where.session.transport):
+        whole: torch.Tensor = _Gather.apply(part, where)  # type: ignore[no-untyped-call]
+        return whole
 
 
 def _reduced(whole: torch.Tensor, where: _Where, place: Place) -> torch.Tensor:
     _agree("gradient of gather", whole, where, place)
-    part: torch.Tensor = _Reduce.apply(whole, where)  # type: ignore[no-untyped-call]
-    return part
+    with telling(where.session.transport):
+        part: torch.Tensor = _Reduce.apply(whole, where)  # type: ignore[no-untyped-call]
+        return part
+
+
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    """With its own numbers in memory, which is what is sent: not those it is the conjugate or the negative of."""
+    return x.resolve_conj().resolve_neg()
 
 
 def _keep(ctx: Any, where: _Where) -> None:
@@ -84,7 +92,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: torch.Tensor, where: _Where) -> torch.Tensor:
         _keep(ctx, where)
         layout, session, dim, deadline_s = where
-        part = part.contiguous()
+        part = _resolved(part).contiguous()
         shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
         return layout.unshard(all_to_all(session.transport, [part] * layout.world_size, shapes, deadline_s), dim)
 
@@ -101,6 +109,7 @@ class _Reduce(torch.autograd.Function):
         _keep(ctx, where)
         layout, session, dim, deadline_s = where
         rank = session.transport.rank
+        whole = _resolved(whole)
         pieces = [layout.shard(whole, peer, dim).contiguous() for peer in range(layout.world_size)]
         received = all_to_all(session.transport, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
         part = torch.stack(received).sum(dim=0)

@@ -14,8 +14,9 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,19 +101,26 @@ class Contract:
             self.agreed.add(signature.digest)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """Tell the other ranks that this one cannot make the call they are about to make."""
-        self._tell(_REFUSED, Signature.of({"refused": reason}), timeout_s)
+        """Tell the other ranks that this one cannot make the call they are about to make, if they can be told."""
+        with suppress(TransportError):  # then they have deadlines of their own, and the reason is raised here
+            self._tell(_REFUSED, Signature.of({"refused": reason}), timeout_s)
 
     @contextmanager
-    def telling_refusals(self) -> Iterator[None]:
-        """The arguments of a call are checked: whatever is wrong with them here, the other ranks hear of it too."""
+    def telling_refusals(self, timeout_s: object = None) -> Iterator[None]:
+        """The arguments of a call are checked: whatever is wrong with them here, the other ranks hear of it too.
+
+        What is raised here is what was wrong, whether they could be told or not. `timeout_s` is the call's deadline as
+        it was given: it may be what is wrong, and then, or without one, that of the group holds.
+        """
         try:
             yield
         except TransportError:
             raise  # of which they know
         except Exception as error:
             if self.transport.world_size > 1:
-                self.refuse(f"{type(error).__name__}: {error}", self.transport.timeout_s)
+                asked_s = float(timeout_s) if isinstance(timeout_s, Real) else 0.0
+                deadline_s = asked_s if asked_s > 0 else self.transport.timeout_s
+                self.refuse(f"{type(error).__name__}: {error}", deadline_s)
             raise
 
     def _tell(

@@ -187,11 +187,11 @@ def zigzag(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> 
 
 def striped(seq_len: int, world_size: int, *, block: int = 1, align: int = 1, start: int = 0) -> Layout:
     """Blocks of `block` tokens dealt round-robin; `block` is a multiple of `align`."""
-    _check_builder(seq_len, world_size, align, start)
-    if block < 1 or block % align:
+    _check_builder(seq_len, world_size, align, start, block)
+    if block % align:
         raise LayoutError(
             f"block={block}, align={align}: blocks are dealt whole, so block is a multiple of align; "
-            f"use block={max(1, -(-block // align)) * align}"
+            f"use block={-(-block // align) * align}"
         )
     stop = start + seq_len
     if block == 1:
@@ -209,8 +209,11 @@ def near_equal_cuts(seq_len: int, num_chunks: int, *, align: int, start: int) ->
     return [*(start + align * (i * units + min(i, extra)) for i in range(num_chunks)), start + seq_len]
 
 
-def _check_builder(seq_len: int, world_size: int, align: int, start: int) -> None:
-    checks = (("seq_len", seq_len, 0), ("world_size", world_size, 1), ("align", align, 1), ("start", start, 0))
+def _check_builder(seq_len: int, world_size: int, align: int, start: int, block: int = 1) -> None:
+    checks = (
+        *(("seq_len", seq_len, 0), ("world_size", world_size, 1)),
+        *(("align", align, 1), ("start", start, 0), ("block", block, 1)),
+    )
     for name, value, least in checks:
         try:
             is_enough = operator.index(value) >= least

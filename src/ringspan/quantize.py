@@ -77,7 +77,7 @@ def output_bound(
     bound for what that type cannot hold.
     """
     if not q.shape[0] or not q.shape[2]:
-        return torch.zeros(q.shape[1], dtype=torch.float64)
+        return torch.zeros(q.shape[1], dtype=torch.float64, device="cpu")
     info, group = torch.finfo(q.dtype), q.shape[1] // k_scales.shape[0]
     k_scales, v_scales = (x.double().repeat_interleave(group) for x in (k_scales, v_scales))
     step = form.half_step + (0.0 if q.device.type == "cpu" else form.limit * info.eps / 2)

@@ -63,7 +63,7 @@ class _Room:
     """Memory for some tensors at once."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = _new_memory(0)
         self._needed = 0
         self._last_needed: deque[int] = deque(maxlen=_KEPT_CALLS)
 
@@ -80,14 +80,19 @@ class _Room:
         self._last_needed.append(self._needed)
         self._needed = 0
         if self._memory.numel() > max(self._last_needed):
-            self._memory = torch.empty(0)
+            self._memory = _new_memory(0)
 
     def _of_size(self, needed: int) -> torch.Tensor:
         self._needed = max(self._needed, needed)
         if self._memory.numel() < needed:
             with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-                self._memory = torch.empty(needed)
+                self._memory = _new_memory(needed)
         return self._memory
+
+
+def _new_memory(numbers: int) -> torch.Tensor:
+    """Of this type and on this device whatever the defaults are."""
+    return torch.empty(numbers, dtype=torch.float32, device="cpu")
 
 
 def _widened(x: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:

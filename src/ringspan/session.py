@@ -1,6 +1,7 @@
 """What a group keeps from call to call: its transport, the agreement between its ranks, memory, plans and figures.
 
-There is one session per group, made when the group is first used and gone with it.
+There is one session per group, made when the group is first used and gone with it; and one for each shape of a mesh
+that is made of the same ranks, which has plans and figures of its own.
 """
 
 from collections.abc import Iterator
@@ -27,30 +28,34 @@ class Session(NamedTuple):
     measured: dict[object, Any]  # what calibration found out
 
 
-# Keyed by the group, which a transport refers to only weakly, so that a session goes when its group does.
-_SESSIONS: "WeakKeyDictionary[Any, Session]" = WeakKeyDictionary()
+# By the group, which a transport refers to only weakly, so that its sessions go when it does; then by the mesh's shape.
+_SESSIONS: "WeakKeyDictionary[Any, dict[tuple[int, int] | None, Session]]" = WeakKeyDictionary()
 
 
 def session_of(group: Any) -> Session:
-    """The session of a group, which may be anything `open_transport` takes."""
-    key = find_group(group)
+    """The session of a group, which may be anything `find_group` takes."""
+    key, shape = find_group(group)
     try:
-        session = _SESSIONS.get(key)
+        sessions = _SESSIONS.get(key)
     except TypeError:  # nothing that could be a group
-        session = None
-    if session is None:
-        transport, shape = open_transport(key)
-        mesh = None if shape is None else Mesh(*shape)
-        session = Session(transport, mesh, Contract(transport), Buffers(), ScratchPool(), {}, {})
-        _SESSIONS[key] = session
-    return session
+        sessions = None
+    if sessions is None:
+        transport = open_transport(key)
+        session = Session(transport, None, Contract(transport), Buffers(), ScratchPool(), {}, {})
+        sessions = _SESSIONS[key] = {None: session}
+    if shape is not None and shape not in sessions:
+        # Messages of one group come in one order, whatever shape its ranks are thought to have.
+        sessions[shape] = sessions[None]._replace(mesh=Mesh(*shape), plans={}, measured={})
+    return sessions[shape]
 
 
 @contextmanager
 def lend_session(group: Any, session: Session) -> Iterator[None]:
     """Let a group use another session for a while, such as one that measures; all ranks at the same time."""
-    key, own = find_group(group), session_of(group)
-    _SESSIONS[key] = session
+    session_of(group)
+    key, shape = find_group(group)
+    own = _SESSIONS[key]
+    _SESSIONS[key] = own | {shape: session}
     try:
         yield
     finally:

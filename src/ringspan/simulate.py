@@ -138,10 +138,21 @@ def simulate_attention(
     With `reproducible` the results are the same bits for any number of ranks.
     """
     check_kinds(mask, layout, kv_layout or layout)
+    if isinstance(algorithm, Schedule):
+        _refuse_options(direction=direction, mesh=mesh)
     q, k, v = (_check_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     problem = Problem(mask, layout, kv_layout or layout, _check_shapes(q, k, v, layout, kv_layout or layout))
     case = Case(q, k, v, problem, softmax_scale(scale, q.shape[-1]), algorithm, direction, mesh, reproducible)
     return _simulate_forward(case)
+
+
+def _refuse_options(**options: object) -> None:
+    """A schedule says all of it."""
+    for name, value in options.items():
+        if value is not None:
+            raise ScheduleError(
+                f"{name}={value!r}: algorithm is a schedule, which has its own; leave it out, or name an algorithm"
+            )
 
 
 def _simulate_forward(case: Case) -> Simulation:

@@ -54,6 +54,20 @@ class SteadyArithmetic(TorchArithmetic):
         out, lse = super().begin(piece, q, kv)
         return out, lse.contiguous()
 
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
+    ) -> tuple[Value, Value]:
+        """Backward: what begins its sums is one call, however many heads there are.
+
+        The kernel adds up dk and dv over the heads that share a KV head. In slabs of fewer heads they have other bits,
+        and whether there are such would depend on the number of heads that a rank has.
+        """
+        if dq is not None or dkv is not None:
+            return super().attend_grad(piece, q_grad, kv, dq, dkv)
+        q, *merged = q_grad
+        dq_part, *dkv_part = (x.to(self.dtype) for x in self._kernel_backward(piece, q, *kv, *merged))
+        return (dq_part,), tuple(dkv_part)
+
 
 AT_ONCE = 4
 """From 768 rows on the CPU operator takes larger blocks; with more than 2,048 there is nothing more to gain."""

@@ -63,8 +63,7 @@ def position_ids(
     check_world_size(layout, session.transport.world_size)
     positions = layout.positions(session.transport.rank)
     if document_lengths is not None:
-        everywhere = layout.all_positions()
-        ends = _document_ends(document_lengths, int(everywhere[-1]) + 1 if len(everywhere) else 0)
+        ends = _global_document_ends(document_lengths, layout)
         starts = np.concatenate([[0], ends[:-1]])
         positions = positions - starts[np.searchsorted(ends, positions, side="right")]
     return torch.from_numpy(positions).to(device)
@@ -89,7 +88,8 @@ def shard_batch(
             beside its own token, as transformers has them, and are shifted here. `position_ids`, if given, are kept.
         layout: Who holds which token.
         group: As in `attention`.
-        document_lengths: Of packed documents, the same in every row: labels end and positions begin in each.
+        document_lengths: Of packed documents, the same in every row, from position 0 on: labels end and positions begin
+            in each.
         contract: Check that all ranks have the same batch, by a digest of it. Without it no message is sent.
 
     Returns:
@@ -102,7 +102,8 @@ def shard_batch(
         check_world_size(layout, session.transport.world_size)
         dim = _check_batch(batch, layout)
         input_ids = batch["input_ids"]
-        labels = next_token_labels(batch.get("labels", input_ids), document_lengths=document_lengths)
+        lengths = None if document_lengths is None else _lengths_of_rows(document_lengths, layout)
+        labels = next_token_labels(batch.get("labels", input_ids), document_lengths=lengths)
     if contract and session.transport.world_size > 1:
         fields = {"call": "shard_batch", "document_lengths": document_lengths, "layout": layout.fingerprint()}
         signature = Signature.of({**fields, **describe(batch)})
@@ -139,7 +140,12 @@ def cross_rank_mean_loss(losses: torch.Tensor, labels: torch.Tensor, group: Any 
     with session.contract.telling_refusals():
         _check_losses(losses, labels)
     dtype = accumulator_dtype(losses.dtype)
-    session.contract.agree(Signature.of({"call": "cross_rank_mean_loss", "dtype": dtype}), transport.timeout_s)
+    fields = {
+        "call": "cross_rank_mean_loss",
+        "dtype": dtype,
+        "gradient": "wanted" if torch.is_grad_enabled() and losses.requires_grad else "not wanted",
+    }
+    session.contract.agree(Signature.of(fields), transport.timeout_s)
     counts = labels != IGNORE_INDEX
     own = losses.masked_fill(~counts, 0).sum(dtype=dtype)
     share = _SHARE.pack(own.item(), int(counts.sum()))
@@ -175,6 +181,18 @@ def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.d
             f"expected a sum of {seq_len}, with padding as a document of its own"
         )
     return np.cumsum(np.asarray(lengths, np.int64))
+
+
+def _global_document_ends(lengths: Sequence[int], layout: Layout) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """In positions, which begin at 0, whether the layout does or not."""
+    positions = layout.all_positions()
+    return _document_ends(lengths, int(positions[-1]) + 1 if len(positions) else 0)
+
+
+def _lengths_of_rows(lengths: Sequence[int], layout: Layout) -> list[int]:
+    """Of each document the tokens that the layout has; those with none are left out."""
+    ends = np.searchsorted(layout.all_positions(), _global_document_ends(lengths, layout))
+    return [int(length) for length in np.diff(ends, prepend=0) if length]
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:

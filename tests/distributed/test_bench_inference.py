@@ -5,13 +5,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from click.testing import CliRunner
+from rich.console import Console
 
+from ringspan import run_in_process
+from ringspan.bench import inference
 from ringspan.bench.inference_result import MISS_RATES, PARTS, WAYS
+from ringspan.bench.settings import InferenceSettings, Job
 from ringspan.cli import main
+from ringspan.cli.bench_inference import show_inference
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
@@ -52,13 +59,36 @@ def test_prefill_over_miss_rates(tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_numbers_that_are_none_are_wrong(
+    phase: Literal["prefill", "decode"],
+    spoilt: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    attend = getattr(inference, phase)
+    monkeypatch.setattr(inference, phase, lambda *args, **options: attend(*args, **options) * spoilt)
+    settings = InferenceSettings(phase, 128, 2, 2, 1, 8, "float32", "auto", 1, 0)
+    job = Job("inference", "threads", 2, 60.0, inference=settings)
+    cpu = torch.device("cpu")
+    result, _ = run_in_process(lambda group: inference.measure_inference(job, group, cpu, lambda _: None), 2)
+    assert not show_inference(result, None, True, None)
+    report = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert report["is_verified"] is False
+    assert report[phase][0]["error"] is None
+    assert not show_inference(result, None, False, Console(width=120))
+    assert "largest difference not finite, WRONG" in capsys.readouterr().out
+
+
 def test_decode_over_contexts(tmp_path: Path) -> None:
     plot = tmp_path / "decode.svg"
     result = run("--decode", *SMALL, "--batch", "3", "--kv-heads", "1", "--plot", str(plot))
     assert result.returncode == 0, result.stderr
     for words in ("attention, ms", "send/recv, ms", "all-to-all, ms", "one shot, ms", "verified"):
         assert words in result.stdout
-    assert plot.read_text().count("Time per token") == 2
+    texts = ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}text")
+    assert sum((it.text or "").startswith("Time per token") for it in texts) == 2
     report = json.loads(run("--decode", *SMALL, "--json").stdout)
     assert {tuple(point["times"]) for point in report["decode"]} == {PARTS}
 

@@ -17,6 +17,7 @@ from calls import AMPLE_S, DEADLINE_S, MARGIN_S, SEQ_LEN, Arguments, Outcome, ar
 from ranks import Ended, run_interpreters, run_ranks, values
 
 import ringspan as rs
+from ringspan.session import session_of
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
@@ -126,6 +127,36 @@ def test_deadlines_of_different_length(world_size: int) -> None:
 def run_impatient(rank: int, world_size: int) -> list[Outcome]:
     patience_s = DEADLINE_S if rank == 1 else AMPLE_S
     return [outcome(arguments(rank, world_size) | {"timeout_s": patience_s})] if rank else []
+
+
+def test_a_deadline_below_a_millisecond() -> None:
+    """gloo takes 0 ms for none at all, and would wait for that of the group, which is longer than this run may be."""
+    ends = run_ranks(run_with_no_patience, 2, group_timeout_s=100.0, timeout_s=30.0)
+    ((first,),) = survivors(ends, 1).values()
+    assert_clear(first, 0, DEADLINE_S)
+
+
+def run_with_no_patience(rank: int) -> list[Outcome]:
+    return [] if rank else [outcome(arguments(rank, 2) | {"timeout_s": 1e-4})]
+
+
+def test_a_collective_that_one_rank_does_not_join() -> None:
+    """Ranks with GPUs agree by one; here gloo carries it, and its own deadline is longer than this run may be."""
+    first, last = run_ranks(run_collectives, 2, group_timeout_s=100.0, timeout_s=30.0)
+    assert isinstance(first.error, rs.TransportError), first
+    assert str(first.error) == (
+        "rank 0 waited for 4 bytes from each of 2 ranks to agree on the call: timed out after 0.6 s"
+    )
+    assert last.error is None, last
+
+
+def run_collectives(rank: int) -> None:
+    transport: Any = session_of(None).transport
+    mine, everyone = torch.full((4,), 7 + rank, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
+    transport._gather_at_once(mine, everyone, AMPLE_S)
+    assert everyone.tolist() == [[7] * 4, [8] * 4]
+    if rank == 0:
+        transport._gather_at_once(mine, everyone, DEADLINE_S)
 
 
 @each_world_size

@@ -1,7 +1,9 @@
 """`rs.attention` and `rs.gather` on gloo processes: a smaller table, every kind of group, and memory."""
 
+import gc
 import math
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringspan as rs
 from attention_cases import Job, covering_third, job_of_case, make_job, options_of
 from cases import ROWS, replicated, select
+from ringspan.session import session_of
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
@@ -87,6 +90,10 @@ def run_flat_mesh(rank: int, world_size: int) -> None:
         make_job("cube", CAUSAL, rs.zigzag(37, world_size), HEADS).attend(
             init_device_mesh("cpu", (world_size, 1, 1)), rank
         )
+    with pytest.raises(rs.UnsupportedError, match=r"only if they have names; .* mesh_dim_names="):
+        make_job("nameless", CAUSAL, rs.zigzag(37, world_size), HEADS).attend(
+            init_device_mesh("cpu", (world_size, 1)), rank
+        )
 
 
 def test_a_dimension_of_a_mesh() -> None:
@@ -100,6 +107,61 @@ def run_part_of_mesh(rank: int) -> None:
     job = make_job(f"replica {replica}", CAUSAL, rs.zigzag(29, 2), HEADS)
     for group in (mesh["cp"], mesh.get_group("cp")):
         job.check(position, job.attend(group, position))
+
+
+def test_a_dimension_of_a_mesh_is_one_group_in_all_steps() -> None:
+    values(run_ranks(run_steps, 2))
+
+
+def run_steps(rank: int) -> None:
+    """mesh["cp"] is another object each time, and lives as long as the graph of a loss; one rank keeps all of those."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    layout = rs.zigzag(29, 2)
+    whole = torch.randn(1, 2, 29, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = whole.clone().requires_grad_()
+    torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum().backward()
+    assert x.grad is not None
+    losses, sessions = [], []
+    for _ in range(4):
+        mine = layout.shard(whole, rank, 2).clone().requires_grad_()
+        loss = rs.attention(mine, mine, mine, mask=rs.causal(), layout=layout, group=mesh["cp"]).square().sum()
+        loss.backward()
+        torch.testing.assert_close(mine.grad, layout.shard(x.grad, rank, 2))
+        sessions.append(session_of(mesh["cp"]))
+        if rank == 0:
+            losses.append(loss)
+    assert all(session is sessions[0] for session in sessions)
+    both = session_of(mesh)
+    assert (both.mesh, sessions[0].mesh) == ((1, 2), None)
+    assert both.transport is sessions[0].transport  # of the same ranks, so their messages must not pass each other
+    assert both is session_of(mesh)
+
+
+def test_a_mesh_of_new_process_groups() -> None:
+    values(run_ranks(run_new_mesh, 2))
+
+
+def run_new_mesh(rank: int) -> None:
+    """Equal to the old one, of which a part is still there, but not the same ranks."""
+    job = make_job("new mesh", CAUSAL, rs.zigzag(37, 2), HEADS)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    part = mesh["cp"]
+    check(job, rank, part)
+    old = weakref.ref(session_of(part).transport)
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    with pytest.raises(rs.TransportError, match=r"its process group is gone .*; make a new mesh"):
+        job.attend(part, rank)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    again = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    assert again["cp"] == part
+    check(job, rank, again["cp"])
+    assert session_of(again["cp"]).transport is not old()
+    del mesh, part
+    for _ in range(50):  # a thread may just be looking at it
+        gc.collect()
+        time.sleep(0.0 if old() is None else 0.1)
+    assert old() is None, "what a group held is gone with it"
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

@@ -1,6 +1,8 @@
 """Ranks of one host: the links between them, who is linked, and what happens when some ranks are and others are not."""
 
 import ctypes
+import errno
+import math
 import mmap
 import os
 import socket
@@ -26,9 +28,10 @@ from test_faults import (
     run_without_contract,
     survivors,
 )
-from test_gloo import run_overwrite, run_table
+from test_gloo import CAUSAL, HEADS, check, run_overwrite, run_table
 
 import ringspan as rs
+from attention_cases import make_job
 from ringspan.session import session_of
 from ringspan.transports import neighbours
 from ringspan.transports.base import Receive, Send
@@ -116,6 +119,16 @@ def test_a_long_message_is_sent_when_it_was_read(ends: Ends) -> None:
     second.recv([number(0, LONG)], 0, TAG)
     second.advance()
     sending.wait(AMPLE)
+
+
+@pytest.mark.parametrize("deadline", [timedelta(days=30), timedelta.max])
+def test_a_deadline_beyond_what_the_system_counts(ends: Ends, deadline: timedelta) -> None:
+    """A wait is a number of milliseconds in 32 bits."""
+    first, second = ends
+    receiving = second.recv([buffer := number(0, SHORT)], 0, TAG)
+    threading.Timer(0.1, lambda: first.send([number(7, SHORT)], 1, TAG)).start()
+    receiving.wait(deadline)
+    assert (buffer == 7).all()
 
 
 @pytest.mark.parametrize("nbytes", [16 * 2**10, LONG])
@@ -246,11 +259,31 @@ def test_a_rank_that_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(map(len, linked)) == [0, 1, 1]
 
 
+def refuse() -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_rank_that_does_not_know_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes part in what ranks say to each other, and is linked to nobody."""
+    monkeypatch.setattr(neighbours, "_host_id", by_rank([refuse, lambda: b"a" * 16, lambda: b"a" * 16]))
+    assert sorted(map(len, met(3))) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("call", ["bind", "listen", "getsockopt"])
+def test_a_rank_that_cannot_have_a_socket(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = by_rank([refuse, lambda: None, lambda: None])
+    real = getattr(socket.socket, call)
+
+    def checked(*args: Any) -> Any:
+        checks()
+        return real(*args)
+
+    monkeypatch.setattr(socket.socket, call, checked)
+    assert sorted(map(len, met(3))) == [0, 1, 1]
+
+
 def test_memory_that_must_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank is refused, and both ends know that there is no link."""
-
-    def refuse() -> None:
-        raise PermissionError
 
     checks = by_rank([refuse, lambda: None, lambda: None])
     read = Memory.read
@@ -315,6 +348,19 @@ def run_without_network(rank: int) -> None:
 @each_mixture
 def test_a_part_of_the_table_on_mixed_groups(off: Sequence[int]) -> None:
     assert values(run_ranks(run_apart, 3, off, run_table, 3)) == [126] * 3
+
+
+@pytest.mark.parametrize("off", [(), (0, 1)], ids=["linked", "apart"])
+@pytest.mark.parametrize("of", ["call", "group"])
+def test_deadlines_that_nobody_lives_to_see(off: Sequence[int], of: str) -> None:
+    group_timeout_s = 30 * 86400.0 if of == "group" else 30.0
+    values(run_ranks(run_apart, 2, off, run_patient, of == "call", group_timeout_s=group_timeout_s))
+
+
+def run_patient(rank: int, is_endless: bool) -> None:
+    options = {"timeout_s": math.inf} if is_endless else {}
+    for _ in range(2):
+        check(make_job("patient", CAUSAL, rs.zigzag(37, 2), HEADS), rank, **options)
 
 
 def test_inputs_are_the_callers_again_on_a_mixed_group() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import ringspan.session
-from ringspan.transports import Opened, open_transport
+from ringspan.transports import open_transport
 from ringspan.transports.counting import CountingTransport
 
 
@@ -14,10 +14,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, CountingTransport]:
     """The transports of the group opened last, by rank; each counts what it sends."""
     by_rank: dict[int, CountingTransport] = {}
 
-    def open_counted(group: Any) -> Opened:
-        transport, mesh_shape = open_transport(group)
-        by_rank[transport.rank] = CountingTransport(transport)
-        return Opened(by_rank[transport.rank], mesh_shape)
+    def open_counted(group: Any) -> CountingTransport:
+        transport = CountingTransport(open_transport(group))
+        by_rank[transport.rank] = transport
+        return transport
 
     monkeypatch.setattr(ringspan.session, "open_transport", open_counted)
     return by_rank

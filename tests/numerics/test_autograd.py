@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._guards import TracingContext, tracing
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -127,6 +128,18 @@ def test_double_backward_is_refused_when_it_is_asked_for() -> None:
             torch.autograd.grad(dq.sum(), wanted, retain_graph=True)
 
 
+@pytest.mark.parametrize("is_alone", [True, False], ids=["only sinks", "with the rest"])
+def test_second_derivatives_by_way_of_sinks_are_refused(is_alone: bool) -> None:
+    """They would be missing without a word."""
+    q, k, v = inputs(requires_grad=not is_alone)
+    sinks = torch.zeros(4, requires_grad=True)
+    out = rs.attention(q, k, v, sinks=sinks, mask=CAUSAL, layout=ALONE)
+    assert isinstance(out, torch.Tensor)
+    (dsinks,) = torch.autograd.grad(out.sum(), sinks, create_graph=True)
+    with pytest.raises(rs.UnsupportedError, match="first derivatives only"):
+        torch.autograd.grad(dsinks.square().sum(), sinks)
+
+
 def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, detach: bool) -> torch.Tensor:
     out, lse = rs.attention(q, k, v, mask=CAUSAL, layout=ALONE, return_lse=True)
     return out + (lse.detach() if detach else lse)[..., None]
@@ -147,6 +160,26 @@ def test_transforms_are_refused_before_the_first_message(transform: Callable[...
         return str(caught.value)
 
     assert all("inside torch.func" in text for text in rs.run_in_process(run, 2, timeout_s=30))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_dual_tensors_are_refused_before_the_first_message(kernel: str) -> None:
+    """The tangents of other ranks' keys would be missing; the group stays usable."""
+    layout = rs.zigzag(8, 2)
+
+    def run(group: InProcessRank) -> str:
+        q = torch.randn(1, 1, 4, 8)
+
+        def attend(q: torch.Tensor) -> object:
+            return rs.attention(q, q, q, mask=CAUSAL, layout=layout, group=group, kernel=kernel)
+
+        with pytest.raises(rs.RingspanError) as caught:
+            attend(forward_ad.make_dual(q, torch.ones_like(q)) if group.rank else q)
+        attend(q)
+        return str(caught.value)
+
+    with forward_ad.dual_level():
+        assert all("attention of dual tensors" in text for text in rs.run_in_process(run, 2, timeout_s=30))
 
 
 def test_other_ranks_hear_of_a_gradient_by_way_of_lse() -> None:
@@ -194,8 +227,8 @@ def test_the_operators_pass_opcheck(dtype: torch.dtype, has_sinks: bool, require
     if has_sinks:
         tensors[3] = torch.linspace(-1, 1, 4).requires_grad_(requires_grad)
     checked = torch.library.opcheck(torch.ops.ringspan.attend.default, (*tensors, number, requires_grad))
-    out, lse = torch.ops.ringspan.attend(*tensors, number, requires_grad)
-    arguments = [x if x is None else x.detach() for x in (*tensors, torch.ones_like(out), out, lse)]
+    out, lse, call = torch.ops.ringspan.attend(*tensors, number, requires_grad)
+    arguments = [x if x is None else x.detach() for x in (*tensors, torch.ones_like(out), out, lse, call)]
     checked_backward = torch.library.opcheck(torch.ops.ringspan.attend_backward.default, (*arguments, number))
     for results in (checked, checked_backward):
         assert list(results.values()) == ["SUCCESS"] * 4
@@ -342,19 +375,24 @@ def test_calls_in_another_order_on_one_rank_are_told_apart(reorders: tuple[int, 
         torch.testing.assert_close(layout.unshard(rs.run_in_process(on_rank, 2), 2), expected)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("turned", [(), (1,), (0, 1)])
-def test_like_calls_that_one_rank_differentiates_in_another_order(turned: tuple[int, ...]) -> None:
+def test_like_calls_that_one_rank_differentiates_in_another_order(turned: tuple[int, ...], is_compiled: bool) -> None:
     """Both look the same from outside: without their numbers, each rank would add up gradients of two losses."""
     layout = rs.zigzag(SEQ_LEN, 2)
     whole = inputs()
+
+    def attend_scaled(factor: torch.Tensor, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        return attend(factor * q, *args)
+
+    run = torch.compile(attend_scaled, backend="aot_eager", fullgraph=True) if is_compiled else attend_scaled
     expected = [torch.autograd.grad(loss_of(plain(factor * whole[0], *whole[1:])), whole) for factor in (1, 2)]
 
     def on_rank(group: InProcessRank) -> list[Tensors]:
         leaves = [layout.shard(x.detach(), group.rank, 2).clone().requires_grad_() for x in whole]
         weights = layout.shard(torch.linspace(-1, 1, whole[0].numel()).view(whole[0].shape), group.rank, 2)
-        losses = [
-            (attend(factor * leaves[0], *leaves[1:], layout, group) * weights).square().sum() for factor in (1, 2)
-        ]
+        factors = torch.tensor([1.0, 2.0])
+        losses = [(run(factor, *leaves, layout, group) * weights).square().sum() for factor in factors]
         order = (1, 0) if group.rank in turned else (0, 1)
         grads = {i: torch.autograd.grad(losses[i], leaves) for i in order}
         return [grads[0], grads[1]]

@@ -1,5 +1,7 @@
 """`rs.shard` and `rs.gather`, forward and backward, against plain indexing and autograd in one process."""
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +10,9 @@ import pytest
 import torch
 
 import ringspan as rs
+import ringspan.collectives
 from cases import LAYOUTS
+from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.in_process import InProcessRank
 
 torch.set_num_threads(1)
@@ -70,6 +74,26 @@ def test_any_type_and_memory_order(dtype: torch.dtype) -> None:
         return rs.gather(part.t().contiguous().t(), layout, group, dim=1)
 
     assert all(torch.equal(back, whole) for back in on_ranks(3, there_and_back))
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
+def test_numbers_that_are_not_those_in_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of a conjugate or a negative torch makes a view, forward and backward."""
+    layout = rs.contiguous(SEQ_LEN, 3)
+    whole, *weights = (torch.complex(random(i, SEQ_LEN, 4), random(10 + i, SEQ_LEN, 4)) for i in range(4))
+    expected = torch.empty_like(whole).copy_(view(whole))
+    expected_grad = sum(torch.empty_like(weight).copy_(view(weight)) for weight in weights)
+
+    def there_and_back(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
+        part = view(rs.shard(whole, layout, group, dim=0)).requires_grad_()
+        assert part.is_conj() or part.is_neg()
+        gathered = rs.gather(part, layout, group, dim=0)
+        (grad,) = torch.autograd.grad(gathered, part, view(weights[group.rank]))
+        return gathered.detach(), grad
+
+    for rank, (gathered, grad) in enumerate(on_ranks(3, there_and_back)):
+        assert torch.equal(gathered, expected)
+        torch.testing.assert_close(grad, layout.shard(expected_grad, rank, 0))
 
 
 @each_layout
@@ -218,6 +242,51 @@ def test_one_rank_with_a_layout_for_another_world_size() -> None:
     assert str(first) == str(third)
     assert "rank 1" in str(first)
     assert "4 ranks" in str(first)
+
+
+def test_what_is_wrong_is_told_within_the_deadline_of_the_call() -> None:
+    """To a rank that never comes; the run is over long before the group's deadline would be."""
+    is_told = threading.Event()
+
+    def gather(group: InProcessRank) -> None:
+        if group.rank == 1:
+            is_told.wait(20)
+            return
+        group.timeout_s = 60.0
+        try:
+            with pytest.raises(rs.ShapeError, match=r"part.shape=\(5,\)"):
+                rs.gather(torch.zeros(5), rs.zigzag(8, 2), group, dim=0, timeout_s=0.1)
+        finally:
+            is_told.set()
+
+    on_ranks(2, gather, timeout_s=5)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_a_rank_that_fails_in_mid_call_tells_the_others(
+    error: BaseException, is_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After all ranks have agreed, so that nobody would hear of it otherwise."""
+    number = itertools.count()
+
+    def exchange(transport: Any, *args: Any) -> list[torch.Tensor]:
+        if transport.rank == 1 and next(number) == is_backward:
+            raise error
+        return all_to_all(transport, *args)
+
+    monkeypatch.setattr(ringspan.collectives, "all_to_all", exchange)
+
+    def gather(group: InProcessRank) -> BaseException:
+        part = torch.ones(2, requires_grad=True)
+        with pytest.raises((type(error), rs.TransportError)) as raised:
+            rs.gather(part, rs.contiguous(4, 2), group, dim=0).sum().backward()
+        return raised.value
+
+    first, second = on_ranks(2, gather, timeout_s=20)
+    assert type(second) is type(error)
+    assert isinstance(first, rs.TransportError)
+    assert f"rank 1 failed: {str(error) or 'KeyboardInterrupt'}" in str(first)
 
 
 @pytest.mark.parametrize("call", [rs.shard, rs.gather])

@@ -1,5 +1,7 @@
 """The agreement between ranks: what is said, when it is said in full, and which error everyone raises."""
 
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +19,20 @@ DIGEST = 4019513702733365018  # of causal() in a batch of 2
 
 
 class Listening:
-    """A transport that remembers how long the payloads were that it gathered."""
+    """A transport that remembers how long the payloads were that it gathered, and the deadlines."""
 
     def __init__(self, inner: InProcessRank) -> None:
         self.inner = inner
         self.rank, self.world_size, self.timeout_s = inner.rank, inner.world_size, inner.timeout_s
         self.lengths: list[int] = []
+        self.deadlines: list[float] = []
 
     def exchange(self, sends: list[Send], receives: list[Receive]) -> Posted:
         raise AssertionError("an agreement needs no exchange")
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
         self.lengths.append(len(payload))
+        self.deadlines.append(timeout_s)
         return self.inner.all_gather_bytes(payload, timeout_s)
 
     def abort(self, reason: str) -> None:
@@ -177,6 +181,41 @@ def test_several_refusals() -> None:
 
     *_, message = on_ranks(4, refuse)
     assert all(f"rank {rank}: because of {rank}" in message for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "deadline_s"), [(7, 7.0), (math.inf, math.inf), *((x, 60.0) for x in (None, 0, -1, math.nan, "soon"))]
+)
+def test_a_refusal_has_the_deadline_of_the_call_or_else_of_the_group(timeout_s: object, deadline_s: float) -> None:
+    def refuse(contract: Contract, rank: int) -> list[float]:
+        if rank == 1:
+            error_of(lambda: contract.agree(Signature.of(FIELDS), TIMEOUT_S))
+            return []
+        with pytest.raises(rs.ShapeError, match="q is flat"), contract.telling_refusals(timeout_s):
+            raise rs.ShapeError("q is flat")
+        assert isinstance(contract.transport, Listening)
+        return contract.transport.deadlines
+
+    deadlines, _ = on_ranks(2, refuse)
+    assert deadlines == [deadline_s] * 2
+
+
+def test_what_is_wrong_is_raised_though_the_others_cannot_be_told() -> None:
+    """One rank never comes; the run is over long before the group's deadline would be."""
+    is_told = threading.Event()
+
+    def refuse(group: InProcessRank) -> None:
+        if group.rank == 1:
+            is_told.wait(TIMEOUT_S)
+            return
+        group.timeout_s = 60.0
+        try:
+            with pytest.raises(rs.ShapeError, match="q is flat"), Contract(group).telling_refusals(0.1):
+                raise rs.ShapeError("q is flat")
+        finally:
+            is_told.set()
+
+    rs.run_in_process(refuse, 2, timeout_s=5.0)
 
 
 @pytest.mark.parametrize("num_documents", [1, 1000, 100_000])

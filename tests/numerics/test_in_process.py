@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringspan.errors import ShapeError, TransportError
+from ringspan.transports import in_process
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import run_in_process
@@ -147,6 +148,27 @@ def test_a_message_that_does_not_fit_is_an_error_on_both_ranks(sent, expected, l
     assert run_in_process(program, 2) == [f"{sizes}; sizes must be the same on both ranks"] * 2
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_copy_that_fails_is_an_error_on_both_ranks(late, monkeypatch):
+    """The end of the peer has been matched with that of the rank that copies, and waits for nothing else."""
+
+    def fail(_):
+        raise MemoryError("no room")
+
+    def program(group):
+        if group.rank == late:
+            time.sleep(0.1)
+        try:
+            return send_to(group, 1, timeout_s=5.0) if group.rank == 0 else receive_from(group, 0, timeout_s=5.0)
+        except (MemoryError, TransportError) as error:
+            return str(error)
+
+    monkeypatch.setattr(in_process, "_bytes_of", fail)
+    side = ("send of 16 bytes to rank 1", "receive of 16 bytes from rank 0")[late]
+    told = {late: "no room", 1 - late: f"rank {late}: the {side} failed with MemoryError: no room"}
+    assert run_in_process(program, 2) == [told[0], told[1]]
+
+
 def test_a_late_peer_is_named_with_the_bytes_on_all_ranks_and_the_group_stays_failed():
     def program(group):
         if group.rank == 0:
@@ -257,6 +279,23 @@ def test_the_time_of_a_run_ends_ranks_that_wait():
     assert "ranks [0, 1] had not finished" in str(caught.value.__cause__)
 
 
+def test_the_error_of_one_rank_is_told_though_another_computes_on():
+    released = threading.Event()
+
+    def program(group):
+        if group.rank == 1:
+            raise KeyError("lost")
+        released.wait(LONG_S)
+
+    with pytest.raises(TransportError, match=r"ranks \[0\] had not finished in time") as caught:
+        run_in_process(program, 2, timeout_s=0.2)
+    (left,) = [thread for thread in threading.enumerate() if thread.name == "ringspan rank 0"]
+    released.set()
+    left.join()
+    assert repr(caught.value.__cause__) == "KeyError('lost')"
+    assert caught.value.__cause__.__notes__ == ["on rank 1 of 2 in run_in_process"]
+
+
 def test_a_rank_that_computes_on_does_not_keep_the_caller():
     released = threading.Event()
     start = time.monotonic()
@@ -295,6 +334,26 @@ def test_ranks_run_in_the_gradient_mode_of_the_caller(mode):
     with mode():
         expected = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), 4.0)
         assert run_in_process(program, 2) == [expected] * 2
+
+
+def test_ranks_run_in_the_autocast_of_the_caller():
+    def program(_):
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run_in_process(program, 2) == [torch.bfloat16] * 2
+        with torch.autocast("cpu", enabled=False):
+            assert run_in_process(program, 2) == [torch.float32] * 2
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        assert run_in_process(lambda _: torch.is_autocast_cache_enabled(), 2) == [False] * 2
+        assert run_in_process(program, 2) == [torch.float16] * 2
+    assert run_in_process(program, 2) == [torch.float32] * 2
+
+
+def test_ranks_make_tensors_on_the_default_device_of_the_caller():
+    with torch.device("meta"):
+        assert run_in_process(lambda _: torch.ones(1).device.type, 2) == ["meta"] * 2
+    assert run_in_process(lambda _: torch.ones(1).device.type, 2) == ["cpu"] * 2
 
 
 def test_one_rank_in_inference_mode_can_talk_to_another_that_is_not():

@@ -202,6 +202,14 @@ def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.M
     assert different(run(call, LAYOUTS["zigzag"](2), **options_of("ulysses", 2)), of_one) == []
 
 
+def test_heads_that_share_keys_are_summed_alike_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a cell of half types is one call if it is small, as with half the heads here, else slabs of heads."""
+    call = Call("causal", torch.bfloat16, rs.Heads(16, 4), seq_len=SHORT)
+    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", 2 * 4 * rs.TILE * call.head_dim)  # two heads
+    of_one = run(call, rs.contiguous(SHORT, 1))
+    assert different(run(call, LAYOUTS["zigzag"](2, SHORT), **options_of("ulysses", 2)), of_one) == []
+
+
 def one_number_on(x: torch.Tensor) -> torch.Tensor:
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     assert moved.data_ptr() % 64 == 8

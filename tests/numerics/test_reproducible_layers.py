@@ -109,6 +109,7 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "softplus": F.softplus,
+    "gelu": F.gelu,
     "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
     "power": lambda x: x.abs().pow(0.3),
     "gate": lambda x, y=None: F.silu(x) * (x if y is None else y),
@@ -155,6 +156,20 @@ def test_what_is_not_elementwise_is_refused() -> None:
             rs.reproducible.elementwise(fn, *tensors)
 
 
+def test_elementwise_functions_with_weights_of_their_own_are_refused() -> None:
+    """Whether or not the tensor has a gradient; without any gradient there is none to lose."""
+    beta = torch.tensor(2.0, requires_grad=True)
+
+    def swish(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(beta * x)
+
+    for x in (X, X.clone().requires_grad_()):
+        with pytest.raises(rs.UnsupportedError, match=r"its gradient would be lost; detach that tensor in fn"):
+            rs.reproducible.elementwise(swish, x)
+    with torch.no_grad():
+        torch.testing.assert_close(rs.reproducible.elementwise(swish, X), X * torch.sigmoid(2 * X))
+
+
 # Numbers
 
 
@@ -177,15 +192,59 @@ def plain_layers() -> dict[str, torch.Tensor]:
     )
 
 
+def check_numbers(found: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    expected = plain_layers()
+    assert expected.keys() == found.keys()
+    for name, x in found.items():
+        error = (x - expected[name]).norm() / expected[name].norm()
+        assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
+
+
 @each_dtype
 def test_the_numbers_are_those_of_plain_torch(
     dtype: torch.dtype, alone: dict[torch.dtype, dict[str, torch.Tensor]]
 ) -> None:
-    expected = plain_layers()
-    assert expected.keys() == alone[dtype].keys()
-    for name, x in alone[dtype].items():
-        error = (x - expected[name]).norm() / expected[name].norm()
-        assert error < (2e-6 if dtype == torch.float32 else 2e-2), name
+    check_numbers(alone[dtype], dtype)
+
+
+@each_dtype
+def test_autocast_around_both_passes_does_not_change_the_numbers(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run_layers(rs.contiguous(SEQ_LEN, 1), 0, None, dtype)
+    assert {x.dtype for name, x in found.items() if name != "loss"} == {dtype}
+    check_numbers(found, dtype)
+
+
+@each_dtype
+def test_products_of_odd_sizes_inside_autocast(dtype: torch.dtype) -> None:
+    """Where the rows of a gradient do not begin as memory does, it is computed apart and copied."""
+    layout, generator = rs.contiguous(77, 1), torch.Generator().manual_seed(0)
+    x, weight, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 77, 7), (5, 7), (2, 77, 5)))
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    with torch.autocast("cpu", torch.bfloat16):
+        rs.reproducible.linear(*leaves, layout=layout).backward(dout)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    (wide[0] @ wide[1].T).backward(dout.double())
+    for leaf, expected in zip(leaves, wide, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == dtype
+        torch.testing.assert_close(leaf.grad, expected.grad.to(dtype))
+
+
+def test_autocast_does_not_change_the_dtype_of_elementwise_functions() -> None:
+    """It would make float32 of this one; and fn is computed in both passes."""
+
+    def squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(x, y, reduction="none")
+
+    x, y = torch.randn(2, 3, 70).bfloat16()
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert squares(x, y).dtype == torch.float32
+        out = rs.reproducible.elementwise(squares, x, y)
+        out.sum().backward()
+    torch.testing.assert_close(out, (x - y) ** 2)
+    torch.testing.assert_close(x.grad, 2 * (x - y))
 
 
 @pytest.mark.parametrize("is_centred", [True, False])
@@ -305,23 +364,6 @@ REFUSED: dict[str, Callable[[rs.Layout], object]] = {
 def test_arguments_that_do_not_fit_are_refused(message: str) -> None:
     with pytest.raises(rs.ShapeError, match=message):
         REFUSED[message](rs.contiguous(5, 1))
-
-
-def test_a_refusal_on_one_rank_reaches_the_others_at_their_next_call() -> None:
-    layout = rs.contiguous(2 * TILE, 2, align=TILE)
-
-    def run(group: Any) -> None:
-        weight = torch.ones(3, 4, requires_grad=True)
-        x = torch.ones(1, TILE - group.rank, 4)
-        if group.rank == 1:
-            with pytest.raises(rs.ShapeError, match="512 positions"):
-                rs.reproducible.linear(x, weight, layout=layout, group=group)
-        else:
-            out = rs.reproducible.linear(x, weight, layout=layout, group=group)
-            with pytest.raises(rs.TransportError, match=r"refused, on rank 1: ShapeError: x.shape=\(1, 511, 4\)"):
-                out.sum().backward()
-
-    rs.run_in_process(run, 2)
 
 
 def test_weights_of_different_sizes_are_noticed_before_anything_is_received() -> None:

@@ -103,15 +103,40 @@ def test_a_model_is_converted_anew_for_another_layout() -> None:
     assert rs.reproducible.convert(model, layout=rs.contiguous(6, 1))(torch.ones(1, 6, 4)).shape == (1, 6, 3)
 
 
+class Scaled(nn.SiLU):
+    """An activation with a weight, which its kind has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Doubled(nn.SiLU):
+    """Without one, and still not what its kind is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(2 * x)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         (Norm(), r"0 is a Norm with weights of its own; known are Linear, Embedding, LayerNorm, RMSNorm; .*`others`"),
+        (Scaled(), "0 is a Scaled with weights of its own"),
+        (nn.PReLU(), "0 is a PReLU with weights of its own"),
         (nn.Conv1d(2, 2, 1), "0 is a Conv1d"),
         (nn.Dropout(0.1), r"0 is Dropout\(p=0.1, inplace=False\).*set p=0"),
         (nn.LayerNorm((2, 3)), "over the last dim only"),
         (nn.Embedding(3, 2, padding_idx=0), "padding_idx is not supported"),
         (nn.Embedding(3, 2, sparse=True), "sparse is not supported"),
+        (nn.SiLU(inplace=True), "inplace is not supported"),
+        (Doubled(), r"0 is Doubled\(\): its results may depend on which tokens a rank has; .*`others`"),
+        (nn.GLU(), r"0 is GLU\(dim=-1\): its results may depend"),
+        (nn.RReLU(), "0 is RReLU"),
+        (nn.Softmax(dim=1), "0 is Softmax"),
+        (nn.InstanceNorm1d(4), "0 is InstanceNorm1d"),
+        (nn.BatchNorm1d(4, affine=False), "0 is BatchNorm1d"),
+        (nn.CrossEntropyLoss(), "0 is CrossEntropyLoss"),
     ],
 )
 def test_a_model_with_anything_else_is_refused_as_a_whole(module: nn.Module, message: str) -> None:
@@ -122,9 +147,79 @@ def test_a_model_with_anything_else_is_refused_as_a_whole(module: nn.Module, mes
 
 
 def test_activations_are_converted_and_modules_without_weights_left_alone() -> None:
-    model = nn.Sequential(nn.SiLU(), nn.GELU(approximate="tanh"), nn.Dropout(0.0), nn.GELU())
+    model = nn.Sequential(nn.SiLU(), nn.GELU(approximate="tanh"), nn.Dropout(0.0), nn.ReLU())
     x = torch.randn(1, 5, 7)
     expected = model(x)
     rs.reproducible.convert(model, layout=rs.contiguous(5, 1))
     assert ["forward" in vars(module) for module in model] == [True, True, False, False]
     torch.testing.assert_close(model(x), expected)
+
+
+def test_norms_without_weights_are_converted() -> None:
+    model = nn.Sequential(nn.LayerNorm(7, elementwise_affine=False), nn.RMSNorm(7, elementwise_affine=False))
+    x = torch.randn(1, 5, 7, dtype=torch.float64)
+    expected = nn.functional.rms_norm(nn.functional.layer_norm(x, (7,)), (7,))
+    rs.reproducible.convert(model, layout=rs.contiguous(5, 1))
+    assert all("forward" in vars(module) for module in model)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_others_come_first() -> None:
+    """Also for what is known, refused or left alone otherwise."""
+
+    def negate(module: nn.Module, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return -x
+
+    kinds = (nn.Linear, nn.SiLU, nn.ReLU, nn.Dropout, nn.GLU)
+    model = nn.Sequential(nn.Linear(4, 3), nn.SiLU(inplace=True), nn.ReLU(), nn.Dropout(0.1), nn.GLU())
+    rs.reproducible.convert(model, layout=rs.contiguous(5, 1), others=dict.fromkeys(kinds, negate))
+    assert model(torch.ones(1, 5, 4)).unique().tolist() == [-1.0]
+
+
+OF_TORCH = {
+    name: getattr(nn, name)(*{"Threshold": (0.1, 2.0), "MultiheadAttention": (4, 2)}.get(name, ()))
+    for name in nn.modules.activation.__all__
+}
+REFUSED = {"GLU", "LogSoftmax", "MultiheadAttention", "PReLU", "RReLU", "Softmax", "Softmax2d", "Softmin"}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_activations_of_torch_have_the_same_bits_anywhere_or_are_refused(name: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(rs.UnsupportedError, match=f"0 is (a )?{name}"):
+            rs.reproducible.convert(nn.Sequential(OF_TORCH[name]), layout=rs.contiguous(5, 1))
+    else:
+        check_bits(OF_TORCH[name])
+
+
+def test_activations_of_transformers_have_the_same_bits_anywhere_or_are_refused() -> None:
+    activations = pytest.importorskip("transformers.activations")
+    for name in activations.ACT2CLS:
+        if name in ("prelu", "xielu"):
+            with pytest.raises(rs.UnsupportedError, match="with weights of its own"):
+                rs.reproducible.convert(activations.ACT2FN[name], layout=rs.contiguous(5, 1))
+        else:
+            check_bits(activations.ACT2FN[name])
+
+
+def check_bits(module: nn.Module) -> None:
+    """Out and gradient are what they are wherever a number stands, also on several threads; and these are torch's."""
+    wide = torch.randn(70_007, generator=torch.Generator().manual_seed(0)) * 2
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        out = module(x)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, x, torch.full_like(out, 0.37))])
+
+    expected = run(wide.double())
+    rs.reproducible.convert(module, layout=rs.contiguous(5, 1))
+    whole = run(wide)
+    torch.testing.assert_close(whole, expected.float(), msg=str(module))
+    for first, last in ((0, 1), (3, 67), (1, 40_000), (5, 70_001)):
+        assert torch.equal(run(wide[first:last]), whole[:, first:last]), module
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(run(wide), whole), module
+        assert torch.equal(run(wide[5:]), whole[:, 5:]), module
+    finally:
+        torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Copies of half types in memory that is kept: right numbers, nobody else's memory, and freed when not needed."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -126,6 +126,35 @@ def test_calls_in_inference_mode_and_outside_share_it(is_first: bool) -> None:
     for is_inference in (is_first, not is_first):
         with torch.inference_mode(is_inference):
             check_call(seed=0)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("default_dtype")
+def test_the_default_type_does_not_matter(dtype: torch.dtype) -> None:
+    """A copy in it would round, overflow, or leave an lse of another type than is sent."""
+    x = (random(torch.float32) * 1e5).bfloat16() if dtype == torch.bfloat16 else random(dtype)
+    (copy,) = Scratch().operands([x])
+    assert copy.dtype == torch.float32
+    torch.testing.assert_close(copy, x.to(torch.float32), rtol=0, atol=0)
+    out, lse = rs.attention(x, x, x, mask=rs.causal(), layout=rs.contiguous(SHAPE[2], 1), return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+
+
+@pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(3, 0)], ids=str)
+def test_the_default_device_does_not_matter(mask: rs.Mask) -> None:
+    x = random()
+    expected = rs.attention(x, x, x, mask=mask, layout=rs.contiguous(SHAPE[2], 1))
+    with torch.device("meta"):
+        out = rs.attention(x, x, x, mask=mask, layout=rs.contiguous(SHAPE[2], 1))
+    assert torch.equal(out, expected)
 
 
 class Meeting(Reference):

@@ -49,7 +49,7 @@ def refuse(_: torch.Tensor) -> torch.Tensor:
     ("spoil", "note"),
     [
         (lambda x: x * 1.01, "limit 1.0e-05"),
-        (lambda x: x.clone().fill_(torch.nan), "not a number"),
+        (lambda x: x.clone().fill_(torch.nan), "not finite"),
         (refuse, "no kernel found to launch!"),
     ],
     ids=["another number", "NaN", "error"],

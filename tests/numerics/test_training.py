@@ -107,6 +107,15 @@ def test_what_a_batch_brings_is_kept() -> None:
     assert labels.tolist() == [IGNORED, IGNORED, 12, 13, 14, 15]
 
 
+def test_documents_of_a_sequence_that_does_not_begin_here() -> None:
+    """Positions 2, 3 and 4 of documents that end at 1, 3 and 5: as `position_ids` and the masks count."""
+    part = rs.shard_batch(
+        {"input_ids": torch.tensor([7, 8, 9])}, rs.contiguous(3, 1, start=2), document_lengths=[1, 2, 2]
+    )
+    assert part["labels"].tolist() == [IGNORED, 9, IGNORED]
+    assert part["position_ids"].tolist() == [1, 0, 1]
+
+
 IDS = torch.zeros(2, 6, dtype=torch.int64)
 
 
@@ -230,6 +239,19 @@ def test_a_batch_without_labels_is_no_nan() -> None:
     for loss, grad in on_ranks(2, on_rank):
         assert loss.item() == 0.0
         assert grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_rank_without_gradient_is_told_of_on_all_ranks() -> None:
+    """As where a rank without labels makes up zeros: it would fail in backward(), and the others wait there."""
+
+    def on_rank(group: InProcessRank) -> str:
+        own = torch.ones(3, requires_grad=group.rank > 0)
+        with pytest.raises(rs.TransportError) as raised:
+            rs.cross_rank_mean_loss(own, torch.ones(3, dtype=torch.int64), group)
+        return str(raised.value)
+
+    for text in on_ranks(3, on_rank):
+        assert "gradient: rank 0 has not wanted, ranks 1, 2 have wanted" in text
 
 
 def test_sums_are_wide_and_equal_to_the_bit() -> None:

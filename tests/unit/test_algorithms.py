@@ -304,6 +304,17 @@ def test_an_unknown_side_lists_the_choices(row):
         build(row.algorithm, everyone(4), rs.Heads(4, 4), mesh=mesh, backward="out")
 
 
+def test_an_unknown_route_lists_the_choices():
+    with pytest.raises(rs.UnsupportedError, match=r"route='Straight'.*straight, follow"):
+        rs.build_schedule("pass_kv", everyone(4), backward="kv", route="Straight")
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 6), (4,), (0, 0)])
+def test_a_matrix_of_what_sees_what_has_a_column_for_each_rank(shape):
+    with pytest.raises(rs.ShapeError, match=r"matrix.shape=.*give \(P, P\) or \(P, P \+ 1\)"):
+        rs.Visible.of(np.ones(shape))
+
+
 def test_an_unknown_form_of_decode_lists_the_choices():
     with pytest.raises(rs.UnsupportedError, match=r"query='both'.*sharded.*replicated"):
         rs.build_decode(everyone(4), query="both")

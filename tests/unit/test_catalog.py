@@ -1,6 +1,7 @@
 """Models and devices by name, from config.json and from lines; what is missing or wrong is refused by name."""
 
 import json
+import re
 
 import pytest
 
@@ -36,6 +37,16 @@ DEEPSEEK = {
     "v_head_dim": 128,
     "vocab_size": 129280,
     "tie_word_embeddings": False,
+}
+
+
+WAN = {
+    "_class_name": "WanTransformer3DModel",
+    "num_layers": 40,
+    "num_attention_heads": 40,
+    "attention_head_dim": 128,
+    "ffn_dim": 13824,
+    "patch_size": [1, 2, 2],
 }
 
 
@@ -140,15 +151,7 @@ def test_latent_attention_and_experts(tmp_path):
 
 
 def test_a_config_of_diffusers(tmp_path):
-    config = {
-        "_class_name": "WanTransformer3DModel",
-        "num_layers": 40,
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "ffn_dim": 13824,
-        "patch_size": [1, 2, 2],
-    }
-    model = load_model(write(tmp_path, config))
+    model = load_model(write(tmp_path, WAN))
     assert model.video.count_tokens(81, 720, 1280) == 75600
     assert model.counted_parameters == load_model("wan2.1-14b").counted_parameters
 
@@ -164,6 +167,12 @@ def test_a_config_of_diffusers(tmp_path):
         ({"num_local_experts": 8}, "no num_experts_per_tok"),
         ({"kv_lora_rank": 512}, "no q_lora_rank"),
         ({"sliding_window": 4096}, "without layer_types"),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 31}, "31 entries for 32 layers"),
+        ({"sliding_window": 4096, "layer_types": ["linear_attention"] * 32}, "layer_types has kinds other"),
+        ({"layer_types": ["sliding_attention"] * 32}, "has no sliding_window"),
+        ({"sliding_window": 0, "layer_types": ["sliding_attention"] * 32}, "sliding_window=0; a window has"),
+        ({"sliding_window": "4096"}, "sliding_window=.4096. is no whole number"),
+        ({"max_position_embeddings": "131072"}, "max_position_embeddings=.131072. is no whole number"),
         ({"ssm_cfg": {"d": 1}}, "no plain attention"),
         ({"model_type": "bert"}, "model_type='bert' attends to both sides"),
     ],
@@ -171,6 +180,25 @@ def test_a_config_of_diffusers(tmp_path):
 def test_a_config_that_lacks_something_is_refused_by_its_name(tmp_path, change, message):
     with pytest.raises(RingspanError, match=message):
         load_model(write(tmp_path, LLAMA | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch_size": [1, "2", 2]}, "patch_size=.* is no whole number"),
+        ({"patch_size": 2, "patch_size_t": "1"}, "patch_size_t=.1. is no whole number"),
+        ({"max_text_seq_length": "226"}, "max_text_seq_length=.226. is no whole number"),
+    ],
+)
+def test_a_video_config_with_text_for_numbers_is_refused(tmp_path, change, message):
+    with pytest.raises(RingspanError, match=message):
+        load_model(write(tmp_path, WAN | change))
+
+
+def test_a_video_config_with_text_for_a_ratio_is_refused(tmp_path):
+    without = {key: value for key, value in WAN.items() if key != "ffn_dim"}
+    with pytest.raises(RingspanError, match="mlp_ratio='4' is no number above 0"):
+        load_model(write(tmp_path, without | {"mlp_ratio": "4"}))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"_class_name": "NoSuchModel"}'])
@@ -277,3 +305,54 @@ def test_links_are_one_way_and_every_figure_has_a_source():
 def test_sizes_a_video_model_cannot_take_are_refused(frames, height, width):
     with pytest.raises(RingspanError, match=r"frames|height|width"):
         load_model("wan2.1-14b").video.count_tokens(frames, height, width)
+
+
+@pytest.mark.parametrize(("full", "layers"), [(28, 36), (3, 8), (0, 4), (1, 1)])
+def test_full_layers_are_counted(tmp_path, full, layers):
+    types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    changes = {"num_hidden_layers": layers, "sliding_window": 512, "layer_types": types}
+    assert load_model(write(tmp_path, LLAMA | changes)).full_layers == full
+
+
+def test_every_sixth_layer_of_a_pattern_is_full(tmp_path):
+    changes = {"num_hidden_layers": 62, "sliding_window": 1024, "sliding_window_pattern": 6}
+    assert load_model(write(tmp_path, LLAMA | changes)).window == (1024, 10)
+    assert load_model("gemma-3-27b").window == (1024, 10)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("bytes_per_s = 1000000000.0", "bytes_per_s = 0", "bytes_per_s=0 is no finite number above 0"),
+        ("bytes_per_s = 1000000000.0", "bytes_per_s = -1.5", "bytes_per_s=-1.5 is no"),
+        ("memory_bytes = ", "memory_bytes = nan #", "memory_bytes=nan is no"),
+        ("dense_flops_per_s = ", "dense_flops_per_s = inf #", "dense_flops_per_s=inf is no"),
+        ("flops_per_s = 6", "flops_per_s = '6' #", "flops_per_s='6' is no"),
+        ("wide_head_ratio = 1.0", "wide_head_ratio = true", "wide_head_ratio=True is no"),
+        ("steals = 0.5", "steals = -0.5", "steals=-0.5 is no finite number of at least 0"),
+        ("node_size = 2", "node_size = 0", "node_size=0 is no"),
+    ],
+)
+def test_a_calibrated_file_whose_figures_are_none_is_refused(tmp_path, old, new, message):
+    from test_calibration import calibration
+
+    from ringspan.bench.calibration import format_calibration
+
+    text = format_calibration(calibration())
+    assert f"\n{old}" in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(f"\n{old}", f"\n{new}"))
+    with pytest.raises(RingspanError, match=f"{re.escape(message)}.*ringspan bench --calibrate"):
+        load_device(str(path))
+
+
+def test_a_calibrated_file_may_have_nothing_added_to_times(tmp_path):
+    from test_calibration import calibration
+
+    from ringspan.bench.calibration import format_calibration
+
+    path = tmp_path / "mine.toml"
+    zeros = re.sub(r"\n(steals|latency_s|call_s|ramp_full_tokens) = .*", r"\n\1 = 0", format_calibration(calibration()))
+    path.write_text(zeros)
+    device = load_device(str(path))
+    assert (device.near.steals, device.near.latency_s, device.attention.call_s) == (0, 0, 0)

@@ -1,14 +1,24 @@
 """The command as a stranger would use it."""
 
+import io
 import json
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
+from ringspan.bench.calibration import format_calibration
+from ringspan.catalog import load_model, parse_devices
 from ringspan.cli import main
 from ringspan.cli.plan import EXAMPLES
+from ringspan.plan import Illegal, Request, build_plan
+from ringspan.report.plan_text import print_plan
 
 SMALL = ["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "128K"]
 
@@ -142,6 +152,12 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(words, message):
     assert message in lines[0]
 
 
+def test_a_file_is_named_as_it_was_typed():
+    result = run("--model", "./double_ring.json", "--devices", "8xh100", "--tokens", "4K")
+    assert result.exit_code == 2
+    assert "double_ring.json: No such file" in result.stderr
+
+
 def test_a_config_without_heads_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "x", "hidden_size": 64, "num_hidden_layers": 2}))
@@ -187,3 +203,69 @@ def test_the_help_ends_with_the_names_of_the_catalogue():
     assert {"llama-3.1-405b", "wan2.1-14b"} <= set(re.split(r",?\s+", models))
     assert {"h100", "mi300x"} <= set(re.split(r",?\s+", devices))
     assert "deepseek-v3" not in models  # the catalogue lacks figures of it
+
+
+def table_rows(output):
+    """Cells of the ranking, by line."""
+    ranking = output.split("All ways, ranked")[1]
+    return [re.split(r" {2,}", line.strip()) for line in ranking.splitlines() if line.endswith(("✓", "✗"))]
+
+
+@pytest.mark.parametrize("model", ["wan2.1-14b", "llama-3.1-8b"])
+def test_attention_and_the_rest_are_a_layer_in_the_ranking_too(model):
+    tokens = [] if model == "wan2.1-14b" else ["--tokens", "64K"]
+    output = run("--model", model, "--devices", "8xh100", *tokens).output
+    attention, rest = re.search(r"forward +\S+ \S+: attention (\S+ \S+), the rest (\S+ \S+)", output).groups()
+    best = " ".join(table_rows(output)[0])
+    assert attention in best
+    assert rest in best
+
+
+def test_a_model_without_full_layers_shows_sliding_ones(tmp_path):
+    from test_plan import MISTRAL
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MISTRAL))
+    output = " ".join(run("--model", str(path), "--devices", "8xh100", "--tokens", "64K").output.split())
+    assert "are of one sliding layer, forward" in output
+    assert "full layer" not in output
+
+
+def test_what_is_left_out_of_the_impossible_ways_is_told():
+    plan = build_plan(Request(load_model("llama-3.1-8b"), parse_devices("8xh100"), "prefill", 2**17))
+    many = replace(plan, illegal=tuple(Illegal(f"way {i}", "no reason") for i in range(15)))
+    file = io.StringIO()
+    print_plan(many, Console(width=100, file=file))
+    text = file.getvalue()
+    assert text.count("Not possible: way") == 12
+    assert "(and 3 more that are not possible; --json has them all)" in text
+
+
+@pytest.mark.parametrize("option", ["--plot", "--trace"])
+def test_a_file_without_a_name_is_refused(option):
+    result = run(*SMALL, option, "")
+    assert result.exit_code == 2
+    assert option in result.output
+    assert "is no name of a file" in result.output
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path):
+    from test_calibration import calibration
+    from test_catalog import LLAMA
+
+    config = json.dumps(LLAMA | {"model_type": "größer"}, ensure_ascii=False)
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text("# größer\n" + format_calibration(calibration()), encoding="utf-8")
+    words = ["plan", "--model", "config.json", "--devices", "2xmine.toml", "--tokens", "1K", "--plot", "plot.svg"]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ringspan", *words],
+        cwd=tmp_path,
+        env=os.environ | ascii_only,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "größer, prefill" in (tmp_path / "plot.svg").read_text(encoding="utf-8")

@@ -171,6 +171,16 @@ def test_documents_that_end_leave_no_next_token() -> None:
     assert "has no next token" in simulate("--mask", ends).stdout
     assert simulate_json("--mask", ends)["decode"]["one_sequence"] is None
     assert simulate_json("--mask", goes_on)["decode"]["one_sequence"]["mask"] == "causal() & documents([24, 44])"
+    two_more = simulate_json("--mask", "causal & documents:24,42")["decode"]
+    assert (len(two_more["one_sequence"]["steps"]), len(two_more["batch"]["steps"])) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "share"),
+    [("--tokens 512 --mask prefix:511", "262,144 (> 99 %)"), ("--tokens 512 --mask window:0", "262,144 (< 1 %)")],
+)
+def test_a_share_is_not_rounded_to_all_or_nothing(args: str, share: str) -> None:
+    assert share in simulate(*args.split()).stdout
 
 
 # That it is true

@@ -160,7 +160,7 @@ def test_a_wrong_decode_step_ends_in_exit_code_1_and_nan_is_no_json(monkeypatch:
     assert data["failures"][0] == "decode step 0 of the one sequence"
     assert len(data["failures"]) == 8
     assert data["decode"]["batch"]["steps"][0]["check"]["out_error"] is None
-    assert "✗ wrong: not a number" in simulate().stdout
+    assert "✗ wrong: not finite" in simulate().stdout
 
 
 def test_interrupt_ends_quietly_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

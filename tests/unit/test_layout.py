@@ -95,7 +95,8 @@ def test_aligned_runs_differ_by_at_most_align() -> None:
         (lambda: striped(8, 2, align=0), "align=0: align is at least 1"),
         (lambda: contiguous(8, 2, start=-3), "start=-3: start is at least 0"),
         (lambda: striped(8, 2, block=6, align=4), "block=6, align=4: .* use block=8"),
-        (lambda: striped(8, 2, block=0), "block=0, align=1: .* use block=1"),
+        (lambda: striped(8, 2, block=0), "block=0: block is at least 1; use block=1 or more"),
+        (lambda: striped(8, 2, block=2.0), "block=2.0: block is a whole number; give an int"),
     ],
 )
 def test_builders_refuse_and_name_the_way_out(build, message: str) -> None:

@@ -1,6 +1,7 @@
 """The answers of a plan: consistent with its own predictions, and with what a reader would work out."""
 
 import re
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from ringspan.catalog import load_model, parse_devices
 from ringspan.errors import RingspanError
 from ringspan.plan import Request, Setup, build_plan, count_memory, predict, timeline_of
 from ringspan.plan.candidates import list_setups
+from ringspan.report.plan_plot import plot_plan
 
 
 def request_for(model="llama-3.1-8b", devices="8xh100", phase="prefill", tokens=2**17, **options):
@@ -272,3 +274,58 @@ def test_what_does_not_fit_has_no_settings_and_shows_what_lacks_least():
 def test_requests_that_make_no_sense_are_refused(options, message):
     with pytest.raises(RingspanError, match=message):
         request_for(**options)
+
+
+MISTRAL = {
+    "model_type": "mistral",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+}
+
+
+def test_a_model_of_sliding_layers_alone_is_shown_by_one_of_them(tmp_path):
+    from test_catalog import write
+
+    request = request_for(write(tmp_path, MISTRAL))
+    for option in build_plan(request).options:
+        it = option.prediction
+        assert it.attention_s == it.window_attention_s
+        assert it.total_s == pytest.approx(32 * it.layer_s)
+    recipe = build_plan(replace(request, tp=1)).recipes[0]
+    assert "mask=rs.sliding_window(4095, 0)" in recipe.settings
+    assert recipe.caveat == "all layers take mask=rs.sliding_window(4095, 0)"
+
+
+@pytest.mark.parametrize("model", ["gemma-3-27b", "gpt-oss-20b"])
+def test_sliding_layers_of_decode_are_no_slower_than_full_ones(model):
+    for option in build_plan(request_for(model, phase="decode", tokens=2**17)).options:
+        it = option.prediction
+        assert 0 < it.window_attention_s <= it.attention_s
+        assert it.forward.attention_compute_s > 0
+
+
+def test_nothing_is_called_impossible_that_is_among_the_ways():
+    """Two sequences on two nodes: one on each node has no ring between nodes, both over all devices may have one."""
+    setups, illegal = list_setups(request_for(devices="2x8xh100", batch=2), [1])
+    assert {setup.copies for setup in setups if setup.algorithm == "double_ring"} == {1}
+    assert "double-ring" not in dict(illegal)
+    _, illegal = list_setups(request_for(devices="8xh100"), [1])
+    assert "double-ring" in dict(illegal)
+
+
+@pytest.mark.parametrize(("phase", "devices"), [("decode", "8xh100"), ("prefill", "8xh100"), ("prefill", "1xh100")])
+def test_the_way_without_context_parallelism_is_drawn_once_and_under_its_name(phase, devices):
+    plan = build_plan(request_for(phase=phase, devices=devices))
+    first = ET.fromstring(plot_plan(plan)).find("{http://www.w3.org/2000/svg}g")
+    names = [text.text for text in first.iter("{http://www.w3.org/2000/svg}text")]
+    assert names.count("no context parallelism") == 1
+    has_ring = any(it.setup.algorithm == "pass_kv" and it.setup.cp > 1 for it in plan.options)
+    assert names.count("pass-kv") == has_ring
+    assert f"asked for: {plan.request.tokens:,}" in names
+    assert has_ring == (phase == "prefill" and devices == "8xh100")

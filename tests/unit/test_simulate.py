@@ -262,6 +262,14 @@ def test_a_schedule_made_by_hand_that_names_heads_in_many_ways():
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("option", [{"direction": "reverse"}, {"mesh": (2, 2)}], ids=str)
+def test_a_schedule_leaves_no_options(option):
+    layout = rs.zigzag(LENGTH, 4)
+    (name,) = option
+    with pytest.raises(rs.ScheduleError, match=f"{name}=.*: algorithm is a schedule, which has its own; leave it out"):
+        simulate(layout, algorithm=simulate(layout).schedule, **option)
+
+
 def test_gradients_of_a_schedule_of_ones_own_need_one():
     layout = rs.zigzag(LENGTH, 4)
     got = simulate(layout, algorithm=simulate(layout).schedule)

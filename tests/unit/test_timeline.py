@@ -1,5 +1,7 @@
 """When things happen: timelines worked out by hand, bounds that always hold, real schedules beside regular ones."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,10 +10,22 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.algorithms import build_schedule
 from ringspan.catalog import Link, load_device
-from ringspan.cost import RINGSPAN, Shard
-from ringspan.schedule import Heads, visible_blocks
+from ringspan.cost import PAPER, RINGSPAN, Shard, attention_flops, tile_s
+from ringspan.schedule import Arrived, Heads, Post, compile_rank, visible_blocks
 from ringspan.tiles import Problem, Shapes
-from ringspan.timeline import END, Load, Ring, Round, Sequence, attention_timeline, run_timeline, schedule_timeline
+from ringspan.timeline import (
+    END,
+    Load,
+    Ring,
+    Round,
+    Sequence,
+    attention_timeline,
+    run_timeline,
+    schedule_loads,
+    schedule_timeline,
+)
+from ringspan.timeline.loads import Loads
+from ringspan.timeline.rings import LOADS
 
 DEVICE = load_device("h100")
 SHARD = Shard(1, 8, 8, 128, 128, 2048, 2, "bf16", RINGSPAN)
@@ -77,13 +91,12 @@ def cases(draw):
     layout = draw(st.sampled_from(["zigzag", "striped", "contiguous"]))
     cached = draw(st.sampled_from([0, 4096, 131072]))
     tokens = draw(st.integers(1, 2**17))
-    sequence = Sequence(tokens, cached, draw(st.booleans()), layout)
+    window = draw(st.one_of(st.just(0), st.integers(1, 256), st.integers(1, 2**17)))
+    sequence = Sequence(tokens, cached, draw(st.booleans()), layout, window)
     return algorithm, Ring(size, per_node, inner), sequence, draw(st.booleans())
 
 
 def timeline_on(near, far, case):
-    import dataclasses
-
     algorithm, ring, sequence, is_backward = case
     device = dataclasses.replace(DEVICE, near=near, far=far)
     return attention_timeline(algorithm, ring, sequence, SHARD, device, is_backward=is_backward)
@@ -101,13 +114,22 @@ def test_more_bandwidth_is_never_slower_and_the_bounds_hold(case, rate, factor, 
         assert (timeline.exposed_s >= 0).all()
 
 
-def real_timeline(algorithm, size, per_node, inner, layout_name, mask, *, is_backward, tokens=4096):
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.sampled_from([RINGSPAN, PAPER]))
+def test_no_step_takes_less_than_no_time(case, practice):
+    algorithm, ring, sequence, is_backward = case
+    shard = dataclasses.replace(SHARD, practice=practice)
+    for load in LOADS[algorithm](Loads(ring, sequence, shard, DEVICE, is_backward=is_backward)):
+        assert (load.attend_s >= 0).all()
+
+
+def real_timeline(algorithm, size, per_node, inner, layout_name, mask, *, is_backward, tokens=4096, device=DEVICE):
     layout = getattr(rs, layout_name)(size * tokens, size)
     problem = Problem(mask, layout, layout, Shapes((1,), Heads(8, 8), 128, 128, 2, 4))
     mesh = (size // inner, inner) if algorithm in ("hybrid", "double_ring") else None
     side = ("q" if algorithm == "pass_q" else "kv") if is_backward else None
     schedule = build_schedule(algorithm, visible_blocks(mask, layout), heads=(8, 8), mesh=mesh, backward=side)
-    return schedule_timeline(schedule, problem, SHARD, DEVICE, per_node, record=True)
+    return schedule_timeline(schedule, problem, SHARD, device, per_node, record=True)
 
 
 @pytest.mark.parametrize("mask", [rs.causal(), rs.full()], ids=str)
@@ -126,16 +148,18 @@ def real_timeline(algorithm, size, per_node, inner, layout_name, mask, *, is_bac
 def test_regular_loads_are_those_of_the_real_schedule(algorithm, size, per_node, inner, layout, mask):
     """Forward within 4 %: only which half of a zigzag tile is merged is not told apart.
 
-    Backward within 8 % of time, and to a third where a causal ring of contiguous shards has ranks without work, whose
-    gradients the two put in another order.
+    Backward rings of one kind exactly, others within 10 % of time, since the two put the messages of a step in another
+    order; to a third where contiguous shards under a causal mask leave ranks without work.
     """
     sequence = Sequence(size * 4096, 0, mask == rs.causal(), layout)
     for is_backward in (False, True):
         real = real_timeline(algorithm, size, per_node, inner, layout, mask, is_backward=is_backward)
         ring = Ring(size, per_node, inner)
         regular = attention_timeline(algorithm, ring, sequence, SHARD, DEVICE, is_backward=is_backward)
-        is_rough = is_backward and layout == "contiguous" and mask == rs.causal()
-        within = (0.34 if is_rough else 0.08) if is_backward else 0.04
+        within = 0.04
+        if is_backward:
+            is_rough = layout == "contiguous" and mask == rs.causal()
+            within = 0.001 if algorithm in ("pass_kv", "pass_q") else 0.34 if is_rough else 0.1
         assert regular.makespan_s == pytest.approx(real.makespan_s, rel=within)
 
 
@@ -154,3 +178,133 @@ def test_the_largest_double_ring_is_run_by_one_node():
     # As long as its tiles take: 16,383 half tiles and one causal one of 1,024 tokens, merged one by one.
     alone = attention_timeline("double_ring", Ring(16, 8, 8), sequence._replace(new_tokens=2**14), SHARD, DEVICE)
     assert timeline.compute_s[0] == pytest.approx(alone.compute_s[0] * 1024, rel=0.05)
+
+
+PLAIN = dataclasses.replace(  # pairs take time, and nothing else does
+    DEVICE,
+    attention=DEVICE.attention._replace(
+        ramp_full_tokens=0.0,
+        ramp_causal_tokens=0.0,
+        backward_ramp_full_tokens=0.0,
+        backward_ramp_causal_tokens=0.0,
+    ),
+    memory_bytes_per_s=1e30,
+    merge_bytes_per_s=1e30,
+)
+WINDOWED = [
+    *[(name, 8, 1) for name in ("pass_kv", "pass_q", "all_gather")],
+    ("ulysses", 8, 8),
+    ("hybrid", 8, 2),
+    ("double_ring", 8, 4),
+]
+
+
+@pytest.mark.parametrize("practice", [RINGSPAN, PAPER], ids=["tiles", "joined"])
+@pytest.mark.parametrize(
+    ("window", "cached"), [(1, 0), (100, 0), (5000, 0), (20_000, 0), (1024, 50_000), (20_000, 50_000), (60_000, 50_000)]
+)
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize(("algorithm", "size", "inner"), WINDOWED)
+def test_a_window_costs_the_pairs_that_the_busiest_rank_sees(algorithm, size, inner, layout, window, cached, practice):
+    """Exactly, but that striped ranks are a few tokens apart."""
+    degree = inner if algorithm in ("ulysses", "hybrid") else 1
+    held = getattr(rs, layout)(size * 4096, size)
+    pairs = np.array([np.minimum(window, cached + held.positions(rank) + 1).sum() for rank in range(size)])
+    most = pairs.reshape(-1, degree).sum(axis=1).max() / degree
+    shard = dataclasses.replace(SHARD, practice=practice)
+    sequence = Sequence(size * 4096, cached, True, layout, window)
+    timeline = attention_timeline(algorithm, Ring(size, 4, inner), sequence, shard, PLAIN)
+    curve = PLAIN.attention
+    rate = curve.flops_per_s * 128 / (128 + curve.softmax_dims)
+    assert timeline.compute_s.max() == pytest.approx(attention_flops(most, shard) / rate, rel=0.001)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4096, 4097, 4098, 10_000, 32_767])
+@pytest.mark.parametrize("algorithm", ["pass_kv", "all_gather"])
+def test_k_and_v_travel_no_further_than_a_window_reaches(algorithm, window):
+    """As the real schedule has it: a window of 4,097 is the first whose last query sees all of the shard before."""
+    mask = rs.causal() & rs.sliding_window(window - 1, 0)
+    real = real_timeline(algorithm, 8, 8, 1, "contiguous", mask, is_backward=False)
+    loads = Loads(Ring(8, 8), Sequence(8 * 4096, 0, True, "contiguous", window), SHARD, DEVICE, is_backward=False)
+    regular = list(LOADS[algorithm](loads))
+    if algorithm == "pass_kv":
+        assert len(regular) == len(real.moments)
+    else:
+        assert len(regular[0].rounds) == len(real.moments[0].load.rounds)
+
+
+@pytest.mark.parametrize("window", [512, 4096, 10_000])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize(("algorithm", "size", "inner"), WINDOWED)
+def test_a_window_is_priced_like_its_real_schedule(algorithm, size, inner, layout, window):
+    """Compute is between half of the real schedule's, whose pieces on the edges of a window hold unseen pairs, and it.
+
+    The forward makespan is between 0.9 and 1.4 times the real one; that of a hybrid is up to 1.8 times, since it is
+    taken to pass on all blocks of a group, of which a short window needs only the last.
+    """
+    mask = rs.causal() & rs.sliding_window(window - 1, 0)
+    sequence, ring = Sequence(size * 4096, 0, True, layout, window), Ring(size, 4, inner)
+    for is_backward in (False, True):
+        real = real_timeline(algorithm, size, 4, inner, layout, mask, is_backward=is_backward, device=PLAIN)
+        regular = attention_timeline(algorithm, ring, sequence, SHARD, PLAIN, is_backward=is_backward)
+        least = 0.49 if window < 4096 else 0.88
+        assert least < regular.compute_s.max() / real.compute_s.max() < 1.01
+        if not is_backward:
+            assert 0.9 < regular.makespan_s / real.makespan_s < (1.8 if algorithm == "hybrid" else 1.4)
+
+
+DECODES = [("all_merge", 8), ("pass_q", 8), ("pass_kv", 1)]
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize(("algorithm", "size"), DECODES)
+def test_a_sliding_layer_of_decode_is_never_slower_than_a_full_one(algorithm, size, batch):
+    shard = dataclasses.replace(SHARD, batch=batch)
+
+    def decode(window):
+        sequence = Sequence(1, 2**20, False, "striped" if size > 1 else "contiguous", window)
+        return attention_timeline(algorithm, Ring(size, 8), sequence, shard, DEVICE)
+
+    whole = decode(0)
+    windows = [decode(window) for window in (1, 64, 1024, 2**15, 2**20)]
+    for narrow, wide in zip(windows, [*windows[1:], whole], strict=True):
+        assert (narrow.compute_s <= wide.compute_s).all()
+        assert narrow.makespan_s <= wide.makespan_s
+    assert windows[2].compute_s.max() < whole.compute_s.max() / 20
+
+
+def test_a_sliding_layer_of_decode_reads_its_window():
+    """On one device all of it, and on several an even share each."""
+    alone = attention_timeline("pass_kv", Ring(1, 8), Sequence(1, 2**20, False, "contiguous", 4096), SHARD, DEVICE)
+    assert alone.compute_s.tolist() == [tile_s(DEVICE, SHARD, 1, 4096)]
+    assert alone.compute_s[0] >= 4096 * SHARD.kv_bytes / DEVICE.memory_bytes_per_s
+    loads = Loads(Ring(8, 8), Sequence(1, 2**20, False, "striped", 4096), SHARD, DEVICE, is_backward=False)
+    first, *_ = LOADS["all_merge"](loads)
+    assert first.attend_s == pytest.approx(tile_s(DEVICE, SHARD, 1, 512))
+
+
+@pytest.mark.parametrize("side", ["kv", "q"])
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full()], ids=str)
+def test_a_sum_is_waited_for_where_the_program_waits(mask, side):
+    """A gradient that a rank passes on at once is merged before; others may take two steps, or until the end."""
+    layout = rs.zigzag(64, 4)
+    problem = Problem(mask, layout, layout, Shapes((1,), Heads(8, 8), 128, 128, 2, 4))
+    schedule = build_schedule("pass_kv", visible_blocks(mask, layout), backward=side)
+    waits = {}
+    for rank in range(4):
+        step = END
+        for instruction in reversed(compile_rank(schedule, rank)):
+            if isinstance(instruction, Post):
+                step = instruction.step
+            elif isinstance(instruction, Arrived) and instruction.transfer.block.is_sum:
+                waits[instruction.step, str(instruction.transfer.block), rank] = step
+    timed = {
+        (t, name, int(dst)): one.reads_at
+        for t, load in enumerate(schedule_loads(schedule, problem, SHARD, DEVICE, 4))
+        for one in load.rounds
+        for names, dst in zip(one.names, one.dst, strict=True)
+        for name in names.split()
+        if name.startswith("d")
+    }
+    assert any(reads_at == t + 1 for (t, _, _), reads_at in timed.items())
+    assert timed == waits

@@ -1,12 +1,18 @@
 """The Chrome trace of a run: what viewers need, and that it says what happened."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ringspan.bench.result import Activity
+from ringspan.catalog import Link, load_model, parse_devices
+from ringspan.plan import Request, Setup, build_plan
+from ringspan.report.plan_trace import activities_of, trace_plan
 from ringspan.report.trace import build_trace
+from ringspan.timeline import END, Load, Round, Timeline, run_timeline
 
 HOP = (
     Activity(0, 0, "send", "kv0", 10.0, 10.001, 0, 1, 4096),
@@ -91,3 +97,59 @@ def test_a_single_rank_has_no_arrows_and_nothing_is_a_trace_too() -> None:
     alone = Activity(0, 0, "attend", "q0×kv0", 1.0, 2.0)
     assert not events("s", alone)
     assert build_trace((), {})["traceEvents"] == []
+
+
+def planned(compute_s: list[float], link: Link, *rounds: Round) -> Timeline:
+    """Two ranks that compute so long in each step; the messages start with the first one."""
+    loads = [Load(np.full(2, seconds), rounds if t == 0 else (), ["q×kv"] * 2) for t, seconds in enumerate(compute_s)]
+    return run_timeline(loads, 2, link, link, record=True)
+
+
+def message(name: str, nbytes: float, reads_at: int = 0) -> Round:
+    ranks = np.arange(2)
+    return Round(ranks, 1 - ranks, nbytes, np.zeros(2, bool), reads_at, names=[name] * 2)
+
+
+def slices(timeline: Timeline, kind: str) -> list[tuple[str, float, float]]:
+    """Of rank 0, in seconds."""
+    found = [it for it in activities_of(timeline) if it.rank == 0 and it.kind == kind]
+    return [(it.name, it.start_s, it.end_s) for it in found]
+
+
+LINK = Link("link", 10.0, 0.0, 10.0, 0.0, 10.0)
+
+
+def test_a_planned_wait_is_as_long_as_the_rank_is_blocked() -> None:
+    """A message of 3 s behind 1 s of compute blocks for 2 s; behind 5 s of compute it does not."""
+    blocked = planned([1.0, 1.0], LINK, message("kv", 30.0))
+    assert slices(blocked, "receive") == [("kv", 1.0, 3.0)]
+    assert slices(blocked, "attend") == [("q×kv", 0.0, 1.0), ("q×kv", 3.0, 4.0)]
+    assert slices(planned([5.0, 1.0], LINK, message("kv", 30.0)), "receive") == [("kv", 5.0, 5.0)]
+    late = planned([1.0, 1.0], LINK, message("dkv", 30.0, END))
+    assert slices(late, "receive") == [("dkv", 2.0, 3.0)]
+
+
+def test_planned_waits_for_several_messages_follow_one_another() -> None:
+    """One link takes 2 s for the first and then 3 s for the second; the sends have their bytes."""
+    timeline = planned([1.0, 1.0], LINK, message("k", 20.0), message("v", 30.0))
+    assert slices(timeline, "receive") == [("k", 1.0, 2.0), ("v", 2.0, 5.0)]
+    assert [it.nbytes for it in activities_of(timeline) if it.kind == "send" and it.rank == 0] == [20, 30]
+    assert len(events("s", *activities_of(timeline))) == len(events("f", *activities_of(timeline))) == 4
+
+
+def test_planned_compute_lasts_as_long_as_it_takes_beside_messages() -> None:
+    """Carrying a message of 2 s out and one in costs half as long, so that 4 s of compute take 5 s."""
+    timeline = planned([4.0, 1.0], LINK._replace(steals=0.5), message("kv", 20.0))
+    assert slices(timeline, "attend") == [("q×kv", 0.0, 5.0), ("q×kv", 5.0, 6.0)]
+    assert timeline.compute_s.tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(("wire", "row_bytes"), [("bf16", 128 * 2), ("int8", 128 + 2), ("fp8", 128 + 2)])
+def test_a_planned_trace_has_the_bytes_of_the_wire(wire: str, row_bytes: int) -> None:
+    """K and V of 8 heads and 4,096 tokens per rank; quantised, a row of 128 bytes has a scale of 2."""
+    request = Request(load_model("llama-3.1-8b"), parse_devices("8xh100"), "prefill", 2**15, tp=1, wire=wire)
+    plan = build_plan(request)
+    ring = next(it for it in plan.options if it.setup == Setup("pass_kv", "zigzag", 1, 8))
+    trace = trace_plan(replace(plan, options=(ring,)), {})
+    sent = {it["args"]["bytes"] for it in trace["traceEvents"] if it["ph"] == "X" and it["cat"] == "send"}
+    assert sent == {2 * 8 * 4096 * row_bytes}

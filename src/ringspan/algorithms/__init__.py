@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ringspan.algorithms.all_gather import build_all_gather
 from ringspan.algorithms.decode import Query, build_decode
@@ -58,6 +58,8 @@ def build_schedule(
         )
     if backward not in (None, "kv", "q"):
         raise UnsupportedError(f'backward={backward!r}: the side that travels is "kv" or "q"; None builds the forward')
+    if route not in get_args(Route):
+        raise UnsupportedError(f"route={route!r}: gradients get home by one of {', '.join(get_args(Route))}")
     takes = ALGORITHMS[algorithm].options
     for name, value in (("mesh", mesh), ("direction", direction)):
         if value is not None and name not in takes:

@@ -6,6 +6,7 @@ held to one process with the same weights in float32, and ranks may be twice as 
 
 import copy
 from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def check_model(
         tolerances = {what: TIMES * error for what, error in _errors(of_one_process, exact).items()}
         tolerances["loss"] = tolerances["logits"]  # a mean may be right by chance
     found = _errors(of_ranks, exact)
-    checks = {what: Check(None if error != error else error, tolerances[what], name) for what, error in found.items()}
+    checks = {what: Check(error if isfinite(error) else None, tolerances[what], name) for what, error in found.items()}
     tokens = [
         _is_likeliest(logits, sequence, token, tolerances["logits"])
         for of_rank in chosen

@@ -95,7 +95,7 @@ class _Bench:
                 turn.abort()
         times = {way: Timing.of(runs) for way, runs in seconds.items()}
         algorithm, reason = picked
-        return PrefillPoint(miss, num_new, cached, times, algorithm, reason, self._largest(error))
+        return PrefillPoint(miss, num_new, cached, times, algorithm, reason, self._largest_error(error))
 
     def decode_point(self, context: int, batch: int) -> DecodePoint:
         """One token per sequence: the parts alone, then the whole in both forms."""
@@ -125,7 +125,7 @@ class _Bench:
                 for name, one in took.items():
                     runs[name].append(one)
         times = {name: Timing.of(seconds) for name, seconds in runs.items()}
-        return DecodePoint(context, batch, times, self._largest(error))
+        return DecodePoint(context, batch, times, self._largest_error(error))
 
     def _cache(self) -> KVCache:
         s = self.settings
@@ -186,7 +186,7 @@ class _Bench:
         worst = 0.0
         for row, sequence in enumerate(turn.layout.positions(self.rank)[:CHECKED].tolist()):
             exact = _exact(q[sequence, :, -1:], k[sequence], v[sequence])
-            worst = max(worst, float((out[row].double().cpu() - exact).abs().max()))
+            worst = max(worst, _difference(out[row], exact))
         return worst
 
     def _attend_own(self, cache: KVCache, batch: int, q: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ class _Bench:
         for row in range(0, len(positions), max(1, len(positions) // CHECKED)):
             end = positions[row] + 1
             exact = _exact(q[0, :, end - 1 : end], k[0, :, :end], v[0, :, :end])
-            worst = max(worst, float((out[0, :, row : row + 1].double().cpu() - exact).abs().max()))
+            worst = max(worst, _difference(out[0, :, row : row + 1], exact))
         return worst
 
     def _meet(self) -> None:
@@ -231,15 +231,24 @@ class _Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _largest_error(self, value: float) -> float | None:
+        worst = self._largest(value)
+        return worst if math.isfinite(worst) else None
+
     def _largest(self, value: float) -> float:
-        """Of all ranks; NaN counts as infinitely wrong."""
-        mine = math.inf if math.isnan(value) else value
-        everyone = self.transport.all_gather_bytes(mine.hex().ljust(32).encode(), self.transport.timeout_s)
+        """Of all ranks."""
+        everyone = self.transport.all_gather_bytes(value.hex().ljust(32).encode(), self.transport.timeout_s)
         return max(float.fromhex(one.decode().strip()) for one in everyone)
 
 
 def _full(num_keys: int) -> Piece:
     return Piece(slice(0, 1), slice(0, num_keys), PieceKind.FULL, None, None)
+
+
+def _difference(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest of all elements; what is not a number is infinitely wrong."""
+    worst = float((out.double().cpu() - exact).abs().max())
+    return math.inf if math.isnan(worst) else worst
 
 
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ class PrefillPoint:
     times: dict[str, Timing]  # by WAYS
     picked: str
     reason: str
-    error: float
+    error: float | None  # None: not finite
 
     @property
     def over_better(self) -> float:
@@ -38,7 +38,7 @@ class DecodePoint:
     context: int
     batch: int
     times: dict[str, Timing]  # by PARTS
-    error: float
+    error: float | None  # None: not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,11 @@ class InferenceResult:
     @property
     def is_verified(self) -> bool:
         """Whether every point is as exact as its type allows."""
-        return self.error <= self.tolerance
+        return self.error is not None and self.error <= self.tolerance
 
     @property
-    def error(self) -> float:
-        """The largest difference from the exact result."""
-        return max([*(point.error for point in self.prefill), *(point.error for point in self.decode)])
+    def error(self) -> float | None:
+        """The largest difference from the exact result; None if one is not finite."""
+        errors = [*(point.error for point in self.prefill), *(point.error for point in self.decode)]
+        finite = [error for error in errors if error is not None]
+        return max(finite) if len(finite) == len(errors) else None

@@ -95,7 +95,7 @@ def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Res
     worst = torch.zeros((), dtype=torch.float64)
     for result, right in zip(results, expected, strict=True):
         worst = torch.maximum(worst, largest_error(result, right))  # a NaN stays one
-    return Check(None if worst.isnan() else worst.item(), TOLERANCE[dtype], name, same_bits)
+    return Check(worst.item() if worst.isfinite() else None, TOLERANCE[dtype], name, same_bits)
 
 
 def largest_error(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

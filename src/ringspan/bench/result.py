@@ -98,7 +98,7 @@ class Check:
     `same_bits` says of the reproducible mode that all are, to the bit, those of one rank in that mode; else None.
     """
 
-    max_error: float | None  # None: not a number
+    max_error: float | None  # None: not finite
     tolerance: float
     reference: str
     same_bits: bool | None = None

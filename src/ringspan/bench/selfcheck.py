@@ -200,6 +200,6 @@ def _largest(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 
 def _judged(path: str, errors: Sequence[float], dtype: torch.dtype) -> PathCheck:
     error, limit = float(np.max(errors)), TOLERANCE[dtype]
-    if math.isnan(error):
-        return PathCheck(path, "failed", note="not a number, or a row that sees nothing is taken for one that does")
+    if not math.isfinite(error):
+        return PathCheck(path, "failed", note="not finite, or a row that sees nothing is taken for one that does")
     return PathCheck(path, "ok" if error <= limit else "failed", error, "" if error <= limit else f"limit {limit:.1e}")

@@ -5,6 +5,7 @@ What the planner cannot count (linear attention, an encoder with a decoder) is r
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ REFUSED_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_versio
 def read_config(path: Path) -> Model:
     """The model a config describes."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnsupportedError(f"{path}: {error.strerror}; give the path of a config.json") from None
     except ValueError as error:
@@ -70,6 +71,10 @@ class _Config:
             f"{self.path} has no {' or '.join(names)}, and nothing is guessed; add it, or use a model of the catalogue"
         )
 
+    def may(self, name: str) -> int:
+        """A whole number that need not be there; 0 if it is not."""
+        return 0 if self.config.get(name) is None else self.need(name)
+
     def language_model(self, name: str) -> Model:
         config = self.config
         for key in REFUSED_KEYS:
@@ -86,7 +91,8 @@ class _Config:
             notes += ("tie_word_embeddings not given: counted twice",)
         if kind not in (*PLAIN_MLP, *GATED_MLP):
             notes += (f"model_type={kind!r} is not known: its MLP is counted as gated, with three matrices",)
-        hidden, heads = self.need("hidden_size", "n_embd"), self.need("num_attention_heads", "n_head")
+        layers, hidden = self.need("num_hidden_layers", "n_layer"), self.need("hidden_size", "n_embd")
+        heads = self.need("num_attention_heads", "n_head")
         latent = self._latent()
         if latent is not None:
             head_dim, v_head_dim, kv_heads = latent.nope_dim + latent.rope_dim, self.need("v_head_dim"), heads
@@ -97,7 +103,7 @@ class _Config:
         is_all_experts = experts is not None and not experts.dense_layers
         return Model(
             id=name,
-            layers=self.need("num_hidden_layers", "n_layer"),
+            layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -107,10 +113,10 @@ class _Config:
             mlp_matrices=2 if kind in PLAIN_MLP else 3,
             experts=experts,
             latent=latent,
-            window=self._window(),
+            window=self._window(layers),
             vocab_size=self.need("vocab_size"),
             is_tied=config.get("tie_word_embeddings") is True,
-            max_tokens=config.get("max_position_embeddings"),
+            max_tokens=self.may("max_position_embeddings") or None,
             notes=notes,
         )
 
@@ -140,34 +146,43 @@ class _Config:
         if not any(self.config.get(name) for name in names):
             return None
         mlp_size = self.need("moe_intermediate_size", "intermediate_size")
-        shared = self.config.get("n_shared_experts") or 0
         if self.config.get("shared_expert_intermediate_size"):
             raise UnsupportedError(f"{self.path}: shared_expert_intermediate_size, a shared expert of another size")
         if self.config.get("decoder_sparse_step", 1) != 1 or self.config.get("mlp_only_layers"):
             raise UnsupportedError(f"{self.path}: experts in some layers only (decoder_sparse_step, mlp_only_layers)")
-        dense = self.config.get("first_k_dense_replace") or 0
+        shared, dense = self.may("n_shared_experts"), self.may("first_k_dense_replace")
         return Experts(self.need(*names), self.need("num_experts_per_tok"), mlp_size, shared, dense)
 
-    def _window(self) -> Window | None:
+    def _window(self, layers: int) -> Window | None:
         """Sliding layers: by a list of layer types, by a pattern, or all of them."""
-        tokens = self.config.get("sliding_window")
-        if not tokens or self.config.get("use_sliding_window") is False:
+        full = self._full_layers(layers)
+        if full == layers or self.config.get("use_sliding_window") is False:
             return None
-        types = self.config.get("layer_types")
-        if types is not None:
-            full = sum(kind == "full_attention" for kind in types)
-            if full == len(types):
-                return None
-            if set(types) - {"full_attention", "sliding_attention"}:
-                raise UnsupportedError(f"{self.path}: layer_types has kinds other than full_ and sliding_attention")
-            return Window(self.need("sliding_window"), len(types) // full if full else 0)
-        if self.config.get("sliding_window_pattern"):
-            return Window(self.need("sliding_window"), self.need("sliding_window_pattern"))
+        if full is not None:
+            return Window(self.need("sliding_window"), full)
+        tokens = self.may("sliding_window")
+        if not tokens:
+            return None
+        if self.may("sliding_window_pattern"):
+            return Window(tokens, layers // self.need("sliding_window_pattern"))
         if self.config.get("use_sliding_window") is None and self.config.get("model_type") in ("mistral", None):
-            return Window(self.need("sliding_window"), 0)
+            return Window(tokens, 0)
         raise UnsupportedError(
             f"{self.path}: sliding_window={tokens} without layer_types or sliding_window_pattern; add either"
         )
+
+    def _full_layers(self, layers: int) -> int | None:
+        """As layer_types counts them, if it is there."""
+        types = self.config.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
+            raise UnsupportedError(f"{self.path}: layer_types has kinds other than full_ and sliding_attention")
+        if len(types) != layers:
+            raise UnsupportedError(
+                f"{self.path}: layer_types has {len(types)} entries for {layers} layers; give one for each layer"
+            )
+        return types.count("full_attention")
 
     def video_model(self) -> Model:
         name = str(self.config["_class_name"])
@@ -180,9 +195,9 @@ class _Config:
             layers = self.need("num_layers") + self.need("num_single_layers")
         else:
             layers = self.need("num_layers")
-        mlp = self.need("ffn_dim") if "ffn_dim" in self.config else int(self.config.get("mlp_ratio", 4) * hidden)
+        mlp = self.need("ffn_dim") if "ffn_dim" in self.config else int(self._mlp_ratio() * hidden)
         usual = tuple(kin[f"usual_{key}"] for key in ("frames", "height_px", "width_px"))
-        text = self.config.get("max_text_seq_length") or kin["text_tokens"]
+        text = self.may("max_text_seq_length") or kin["text_tokens"]
         video = Video(
             self._patch(),
             kin["vae_temporal_stride"],
@@ -211,9 +226,15 @@ class _Config:
             notes=notes,
         )
 
+    def _mlp_ratio(self) -> float:
+        ratio = self.config.get("mlp_ratio", 4)
+        if not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
+            raise UnsupportedError(f"{self.path}: mlp_ratio={ratio!r} is no number above 0")
+        return ratio
+
     def _patch(self) -> tuple[int, int, int]:
         size = self.config.get("patch_size")
-        if isinstance(size, list) and len(size) == 3:
+        if isinstance(size, list) and len(size) == 3 and all(isinstance(pixels, int) for pixels in size):
             return size[0], size[1], size[2]
         space = self.need("patch_size")
-        return self.config.get("patch_size_t") or 1, space, space
+        return self.may("patch_size_t") or 1, space, space

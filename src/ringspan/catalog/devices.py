@@ -5,6 +5,7 @@ fit_curves.py` writes from published measurements; choices that are nobody's mea
 from `defaults.toml`. A file that `ringspan bench --calibrate` wrote takes the place of all three.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any, NamedTuple
 
 from ringspan.catalog.files import find, plain, read_data, read_toml, unverified
 from ringspan.errors import ShapeError, UnsupportedError
+
+MAY_BE_0 = (  # of the figures of a calibrated file
+    *("latency_s", "steals", "call_s", "softmax_dims", "ramp_full_tokens", "ramp_causal_tokens"),
+    *("backward_ramp_full_tokens", "backward_ramp_causal_tokens"),
+)
 
 
 class Link(NamedTuple):
@@ -218,22 +224,36 @@ def _read_calibrated(path: Path) -> Device:
     data = read_toml(path)
     try:
         attention, link = data["attention"], data["link"]
-        rate, latency_s = float(link["bytes_per_s"]), float(link["latency_s"])
-        near = Link(f"{path.stem} link", rate, latency_s, rate, latency_s, rate, float(link["steals"]))
+        rate, latency_s, steals = (_figure(path, link, key) for key in ("bytes_per_s", "latency_s", "steals"))
+        near = Link(f"{path.stem} link", rate, latency_s, rate, latency_s, rate, steals)
+        curve = {key: _figure(path, attention, key) for key in Attention._fields if key != "kernel"}
         return Device(
             id=path.stem,
-            attention=Attention(**{key: attention[key] for key in Attention._fields}),
-            dense_flops_per_s=float(data["dense_flops_per_s"]),
+            attention=Attention(kernel=str(attention["kernel"]), **curve),
+            dense_flops_per_s=_figure(path, data, "dense_flops_per_s"),
             fp8_ratio=1.0,
-            memory_bytes=float(data["memory_bytes"]),
-            memory_bytes_per_s=float(data["memory_bytes_per_s"]),
-            merge_bytes_per_s=float(data["merge_bytes_per_s"]),
+            memory_bytes=_figure(path, data, "memory_bytes"),
+            memory_bytes_per_s=_figure(path, data, "memory_bytes_per_s"),
+            merge_bytes_per_s=_figure(path, data, "merge_bytes_per_s"),
             near=near,
             far=near,
-            node_size=int(data["node_size"]),
+            node_size=int(_figure(path, data, "node_size")),
             notes=tuple(data.get("notes", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(
             f"{path} is no calibrated device ({error!r}); write one with ringspan bench --calibrate {path}"
         ) from None
+
+
+def _figure(path: Path, table: dict[str, Any], key: str) -> float:
+    """A number of a calibrated file: what others are divided by is above 0, what is added to a time may be 0."""
+    value = table[key]
+    may_be_0 = key in MAY_BE_0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf or (may_be_0 and value == 0)):
+        raise UnsupportedError(
+            f"{path}: {key}={value!r} is no finite number {'of at least' if may_be_0 else 'above'} 0; write the file "
+            f"anew with ringspan bench --calibrate {path}"
+        )
+    return float(value)

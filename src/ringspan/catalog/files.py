@@ -20,13 +20,13 @@ Entry = Mapping[str, Any]
 @lru_cache(maxsize=8)
 def read_data(name: str) -> dict[str, Any]:
     """One of the package's TOML files."""
-    return tomllib.loads((files("ringspan.catalog") / "data" / name).read_text())
+    return tomllib.loads((files("ringspan.catalog") / "data" / name).read_text(encoding="utf-8"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """A user's TOML file; what cannot be read is told."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnsupportedError(f"{path}: {error.strerror}; give a file that exists and can be read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

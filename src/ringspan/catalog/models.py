@@ -69,7 +69,8 @@ def _llm(figures: dict[str, Any]) -> Model:
     window = None
     if "sliding_window_tokens" in figures:
         _need(figures, "full_attention_every_n_layers")
-        window = Window(figures["sliding_window_tokens"], figures["full_attention_every_n_layers"])
+        full_layers = figures["layers"] // figures["full_attention_every_n_layers"]
+        window = Window(figures["sliding_window_tokens"], full_layers)
     notes = () if "parameters" in figures else ("embeddings are not counted: the vocabulary is not in the catalogue",)
     return Model(
         id=figures["id"],

@@ -32,10 +32,10 @@ class Latent(NamedTuple):
 
 
 class Window(NamedTuple):
-    """All layers but every `full_every`th see only the last `tokens` positions; 0: no layer is full."""
+    """All layers but `full_layers` see only the last `tokens` positions, their own among them."""
 
     tokens: int
-    full_every: int
+    full_layers: int
 
 
 class Video(NamedTuple):
@@ -102,6 +102,8 @@ class Model:
             raise ShapeError(f"{self.id}: mlp_size={self.mlp_size}; use 0 for a model without MLP, or its size")
         if self.vocab_size is not None and self.vocab_size < 0:
             raise ShapeError(f"{self.id}: vocab_size={self.vocab_size}; use 0, or leave it out, to count no embeddings")
+        if self.window is not None and self.window.tokens < 1:
+            raise ShapeError(f"{self.id}: sliding_window={self.window.tokens}; a window has at least 1 token")
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"{self.id}: {self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the "
@@ -123,9 +125,7 @@ class Model:
     @property
     def full_layers(self) -> int:
         """Layers that attend to the whole length."""
-        if self.window is None:
-            return self.layers
-        return self.layers // self.window.full_every if self.window.full_every else 0
+        return self.layers if self.window is None else self.window.full_layers
 
     @property
     def attention_parameters(self) -> int:

@@ -6,6 +6,7 @@ quick.
 """
 
 import io
+import re
 import sys
 from typing import Any
 
@@ -19,6 +20,9 @@ from ringspan.cli.simulate import simulate
 from ringspan.errors import RingspanError
 
 __all__ = ["main"]
+
+
+_NAMES = re.compile(rf"(?<![\w./-])({'|'.join(ALGORITHMS)})(?![\w/]|\.\w)")  # not in the path of a file
 
 
 class _BadInput(click.ClickException):
@@ -43,9 +47,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except RingspanError as error:
-            message = str(error)
-            for name in ALGORITHMS:
-                message = message.replace(name, name.replace("_", "-"))
+            message = _NAMES.sub(lambda found: found[0].replace("_", "-"), str(error))
             message = message.replace("kernel=", "--kernel ")
             raise _BadInput(message) from error
         except click.UsageError as error:

@@ -48,7 +48,7 @@ def show_inference(result: InferenceResult, plot: Path | None, as_json: bool, co
     from ringspan.report.inference_text import plot_inference, print_inference
 
     if plot is not None:
-        plot.write_text(plot_inference(result))
+        plot.write_text(plot_inference(result), encoding="utf-8")
     if as_json:
         report = {"version": __version__, "is_verified": result.is_verified} | dataclasses.asdict(result)
         click.echo(json.dumps(report, indent=2, allow_nan=False))

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from ringspan import __version__
 from ringspan.cli.bench_inference import refuse_others
-from ringspan.cli.values import check_writable, parse_tokens, parsed_by
+from ringspan.cli.values import OutputFile, check_writable, parse_tokens, parsed_by
 from ringspan.errors import RingspanError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -102,12 +102,8 @@ def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
 @click.option("--recompute/--no-recompute", default=True, help="In training: activations anew in the backward pass.")
 @click.option("--fsdp", is_flag=True, help="In training: spread weights and optimizer over all ranks.")
 @click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
-@click.option(
-    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline, for ui.perfetto.dev."
-)
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write time against length and devices, SVG."
-)
+@click.option("--trace", type=OutputFile(), help="Write the timeline, for ui.perfetto.dev.")
+@click.option("--plot", type=OutputFile(), help="Write time against length and devices, SVG.")
 @click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
@@ -143,7 +139,7 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     if options["plot"] is not None:
         from ringspan.report.plan_plot import plot_plan
 
-        options["plot"].write_text(plot_plan(answer))
+        options["plot"].write_text(plot_plan(answer), encoding="utf-8")
     if as_json:
         from ringspan.report.plan_json import plan_as_json
 
@@ -213,7 +209,7 @@ def _parse_size(text: str) -> tuple[int, int]:
 def _write_trace(answer: "Plan", path: Path) -> None:
     from ringspan.report.plan_trace import trace_plan
 
-    path.write_text(json.dumps(trace_plan(answer, {"ringspan": __version__})))
+    path.write_text(json.dumps(trace_plan(answer, {"ringspan": __version__})), encoding="utf-8")
 
 
 def _run_check(ctx: click.Context, as_json: bool) -> None:

@@ -118,7 +118,7 @@ def error_bound(q: torch.Tensor, turn: Turn, *, layer: int, scale: float | None 
     state = turn.state
     form = turn.form or state.form
     if form is None:
-        return torch.zeros(state.model.heads.num_heads, dtype=torch.float64)
+        return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
     own = turn.largest_scales.get(layer)
     if own is None:
         rows = [
@@ -136,8 +136,8 @@ def error_bound(q: torch.Tensor, turn: Turn, *, layer: int, scale: float | None 
 
 def _largest_scales(rows: Sequence[Value], num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest scales of k and of v, (KV heads,) each."""
-    nothing = torch.zeros(1, num_kv_heads, 1, 1)
-    k, v = (torch.cat([nothing, *(row[i].cpu() for row in rows)], 2).double().amax((0, 2, 3)) for i in (1, 3))
+    nothing = torch.zeros(1, num_kv_heads, 1, 1, dtype=torch.float64, device="cpu")
+    k, v = (torch.cat([nothing, *(row[i].cpu() for row in rows)], 2).amax((0, 2, 3)) for i in (1, 3))
     return k, v
 
 
@@ -159,7 +159,7 @@ class _guarded:  # noqa: N801
         if isinstance(error, TransportError) or session.transport.world_size == 1:
             return  # the others know
         reason = f"{type(error).__name__}: {error}"
-        if self.turn.is_agreed:
+        if self.turn.is_agreed or not isinstance(error, Exception):  # who presses Ctrl-C waits for nobody
             session.transport.abort(f"rank {session.transport.rank} failed: {reason}")
         else:
             session.contract.refuse(reason, session.transport.timeout_s)

@@ -136,7 +136,7 @@ def _key(sequence: int, start: int, i: int) -> str:
 def _read_block(state: CacheState, source: Path, sequence: int, start: int, stop: int) -> list[torch.Tensor]:
     layers, heads, dims, dtypes, _ = state.spec
     rows = {
-        _key(sequence, start, i): torch.empty(layers, heads, stop - start, dim, dtype=dtype)
+        _key(sequence, start, i): torch.empty(layers, heads, stop - start, dim, dtype=dtype, device="cpu")
         for i, (dim, dtype) in enumerate(zip(dims, dtypes, strict=True))
     }
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # slow to import

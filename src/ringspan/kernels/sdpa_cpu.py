@@ -219,13 +219,14 @@ def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Piece, 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> _Result:
     assert piece.allowed is not None
     out, lse = _operator(q, k, v, 0.0, False, attn_mask=_bias(piece, q.dtype), scale=scale)
-    return out, lse.masked_fill_(torch.tensor(~piece.allowed.any(axis=1)), -torch.inf)
+    return out, lse.masked_fill_(torch.from_numpy(~piece.allowed.any(axis=1)), -torch.inf)
 
 
 def _bias(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
     """0 where a key is seen, -inf where not."""
     assert piece.allowed is not None
-    return torch.zeros(piece.allowed.shape, dtype=dtype).masked_fill_(torch.tensor(~piece.allowed), -torch.inf)
+    seen = torch.zeros(piece.allowed.shape, dtype=dtype, device="cpu")
+    return seen.masked_fill_(torch.from_numpy(~piece.allowed), -torch.inf)
 
 
 _ATTEND = {PieceKind.FULL: _attend_full, PieceKind.CAUSAL: _attend_causal, PieceKind.MASKED: _attend_masked}

@@ -138,7 +138,8 @@ def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Pie
 
 
 def _hidden(piece: Piece, q: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(piece.allowed).logical_not().to(q.device)
+    assert piece.allowed is not None
+    return torch.from_numpy(~piece.allowed).to(q.device)
 
 
 def _bias(hidden: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -62,9 +62,10 @@ def run_decode(settings: Settings, tokens: Tokens, rng: np.random.Generator) -> 
     """Go on from the prefilled `tokens` by a few steps, then do the same with a batch of shorter sequences."""
     num_steps = min(max(settings.world_size, 4), MOST_STEPS)
     one = None
-    if settings.mask.num_positions >= settings.seq_len + num_steps:
-        grown = tokens.then(Tokens.random(settings, num_steps, rng))
-        one = _run(_Batch(settings, settings.mask, 1, settings.seq_len, num_steps), grown, "replicated")
+    num_next = min(num_steps, settings.mask.num_positions - settings.seq_len)
+    if num_next:
+        grown = tokens.then(Tokens.random(settings, num_next, rng))
+        one = _run(_Batch(settings, settings.mask, 1, settings.seq_len, num_next), grown, "replicated")
     num_sequences = min(settings.world_size, MOST_SEQUENCES)
     prompt = max(1, settings.seq_len // num_sequences)
     mask = documents([prompt + num_steps] * num_sequences)

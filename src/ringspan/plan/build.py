@@ -13,7 +13,7 @@ from ringspan.plan.candidates import MANY_RANKS, Illegal, list_setups, usual_tps
 from ringspan.plan.caveats import list_caveats
 from ringspan.plan.explain import Line, explain
 from ringspan.plan.memory import Memory, count_memory
-from ringspan.plan.predict import Prediction, predict, timeline_of
+from ringspan.plan.predict import Prediction, predict, shown_window, timeline_of
 from ringspan.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.plan.settings import Recipe, list_recipes
 
@@ -155,11 +155,13 @@ def _crossing(request: Request, setup: Setup) -> Crossing | None:
     if request.phase != "prefill" or not 1 < setup.cp <= MANY_RANKS:
         return None
     num_keys = request.tokens + request.cached_tokens
+    window = shown_window(request.model)
     kv, q = (setup._replace(algorithm=name, layout="zigzag", inner=1) for name in ("pass_kv", "pass_q"))
 
     def q_wins(new: int) -> bool:
         asked = replace(request, tokens=new, cached_tokens=num_keys - new)
-        return timeline_of(asked, q).makespan_s < (1 - LEAST_GAIN) * timeline_of(asked, kv).makespan_s
+        q_s, kv_s = (timeline_of(asked, way, window=window).makespan_s for way in (q, kv))
+        return q_s < (1 - LEAST_GAIN) * kv_s
 
     least = min(setup.cp, num_keys)
     if q_wins(num_keys):

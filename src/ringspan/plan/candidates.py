@@ -20,7 +20,7 @@ class Illegal(NamedTuple):
 
 
 def list_setups(request: Request, tps: list[int]) -> tuple[list[Setup], list[Illegal]]:
-    """All legal setups that use every device, and the others with the reason."""
+    """All legal setups that use every device, and what none of them is, with the reason."""
     setups: list[Setup] = []
     illegal: dict[str, str] = {}
     for tp in tps:
@@ -30,7 +30,8 @@ def list_setups(request: Request, tps: list[int]) -> tuple[list[Setup], list[Ill
                 continue
             found = _of_ranks(request, tp, ranks // copies, illegal)
             setups += [setup._replace(copies=copies) for setup in found]
-    return setups, [Illegal(what, reason) for what, reason in illegal.items()]
+    legal = {setup.algorithm.replace("_", "-") for setup in setups}
+    return setups, [Illegal(what, reason) for what, reason in illegal.items() if what not in legal]
 
 
 def usual_tps(request: Request) -> list[int]:

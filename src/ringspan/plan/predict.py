@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ringspan.catalog import Model
 from ringspan.cost import WEIGHT_BYTES, Dense, Shard, all_gather_s, all_reduce_s, dense_layer, tile_s
 from ringspan.plan.request import Request, Setup
 from ringspan.timeline import Ring, Sequence, Timeline, attention_timeline
@@ -44,7 +45,7 @@ class Prediction:
     setup: Setup
     total_s: float
     layers: int
-    attention_s: float  # of a full layer, forward
+    attention_s: float  # of a full layer, forward; of a sliding one where none is full
     attention_compute_s: float
     attention_exposed_s: float
     attention_bubble_s: float
@@ -61,7 +62,7 @@ class Prediction:
 
     @property
     def layer_s(self) -> float:
-        """Of one full layer, forward."""
+        """Of one such layer, forward."""
         return self.attention_s + self.cross_attention_s + self.dense.total_s
 
     @property
@@ -128,10 +129,15 @@ def timeline_of(request: Request, setup: Setup, *, window: int = 0, is_backward:
     return _timeline(setup.algorithm, ring_of(request, setup), sequence, shard, request.cluster.device, is_backward)
 
 
+def shown_window(model: Model) -> int:
+    """Of the kind of layer that is shown as an example: 0 for a full one, or the window where none is full."""
+    return 0 if model.window is None or model.full_layers else model.window.tokens
+
+
 def predict(request: Request, setup: Setup) -> Prediction:
     """The time of one forward, or of one training step."""
     model = request.model
-    full = timeline_of(request, setup)
+    shown = timeline_of(request, setup, window=shown_window(model))
     dense = _dense(request, setup)
     forward, backward = _pass(request, setup, dense, is_backward=False), NO_PASS
     num_forwards, sharding_s, gradients_s = 1, 0.0, 0.0
@@ -143,15 +149,15 @@ def predict(request: Request, setup: Setup) -> Prediction:
             sharding_s = _sharding_s(request, setup, forward.total_s, again_s)
         else:
             gradients_s = max(0.0, _reduce_gradients_s(request, setup) - backward.total_s)
-    busiest = int(full.compute_s.argmax())
+    busiest = int(shown.compute_s.argmax())
     return Prediction(
         setup=setup,
         total_s=num_forwards * forward.total_s + backward.total_s + sharding_s + gradients_s,
         layers=model.layers,
-        attention_s=full.makespan_s,
-        attention_compute_s=float(full.compute_s[busiest]),
-        attention_exposed_s=float(full.exposed_s[busiest]),
-        attention_bubble_s=float(full.bubble_s[busiest]),
+        attention_s=shown.makespan_s,
+        attention_compute_s=float(shown.compute_s[busiest]),
+        attention_exposed_s=float(shown.exposed_s[busiest]),
+        attention_bubble_s=float(shown.bubble_s[busiest]),
         window_attention_s=timeline_of(request, setup, window=model.window.tokens).makespan_s if model.window else 0.0,
         cross_attention_s=_cross_attention_s(request, setup, is_backward=False),
         dense=dense,
@@ -160,8 +166,8 @@ def predict(request: Request, setup: Setup) -> Prediction:
         backward=backward,
         sharding_s=sharding_s,
         gradients_s=gradients_s,
-        link_name=full.link_name,
-        link_s=full.link_s,
+        link_name=shown.link_name,
+        link_s=shown.link_s,
     )
 
 

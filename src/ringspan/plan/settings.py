@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ringspan.plan.predict import Prediction
+from ringspan.plan.predict import Prediction, shown_window
 from ringspan.plan.request import Request, Setup
 
 WIRES = {"int8": "int8", "fp8": "float8_e4m3"}  # as the runtime calls them
@@ -49,7 +49,9 @@ def _second_best(write: Callable[[Setup], Recipe], ranked: Sequence[Prediction])
 def _ringspan(request: Request, setup: Setup) -> Recipe:
     if request.phase == "decode" or request.cached_tokens:
         return _ringspan_turn(request, setup)
-    mask = "rs.causal()" if request.model.is_causal else "rs.full()"
+    window, mask = shown_window(request.model), "rs.causal()" if request.model.is_causal else "rs.full()"
+    if window:
+        mask = f"rs.sliding_window({window - 1}, 0)"
     mesh = f", mesh=({setup.cp // setup.inner}, {setup.inner})" if setup.algorithm in ("hybrid", "double_ring") else ""
     layout = f"rs.{setup.layout}(seq_len, {setup.cp})"
     options = f'layout={layout}, algorithm="{setup.algorithm}"{mesh}{_wire(request, setup)}'
@@ -76,12 +78,13 @@ def _wire(request: Request, setup: Setup) -> str:
 
 def _windows(request: Request) -> str:
     """Layers that see a window have another mask than the full ones."""
-    window = request.model.window
+    window, full = request.model.window, request.model.full_layers
     if window is None:
         return ""
-    full = request.model.full_layers
-    sliding = f"{request.model.layers - full} sliding ones mask=rs.sliding_window({window.tokens - 1}, 0)"
-    return f"{full} layers take mask=rs.causal(), and {sliding}"
+    mask = f"mask=rs.sliding_window({window.tokens - 1}, 0)"
+    if not full:
+        return f"all layers take {mask}"
+    return f"{full} layers take mask=rs.causal(), and {request.model.layers - full} sliding ones {mask}"
 
 
 def _degrees(setup: Setup) -> tuple[int, int] | None:

@@ -6,9 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.bench.result import Machine, Parameters, PathCheck, RankResult, Ratio, Result
-from ringspan.report.page import Page, format_count, new_table
+from ringspan.report.page import TABLE_RANKS, Page, format_count, new_table
 
-TABLE_RANKS = 16  # rows
 STATUS_STYLES = {"ok": "green", "failed": "bold red", "not available": "dim"}
 
 
@@ -80,7 +79,7 @@ def _print_breakdown(page: Page, result: Result) -> None:
         cells = [f"{format_seconds(second)} {second / part.total_s:4.0%}" for second in seconds]
         table.add_row(str(it.rank), *cells, format_seconds(part.total_s))
     page.show(table)
-    _note_hidden(page, result.by_rank)
+    page.note_hidden(len(result.by_rank))
     page.prose(
         "communication: blocked by a message under way. waiting: for a rank that has not sent yet or not finished."
     )
@@ -102,7 +101,7 @@ def _print_ranks(page: Page, ranks: Sequence[RankResult]) -> None:
             _format_bytes(it.memory.above_inputs_bytes),
         )
     page.show(table)
-    _note_hidden(page, ranks)
+    page.note_hidden(len(ranks))
     if any(it.memory.peak_bytes is None for it in ranks):
         page.prose("Ranks that are threads share a process, so their memory cannot be told apart.")
 
@@ -110,7 +109,7 @@ def _print_ranks(page: Page, ranks: Sequence[RankResult]) -> None:
 def _print_check(page: Page, result: Result) -> None:
     page.console.print()
     check = result.check
-    error = "not a number" if check.max_error is None else f"{check.max_error:.1e}"
+    error = "not finite" if check.max_error is None else f"{check.max_error:.1e}"
     if check.same_bits is False:
         text = "✗ Wrong: the bits are not those of one rank in the same mode."
     elif not check.is_passed:
@@ -146,17 +145,12 @@ def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> N
 
 
 def format_seconds(seconds: float) -> str:
-    """With three digits, in s, ms or µs."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
+    """With three digits, in s, ms or µs; rounded first, so that 999.6 ms are 1 s and nothing is less than 1 ns."""
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    rounded = [(round(float(f"{seconds / size:.3g}"), 3), unit) for unit, size in units]
+    number, unit = next((it for it in rounded if abs(it[0]) >= 1), rounded[-1])
+    return f"{number or 0:,.12g} {unit}"
 
 
 def _format_bytes(number: int | None) -> str:
     return "" if number is None else f"{number / 1e6:,.1f} MB"
-
-
-def _note_hidden(page: Page, ranks: Sequence[RankResult]) -> None:
-    if len(ranks) > TABLE_RANKS:
-        page.show(Text(f"(and {len(ranks) - TABLE_RANKS} more ranks; --json has them all)", "dim"))

@@ -33,10 +33,9 @@ def print_inference(result: InferenceResult, console: Console) -> None:
     )
     _print_prefill(page, result) if s.phase == "prefill" else _print_decode(page, result)
     verdict = "verified" if result.is_verified else "WRONG"
+    error = "not finite" if result.error is None else f"{result.error:.1e}"
     page.section("Check")
-    page.prose(
-        f"Sampled rows against float64: largest difference {result.error:.1e}, {verdict} (limit {result.tolerance:g})."
-    )
+    page.prose(f"Sampled rows against float64: largest difference {error}, {verdict} (limit {result.tolerance:g}).")
 
 
 def plot_inference(result: InferenceResult) -> str:

@@ -22,6 +22,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 BAR_WIDTH = 16
 LEVELS = "·▁▂▃▄▅▆▇█"
 
+TABLE_RANKS = 16  # rows
 GRID_RANKS = 8  # more ranks or steps are no longer read, so they are left to --json
 GRID_STEPS = 10
 GRID_BANDS = 4  # ranks that do not fit side by side are continued below, up to so many times
@@ -52,6 +53,11 @@ class Page:
         self.console.print()
         heading = Text(f"{next(self._numbers)}. {title} ", "bold")
         self.console.print(heading.append("─" * (self.width - len(heading)), "not bold dim"))
+
+    def note_hidden(self, num_ranks: int) -> None:
+        """Say how many ranks are not in the table above."""
+        if num_ranks > TABLE_RANKS:
+            self.show(Text(f"(and {num_ranks - TABLE_RANKS} more ranks; --json has them all)", "dim"))
 
     def prose(self, *sentences: str) -> None:
         """Sentences, wrapped; empty ones are left out, and a no-break space keeps words together."""
@@ -112,7 +118,12 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_percent(ratio: float, decimals: int = 1) -> str:
-    """0.125 as 12.5 %."""
+    """0.125 as 12.5 %. What is not nothing, or not all, is not rounded to it."""
+    step = 10**-decimals
+    if 0 < ratio < step / 200:
+        return f"< {step:g} %"
+    if 1 - step / 200 <= ratio < 1:
+        return f"> {100 - step:g} %"
     return f"{100 * ratio:.{decimals}f} %"
 
 

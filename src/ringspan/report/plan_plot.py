@@ -4,27 +4,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ringspan.errors import RingspanError
-from ringspan.plan import Option, Plan, Request, Setup, predict
+from ringspan.plan import Plan, Request, Setup, predict
 from ringspan.plan.candidates import list_setups
 from ringspan.report.svg import Chart, Line, draw_charts
 
-MOST_LINES = 6
 HALVINGS = 6  # of the length, and as many doublings by twos
+ALONE = "no context parallelism"
 
 
 def plot_plan(plan: Plan) -> str:
     """The SVG file."""
     request = plan.request
-    chosen = list(_best_of_each(plan))
     lengths = sorted({max(1, int(request.tokens * 2.0**k)) for k in range(-HALVINGS, 3)})
     by_length = [
         Line(name, [(length, predict(replace(request, tokens=length), setup).total_s) for length in lengths])
-        for name, setup in chosen
+        for name, setup in _best_of_each(plan).items()
     ]
-    alone = Setup("pass_kv", "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies)
-    if plan.best.setup.cp > 1:
-        points = [(length, predict(replace(request, tokens=length), alone).total_s) for length in lengths]
-        by_length.append(Line("no context parallelism", points))
     charts = [Chart(f"{request.model.id}, {request.phase}", "tokens", "time", by_length, request.tokens)]
     by_devices = _by_devices(plan)
     if by_devices:
@@ -33,13 +28,17 @@ def plot_plan(plan: Plan) -> str:
     return draw_charts(charts)
 
 
-def _best_of_each(plan: Plan) -> Iterator[tuple[str, Setup]]:
-    """The fastest option of every algorithm, in their order."""
-    seen: dict[str, Option] = {}
+def _best_of_each(plan: Plan) -> dict[str, Setup]:
+    """The fastest option of every algorithm, in their order, and one group of devices without context parallelism."""
+    best: dict[str, Setup] = {}
     for option in plan.options:
-        seen.setdefault(option.setup.algorithm, option)
-    for name, option in list(seen.items())[:MOST_LINES]:
-        yield name.replace("_", "-"), option.setup
+        best.setdefault(_name(option.setup), option.setup)
+    best.setdefault(ALONE, Setup("pass_kv", "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies))
+    return best
+
+
+def _name(setup: Setup) -> str:
+    return setup.algorithm.replace("_", "-") if setup.cp > 1 else ALONE
 
 
 def _by_devices(plan: Plan) -> list[Line]:
@@ -51,11 +50,11 @@ def _by_devices(plan: Plan) -> list[Line]:
         setups, _ = list_setups(request, [plan.best.setup.tp])
         best: dict[str, float] = {}
         for setup in setups:
-            name = setup.algorithm.replace("_", "-") if setup.cp > 1 else "no context parallelism"
-            best[name] = min(best.get(name, float("inf")), predict(request, setup).total_s)
+            seconds = predict(request, setup).total_s
+            best[_name(setup)] = min(best.get(_name(setup), seconds), seconds)
         for name, seconds in best.items():
             times.setdefault(name, []).append((request.cluster.num_devices, seconds))
-    return [Line(name, points) for name, points in times.items() if len(points) > 1][:MOST_LINES]
+    return [Line(name, points) for name, points in times.items() if len(points) > 1]
 
 
 def _other_clusters(request: Request) -> Iterator[Request]:

@@ -158,6 +158,7 @@ def _print_memory(page: Page, plan: Plan) -> None:
 
 def _print_options(page: Page, plan: Plan) -> None:
     page.section("All ways, ranked")
+    model = plan.request.model
     table = new_table("", "layout", ">tp", ">ranks", ">time", ">attention", ">not hidden", ">rest", ">memory", "fits")
     for option in plan.options[:TABLE_OPTIONS]:
         setup, it = option.setup, option.prediction
@@ -169,7 +170,7 @@ def _print_options(page: Page, plan: Plan) -> None:
             format_seconds(it.total_s),
             format_seconds(it.attention_s),
             format_seconds(it.attention_s - it.attention_compute_s),
-            format_seconds(it.dense.total_s),
+            format_seconds(it.layer_s - it.attention_s),
             _gigabytes(option.memory.total),
             "✓" if option.fits else "✗",
         )
@@ -177,9 +178,13 @@ def _print_options(page: Page, plan: Plan) -> None:
     if len(plan.options) > TABLE_OPTIONS:
         page.show(Text(f"(and {len(plan.options) - TABLE_OPTIONS} more; --json has them all)", "dim"))
     columns = "attention, what of it messages and waiting take, and the rest"
-    page.prose(f"time is of the whole; {columns} are of one full layer, forward.")
+    kind = "layer" if model.window is None else "full layer" if model.full_layers else "sliding layer"
+    page.prose(f"time is of the whole; {columns} are of one {kind}, forward.")
     for what, reason in plan.illegal[:TABLE_OPTIONS]:
         page.prose(f"Not possible: {what}. {reason.replace('_', '-')}.")
+    hidden = len(plan.illegal) - TABLE_OPTIONS
+    if hidden > 0:
+        page.show(Text(f"(and {hidden} more that are not possible; --json has them all)", "dim"))
 
 
 def _print_lengths(page: Page, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: logarithmic axes, a legend, nothing else, and no library."""
+"""Line charts as SVG text: logarithmic axes, a legend, nothing else, drawn without a library."""
 
 import itertools
 import math
@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from ringspan.report.bench_text import format_seconds
+
 WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 84, 190, 44, 56
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
+LEFT, RIGHT, TOP, BOTTOM = 84, 200, 44, 56
+TITLE_LENGTH = 72  # characters that have room
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#c45a00", "#00838f", "#8c564b", "#7f7f7f")
+DASHES = ("none", "7 3", "2 2", "9 3 2 3", "14 4", "5 2 1 2 1 2", "4 5", "1 4")  # lines differ without colour too
 
 
-def format_seconds(value: float) -> str:
-    """In s, ms or µs."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size * 0.999:
-            return f"{value / size:g} {unit}"
-    return f"{value:g} s"
+class Look(NamedTuple):
+    """Of a line."""
+
+    colour: str
+    dashes: str
 
 
 class Line(NamedTuple):
@@ -27,7 +30,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """One diagram. `mark` is an x to be pointed out, such as the length that was asked for; most are about time."""
+    """One diagram. `mark` is the x that was asked for; most are about time."""
 
     title: str
     x_name: str
@@ -38,17 +41,18 @@ class Chart(NamedTuple):
 
 
 def draw_charts(charts: Sequence[Chart]) -> str:
-    """All charts below one another, as one file; a name has the same colour in all of them."""
+    """All charts below one another, as one file; a name looks the same in all of them."""
     names = dict.fromkeys(line.name for chart in charts for line in chart.lines)
-    colours = dict(zip(names, itertools.cycle(COLOURS), strict=False))
+    looks = dict(zip(names, map(Look, itertools.cycle(COLOURS), itertools.cycle(DASHES)), strict=False))
     height = HEIGHT * len(charts)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="12">',
+        'font-family="sans-serif" font-size="12" role="img">',
+        f"<title>{escape('; '.join(chart.title for chart in charts))}</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
     ]
     for i, chart in enumerate(charts):
-        parts += [f'<g transform="translate(0 {i * HEIGHT})">', *_draw(chart, colours), "</g>"]
+        parts += [f'<g transform="translate(0 {i * HEIGHT})">', *_draw(chart, looks), "</g>"]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -71,13 +75,13 @@ class _Axis(NamedTuple):
         return [float(base) ** k for k in range(first, last + 1, every)]
 
 
-def _draw(chart: Chart, colours: Mapping[str, str]) -> list[str]:
+def _draw(chart: Chart, looks: Mapping[str, Look]) -> list[str]:
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     x_axis = _Axis(min(xs), max(max(xs), min(xs) * 2), LEFT, WIDTH - RIGHT)
     low = 10.0 ** math.floor(math.log10(min(ys)))
     y_axis = _Axis(low, max(10.0 ** math.ceil(math.log10(max(ys))), low * 10), HEIGHT - BOTTOM, TOP)
-    parts = [_text(LEFT, TOP - 18, chart.title, 'font-size="15" font-weight="bold"')]
+    parts = [_text(LEFT, TOP - 18, _shorten(chart.title), 'font-size="15" font-weight="bold"')]
     for y in y_axis.ticks(10):
         at = y_axis.place(y)
         parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
@@ -89,22 +93,39 @@ def _draw(chart: Chart, colours: Mapping[str, str]) -> list[str]:
     if chart.mark is not None and x_axis.low <= chart.mark <= x_axis.high:
         at = x_axis.place(chart.mark)
         parts.append(f'<path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#888" stroke-dasharray="4 3"/>')
+        asked = f"asked for: {chart.mark:,.0f}"
+        parts.append(_text(at, TOP - 3, asked, 'text-anchor="middle" font-size="11"'))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, chart.x_name, 'text-anchor="middle"'))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f'text-anchor="middle" transform="rotate(-90 18 {middle})"'
     parts.append(_text(18, middle, chart.y_name, turned))
     for i, line in enumerate(chart.lines):
-        colour = colours[line.name]
-        points = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in line.points)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [
-            f'<circle cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" r="2.5" fill="{colour}"/>'
-            for x, y in line.points
-        ]
-        at = TOP + 10 + 18 * i
-        parts.append(f'<path d="M{WIDTH - RIGHT + 12} {at - 4}h18" stroke="{colour}" stroke-width="3"/>')
-        parts.append(_text(WIDTH - RIGHT + 36, at, line.name, ""))
+        parts += _draw_line(line, looks[line.name], x_axis, y_axis)
+        parts += _draw_entry(line.name, looks[line.name], TOP + 10 + 18 * i)
     return parts
+
+
+def _draw_line(line: Line, look: Look, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    places = [(f"{x_axis.place(x):.1f}", f"{y_axis.place(y):.1f}") for x, y in line.points]
+    points = " ".join(f"{x},{y}" for x, y in places)
+    return [
+        f'<polyline points="{points}" fill="none" {_stroke(look, 2)}/>',
+        *(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{look.colour}"/>' for x, y in places),
+    ]
+
+
+def _draw_entry(name: str, look: Look, at: int) -> list[str]:
+    """Of the legend."""
+    sample = f'<path d="M{WIDTH - RIGHT + 8} {at - 4}h26" {_stroke(look, 3)}/>'
+    return [sample, _text(WIDTH - RIGHT + 40, at, name, "")]
+
+
+def _stroke(look: Look, width: int) -> str:
+    return f'stroke-dasharray="{look.dashes}" stroke="{look.colour}" stroke-width="{width}"'
+
+
+def _shorten(title: str) -> str:
+    return title if len(title) <= TITLE_LENGTH else f"{title[: TITLE_LENGTH - 1]}…"
 
 
 def _text(x: float, y: float, text: str, style: str) -> str:

@@ -22,6 +22,7 @@ from ringspan.lesson import (
 from ringspan.report.bits_text import bits_verdict, print_bits
 from ringspan.report.page import (
     NO_BREAK,
+    TABLE_RANKS,
     Page,
     explain_grid,
     format_bar,
@@ -32,7 +33,6 @@ from ringspan.report.page import (
     new_table,
 )
 
-TABLE_RANKS = 16  # rows
 COLUMN_RANKS = 8  # ranks, steps or spans side by side
 STRIP_WIDTH = 64
 RANK_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -129,7 +129,7 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
         positions = format_list(shard.spans, COLUMN_RANKS) or "none"
         table.add_row(Text(str(shard.rank), _rank_style(shard.rank)), f"{len(shard.positions):,}", positions)
     page.show(table)
-    _note_hidden(page, len(shards))
+    page.note_hidden(len(shards))
 
 
 def _strip(shards: Sequence[Shard], seq_len: int) -> Text:
@@ -163,7 +163,7 @@ def _print_work(page: Page, works: Sequence[LayoutWork], parameters: Parameters)
             busy = [_busy(work, rank)] if shows_steps else []
             table.add_row(name, str(rank), f"{pairs:,}", Text(format_bar(pairs, most), "cyan"), *busy)
     page.show(table)
-    _note_hidden(page, world_size)
+    page.note_hidden(world_size)
     times = ", ".join(f"{work.layout} {work.imbalance:.2f}" for work in works)
     page.prose(f"Time of a KV ring, if 1 is without any waiting: {times}.")
 
@@ -258,7 +258,7 @@ def _print_decode(page: Page, decode: Decode, parameters: Parameters) -> None:
     page.prose(
         f"{format_count(batch.num_sequences, 'sequence')} of {format_count(batch.prompt_tokens, 'cached token')}"
         f" each: sequence b gives its new token at step i to rank (b + i) mod {parameters.world_size}. Each rank then"
-        " has its own queries, and they go round the ring as in pass-Q.",
+        " has its own queries, and they go round the ring as in pass-Q. A sequence sees all of itself and no other.",
     )
     _print_decode_steps(page, batch)
 
@@ -276,8 +276,8 @@ def _print_decode_steps(page: Page, run: DecodeRun) -> None:
     )
     if unrotated > spread:
         page.prose(
-            f"Fullest and emptiest rank differ by {format_count(spread, 'token')}; if one rank took every new token,",
-            f"they would differ by {unrotated}.",
+            f"Fullest and emptiest rank differ by {format_count(spread, 'token')}; if all new tokens of a sequence",
+            f"went to one rank, they would differ by {unrotated}.",
         )
 
 
@@ -360,7 +360,7 @@ def _verdict(check: Check) -> Text:
 
 
 def _error(error: float | None) -> str:
-    return "not a number" if error is None else f"{error:.1e}"
+    return "not finite" if error is None else f"{error:.1e}"
 
 
 def _spelled(text: str) -> str:
@@ -372,8 +372,3 @@ def _spelled(text: str) -> str:
 
 def _rank_style(rank: int) -> str:
     return RANK_STYLES[rank % len(RANK_STYLES)]
-
-
-def _note_hidden(page: Page, num_ranks: int) -> None:
-    if num_ranks > TABLE_RANKS:
-        page.show(Text(f"(and {num_ranks - TABLE_RANKS} more ranks; --json has them all)", "dim"))

@@ -5,8 +5,8 @@ from rich.text import Text
 
 from ringspan.bench.result import Breakdown, Ratio, Timing
 from ringspan.bench.transformer_result import PHASES, ModelMemory, Phase, PhaseResult, Predicted, TransformerResult
-from ringspan.report.bench_text import TABLE_RANKS, format_seconds, format_spread
-from ringspan.report.page import Page, format_count, new_table
+from ringspan.report.bench_text import format_seconds, format_spread
+from ringspan.report.page import TABLE_RANKS, Page, format_count, new_table
 
 NAMES: dict[Phase, str] = {"prefill": "prefill", "train": "training step", "decode": "token"}
 
@@ -88,8 +88,7 @@ def _print_breakdown(page: Page, result: TransformerResult) -> None:
         for rank, part in enumerate(result.phases[phase].by_rank[:TABLE_RANKS]):
             table.add_row(NAMES[phase] if rank == 0 else "", str(rank), *_parts(part), format_seconds(part.total_s))
     page.show(table)
-    if result.world_size > TABLE_RANKS:
-        page.show(Text(f"(and {result.world_size - TABLE_RANKS} more ranks; --json has them all)", "dim"))
+    page.note_hidden(result.world_size)
     page.prose(
         "attention: with merging. MLP, projections: and norms, RoPE, loss, all that works token by token. "
         "communication: blocked by a message under way. waiting: for a rank that has not sent yet or not finished."
@@ -110,6 +109,7 @@ def _print_memory(page: Page, result: TransformerResult) -> None:
     for rank, memory in enumerate(result.memory_by_rank[:TABLE_RANKS]):
         table.add_row(f"rank {rank}", *_bytes(memory))
     page.show(table)
+    page.note_hidden(result.world_size)
     page.prose(
         "Counted in tensors: the peaks are above the weights, in training with the gradients, and activations are what "
         "the forward pass keeps for the backward pass. The process's own peak, in training, has all libraries in it."
@@ -153,7 +153,7 @@ def _print_predicted(page: Page, predicted: tuple[Predicted, ...]) -> None:
 def _print_check(page: Page, result: TransformerResult) -> None:
     page.console.print()
     for what, check in result.checks.items():
-        error = "not a number" if check.max_error is None else f"{check.max_error:.1e}"
+        error = "not finite" if check.max_error is None else f"{check.max_error:.1e}"
         text = f"{what} {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
         mark, style = ("✓", "green") if check.is_passed else ("✗ Wrong:", "bold red")
         page.console.print(Text(f"{mark} {text}", style))

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ringspan.errors import ShapeError
+from ringspan.arithmetic import without_autocast
+from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.reproducible.backward import differentiable_once
 
 _CHUNK = 1 << 14  # numbers; torch shares a loop between threads from 2^15 on
 _FULL = 64  # numbers; a multiple of what any loop takes at a time
@@ -20,11 +21,12 @@ _FULL = 64  # numbers; a multiple of what any loop takes at a time
 def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """`fn(*tensors)`, with the same bits for any number of ranks and threads; gradients too.
 
-    It is for what has such ends: silu, sigmoid, softplus, tanh-gelu, powers. Sums, products, exp, tanh, sin, cos, erf,
-    relu and gelu have none, and need no help. Nothing is sent, and the backward pass computes fn once more.
+    It is for what has such ends: silu, sigmoid, softplus, elu, gelu, powers. Sums, products, exp, tanh, sin, cos, erf
+    and relu have none, and need no help. Nothing is sent, and the backward pass computes fn once more.
 
     Args:
         fn: Each number of its result depends on the numbers at the same place only; such as `torch.nn.functional.silu`.
+            It has no weights of its own: their gradients would be sums over tokens.
         tensors: All of the shape and dtype of the result.
     """
     first = tensors[0]
@@ -33,19 +35,26 @@ def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torc
         raise ShapeError(
             f"tensors are {looks}: they have one shape and one floating-point dtype; expand or convert them"
         )
-    out: torch.Tensor = _Elementwise.apply(fn, *tensors)  # type: ignore[no-untyped-call]
+    with without_autocast(first.device.type):
+        out: torch.Tensor = _Elementwise.apply(fn, torch.is_grad_enabled(), *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Elementwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, fn: Callable[..., torch.Tensor], wants_grad: bool, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.fn = fn
         ctx.save_for_backward(*tensors)
         out = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         flat = out.view(-1)
         for place, chunks in _chunks(tensors):
-            result = fn(*chunks)
+            with torch.set_grad_enabled(wants_grad):
+                result = fn(*chunks)
+            if result.requires_grad:
+                raise UnsupportedError(
+                    "fn uses a tensor that requires a gradient and is not among those it is given, such as a weight: "
+                    "its gradient would be lost; detach that tensor in fn, or let it have none by requires_grad_(False)"
+                )
             if result.shape != chunks[0].shape or result.dtype != out.dtype:
                 raise ShapeError(
                     f"fn makes {tuple(result.shape)} {result.dtype} of {tuple(chunks[0].shape)} {out.dtype}: it must "
@@ -55,24 +64,24 @@ class _Elementwise(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors]
         for place, (dchunk, *chunks) in _chunks((dout, *ctx.saved_tensors)):
-            inputs = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(chunks, wanted, strict=True)]
+            inputs = [x.requires_grad_(is_wanted) for x, is_wanted in zip(chunks, wanted, strict=True)]
             with torch.enable_grad():
                 result = ctx.fn(*inputs)
             found = iter(torch.autograd.grad(result, [x for x in inputs if x.requires_grad], dchunk))
             for grad, is_wanted in zip(grads, wanted, strict=True):
                 if is_wanted:
                     grad.view(-1)[place] = next(found)[: len(grad.view(-1)[place])]
-        return None, *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True))
+        return None, None, *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True))
 
 
 def _chunks(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """Places in the flat tensors, and what is there, filled up with ones to full loops."""
-    flat = [x.contiguous().view(-1) for x in tensors]
+    flat = [x.detach().contiguous().view(-1) for x in tensors]
     for start in range(0, flat[0].numel(), _CHUNK):
         place = slice(start, start + _CHUNK)
         missing = -len(flat[0][place]) % _FULL

@@ -1,7 +1,8 @@
 """How does an ordinary model get the layers of this package, without being written anew?
 
 `convert` replaces the forward of every module that has weights of its own, and refuses a model with one it does not
-know: its gradient would be this rank's share only, and nothing would say so.
+know: its gradient would be this rank's share only, and nothing would say so. It replaces activations as well, and
+refuses those modules of torch whose results depend on which tokens a rank has, or on chance.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,23 +28,24 @@ def convert(
 ) -> Model:
     """Let the Linear, Embedding, LayerNorm and RMSNorm modules of a model compute as this package does, in place.
 
-    Weights, names and state_dict stay what they are. Call it again for another layout. Activations that are modules
-    (Mish, Sigmoid, SiLU, Softplus, GELU by tanh) become `elementwise`; others, and functions, are left alone. Attention
-    is the model's own, to be called with `reproducible=True`.
+    Weights, names and state_dict stay what they are. Call it again for another layout. Activations that are modules of
+    torch or transformers become `elementwise`, unless they need no help. Modules of other kinds that have no weights of
+    their own are left alone, as functions are: what they compute is up to them. Attention is the model's own, to be
+    called with `reproducible=True`.
 
     Args:
         model: Its modules get (batch, seq, …) with this rank's tokens in the order of the layout.
         layout: As in `linear`.
         group: As in `linear`.
-        others: What computes modules of other types: `forward(module, x, layout=…, group=…, timeout_s=…)`, made of the
-            functions of this package.
+        others: What computes modules of other types, or of these in another way: `forward(module, x, layout=…, group=…,
+            timeout_s=…)`, made of the functions of this package.
         timeout_s: As in `linear`.
 
     Raises:
-        UnsupportedError: A module has weights and is none of these, or has an option they do not have.
+        UnsupportedError: A module is none of these, and has weights or is one of torch's own; or it has an option they
+            do not have.
     """
-    forwards = {**_FORWARDS, **(others or {})}
-    found = [(module, _find(name, module, forwards)) for name, module in model.named_modules()]
+    found = [(module, _find(name or "the model", module, others or {})) for name, module in model.named_modules()]
     for module, forward in found:
         if forward is not None:
             module.forward = partial(forward, module, layout=layout, group=group, timeout_s=timeout_s)
@@ -63,11 +65,15 @@ def _embedding(module: nn.Embedding, ids: torch.Tensor, **on: Any) -> torch.Tens
 
 
 def _layer_norm(module: nn.LayerNorm, x: torch.Tensor, **on: Any) -> torch.Tensor:
-    return layer_norm(x, module.weight, module.bias, eps=module.eps, **on)
+    return layer_norm(x, _scales(module, x), module.bias, eps=module.eps, **on)
 
 
 def _rms_norm(module: nn.RMSNorm, x: torch.Tensor, **on: Any) -> torch.Tensor:
-    return rms_norm(x, module.weight, eps=torch.finfo(x.dtype).eps if module.eps is None else module.eps, **on)
+    return rms_norm(x, _scales(module, x), eps=torch.finfo(x.dtype).eps if module.eps is None else module.eps, **on)
+
+
+def _scales(module: nn.LayerNorm | nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return x.new_ones(module.normalized_shape) if module.weight is None else module.weight
 
 
 _FORWARDS: Forwards = {
@@ -76,29 +82,89 @@ _FORWARDS: Forwards = {
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
 }
-_ACTIVATIONS = (nn.Mish, nn.Sigmoid, nn.SiLU, nn.Softplus)
-_REFUSED_OPTIONS = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}  # of Embedding
+_ACTIVATIONS = {
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.SELU,
+    nn.Sigmoid,
+    nn.SiLU,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanhshrink,
+}
+_LEFT_ALONE = {
+    nn.Flatten,
+    nn.Hardshrink,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Softshrink,
+    nn.Tanh,
+    nn.Threshold,
+    nn.Unflatten,
+}
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+_REFUSED_OPTIONS = {  # of Embedding and of activations
+    "padding_idx": None,
+    "max_norm": None,
+    "scale_grad_by_freq": False,
+    "sparse": False,
+    "inplace": False,
+}
 
 
-def _find(name: str, module: nn.Module, forwards: Forwards) -> Callable[..., torch.Tensor] | None:
+def _find(name: str, module: nn.Module, others: Forwards) -> Callable[..., torch.Tensor] | None:
     """What computes a module; None if it may stay as it is."""
-    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-        raise UnsupportedError(f"{name} is {module}: which numbers it draws depends on the ranks; set p=0")
-    if isinstance(module, _ACTIVATIONS) or (isinstance(module, nn.GELU) and module.approximate == "tanh"):
-        return _activation
-    if not any(True for _ in module.parameters(recurse=False)):
+    if type(module) in others:
+        return others[type(module)]
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        if module.p > 0:
+            raise UnsupportedError(f"{name} is {module}: which numbers it draws depends on the ranks; set p=0")
         return None
-    forward = forwards.get(type(module))
-    if forward is None:
-        raise UnsupportedError(
-            f"{name or 'the model'} is a {type(module).__name__} with weights of its own; known are "
-            f"{', '.join(kind.__name__ for kind in forwards)}; give a function for it in `others`"
-        )
-    if type(module) not in _FORWARDS:
+    forward = _activation if _is_activation(module) else _FORWARDS.get(type(module))
+    if forward is not None:
+        _check_options(name, module)
         return forward
+    known = ", ".join(kind.__name__ for kind in {**_FORWARDS, **others})
+    if _has_weights(module):
+        raise UnsupportedError(
+            f"{name} is a {type(module).__name__} with weights of its own; known are {known}; give a function for it "
+            "in `others`"
+        )
+    if _is_of_torch(module) and type(module) not in _LEFT_ALONE and not isinstance(module, _CONTAINERS):
+        raise UnsupportedError(
+            f"{name} is {module}: its results may depend on which tokens a rank has; known are {known}, and functions "
+            "of single numbers; give a function for it in `others`"
+        )
+    return None
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """Whether it is a function of single numbers whose bits depend on where they stand."""
+    if type(module).__module__ == "transformers.activations":  # they all are such functions
+        return not _has_weights(module)
+    return type(module) in _ACTIVATIONS
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Or made from such a one, other than the plain Module."""
+    return any(kind is not nn.Module and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
+
+
+def _check_options(name: str, module: nn.Module) -> None:
     if len(getattr(module, "normalized_shape", (1,))) != 1:
         raise UnsupportedError(f"{name} is {module}: norms are over the last dim only")
     for option, default in _REFUSED_OPTIONS.items():
         if getattr(module, option, default) != default:
             raise UnsupportedError(f"{name} is {module}: {option} is not supported; leave it out")
-    return forward

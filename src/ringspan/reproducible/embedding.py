@@ -9,15 +9,16 @@ import itertools
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding as look_up
 
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
+from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
 from ringspan.transports.all_to_all import all_to_all
+from ringspan.transports.telling import telling
 
 
 def embedding(
@@ -46,7 +47,7 @@ def embedding(
         if len(wrong):
             raise ShapeError(f"ids has {int(wrong[0])}: weight has {len(weight)} rows; use 0 to {len(weight) - 1}")
 
-    ranks = open_ranks(layout, group, timeout_s, check)
+    ranks = open_ranks(layout, group, timeout_s, check, [weight])
     rows: torch.Tensor = _Embedding.apply(weight, ids, ranks)  # type: ignore[no-untyped-call]
     return rows
 
@@ -54,34 +55,32 @@ def embedding(
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks, ctx.shape = ranks, weight.shape
+        ctx.ranks, ctx.vocabulary = ranks, len(weight)
         ctx.save_for_backward(ids)
         return look_up(ids, weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ranks, (vocabulary, features) = ctx.ranks, ctx.shape
         (ids,) = ctx.saved_tensors
-        ranks.agree(
-            "gradient of reproducible.embedding",
-            batch=len(ids),
-            weight=tuple(ctx.shape),
-            dtype=dout.dtype,
-            ids=ids.dtype,
-        )
-        world_size = ranks.session.transport.world_size
-        cuts = [features * rank // world_size for rank in range(world_size + 1)]
-        width = cuts[ranks.rank + 1] - cuts[ranks.rank]
-        dwhole = _unshard(ranks, [dout[..., first:last] for first, last in itertools.pairwise(cuts)], (width,))
-        all_ids = _unshard(ranks, [ids] * world_size, ())
-        # It goes through the ids in order, whatever the number of threads.
-        mine = torch.ops.aten.embedding_dense_backward(
-            dwhole.to(accumulator_dtype(dout.dtype)), all_ids, vocabulary, -1, False
-        )
-        shapes = [(vocabulary, last - first) for first, last in itertools.pairwise(cuts)]
-        columns = all_to_all(ranks.session.transport, [mine] * world_size, shapes, ranks.deadline_s)
-        return torch.cat(columns, dim=1).to(dout.dtype), None, None
+        ctx.ranks.agree("gradient of reproducible.embedding", batch=len(ids), dtype=dout.dtype, ids=ids.dtype)
+        with telling(ctx.ranks.session.transport):
+            return _weight_gradient(ctx.ranks, ctx.vocabulary, ids, dout).to(dout.dtype), None, None
+
+
+def _weight_gradient(ranks: Ranks, vocabulary: int, ids: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """(vocabulary, features), in the type of sums."""
+    world_size, features = ranks.session.transport.world_size, dout.shape[2]
+    cuts = [features * rank // world_size for rank in range(world_size + 1)]
+    width = cuts[ranks.rank + 1] - cuts[ranks.rank]
+    dwhole = _unshard(ranks, [dout[..., first:last] for first, last in itertools.pairwise(cuts)], (width,))
+    all_ids = _unshard(ranks, [ids] * world_size, ())
+    # It goes through the ids in order, whatever the number of threads.
+    mine = torch.ops.aten.embedding_dense_backward(
+        dwhole.to(accumulator_dtype(dout.dtype)), all_ids, vocabulary, -1, False
+    )
+    shapes = [(vocabulary, last - first) for first, last in itertools.pairwise(cuts)]
+    return torch.cat(all_to_all(ranks.session.transport, [mine] * world_size, shapes, ranks.deadline_s), dim=1)
 
 
 def _unshard(ranks: Ranks, parts: list[torch.Tensor], tail: tuple[int, ...]) -> torch.Tensor:

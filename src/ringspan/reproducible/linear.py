@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
 from ringspan.grid import Strip
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens, check_weights
+from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
 from ringspan.steady import ALIGNMENT, Threads, single_threads
@@ -56,8 +57,8 @@ def linear(
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ShapeError(f"bias.shape={tuple(bias.shape)}: one for each output; expected ({weight.shape[0]},)")
 
-    ranks = open_ranks(layout, group, timeout_s, check)
-    with torch.autocast(x.device.type, enabled=False):
+    ranks = open_ranks(layout, group, timeout_s, check, [weight, bias])
+    with without_autocast(x.device.type):
         out: torch.Tensor = _Linear.apply(x, weight, bias, ranks)  # type: ignore[no-untyped-call]
     return out
 
@@ -75,7 +76,7 @@ class _Linear(torch.autograd.Function):
         return _product(ranks, x, transposed, added)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
+from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
 from ringspan.training import IGNORE_INDEX, check_can_be_ignored
@@ -54,7 +55,7 @@ def cross_entropy(
             )
 
     ranks = open_ranks(layout, group, timeout_s, check)
-    with torch.autocast(logits.device.type, enabled=False):
+    with without_autocast(logits.device.type):
         loss: torch.Tensor = _CrossEntropy.apply(logits, labels, reduction, ranks)  # type: ignore[no-untyped-call]
     return loss
 
@@ -71,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, labels = ctx.saved_tensors
         scale = (dloss.to(torch.float64) / ctx.count).to(dloss.dtype)

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens, check_weights
+from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.softmax import accumulator_dtype
 
@@ -73,8 +74,8 @@ def _norm(
                     f"{name} is (features,)"
                 )
 
-    ranks = open_ranks(layout, group, timeout_s, check)
-    with torch.autocast(x.device.type, enabled=False):
+    ranks = open_ranks(layout, group, timeout_s, check, [weight, bias])
+    with without_autocast(x.device.type):
         out: torch.Tensor = _Norm.apply(x, weight, bias, kind, ranks)  # type: ignore[no-untyped-call]
     return out
 
@@ -96,7 +97,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias, _, _ = ctx.needs_input_grad
@@ -107,7 +108,8 @@ class _Norm(torch.autograd.Function):
                 pass
             return dx, None, None, None, None
         like = weight.new_empty(2 * len(weight), dtype=accumulator_dtype(weight.dtype))
-        whole = ctx.ranks.sum_over_tiles("gradient of a reproducible norm", parts, like).to(weight.dtype)
+        name = "layer_norm" if ctx.kind.is_centred else "rms_norm"
+        whole = ctx.ranks.sum_over_tiles(f"gradient of reproducible.{name}", parts, like).to(weight.dtype)
         dweight, dbias = whole.chunk(2)
         return dx, dweight if needs_dweight else None, dbias if needs_dbias else None, None, None
 

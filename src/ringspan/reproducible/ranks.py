@@ -1,16 +1,50 @@
-"""Who takes part in a call of this package, and do all of them make the same one?"""
+"""Who takes part in a call of this package, and do all of them make the same one?
 
-from collections.abc import Callable, Iterable
+The gradients of a layer say which one they belong to, as ranks might differentiate like layers in different orders. Its
+forward sends nothing, so a layer is told by where that stood, after which call of all ranks and as which layer since,
+and by its weights. Only layers whose weights want gradients count: a rank may run others, and any under
+torch.no_grad(), as often as it likes. They are counted anew after every call, so that a rank that ran one more often,
+as a checkpoint of its own does or an error that was caught, is soon in step with the others again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ringspan.arguments import check_timeout, check_world_size
-from ringspan.contract import Signature
+from ringspan.contract import Place, Signature
 from ringspan.grid import Strip
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tile_sums import Tiling, sum_over_tiles, tile_layout
+from ringspan.transports import find_group
+from ringspan.transports.telling import telling
+
+_CHUNK = 1 << 20  # numbers whose bits are summed at once
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size; their sums are exact
+
+# By the group, as sessions are kept: the number of the last call when a layer last ran, and how many had since then.
+_LAYERS: "WeakKeyDictionary[Any, tuple[int, int]]" = WeakKeyDictionary()
+
+
+class Weight(NamedTuple):
+    """What tells a weight from others: ranks must have the same."""
+
+    shape: tuple[int, ...]
+    sum_of_bits: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"{self.shape} #{int(self.sum_of_bits)}"
+
+
+class Layer(NamedTuple):
+    """Whose gradients these are, where ranks might differentiate like layers in different orders."""
+
+    number: int
+    place: Place
+    weights: tuple[Weight, ...]
 
 
 class Ranks(NamedTuple):
@@ -19,6 +53,8 @@ class Ranks(NamedTuple):
     session: Session
     tiling: Tiling
     deadline_s: float
+    layer: Layer | None
+    """If there are weights that want gradients."""
 
     @property
     def rank(self) -> int:
@@ -31,9 +67,15 @@ class Ranks(NamedTuple):
         return self.tiling.strips[self.rank]
 
     def agree(self, what: str, **fields: object) -> None:
-        """All ranks are in the same call."""
-        signature = Signature.of({"call": what, **fields, "layout": self.tiling.fingerprint})
-        self.session.contract.agree(signature, self.deadline_s)
+        """All ranks are in the same call; if it is a layer's gradient, in that of the same layer."""
+        fields = {"call": what, **fields, "layout": self.tiling.fingerprint}
+        contract = self.session.contract
+        if self.layer is None:
+            contract.agree(Signature.of(fields), self.deadline_s)
+            return
+        number, place, weights = self.layer
+        told = {"weights": ", ".join(map(str, weights)), "layer": number}
+        contract.agree(Signature.of(fields | told).at(place), self.deadline_s, is_new=False)
 
     def sum_over_tiles(self, what: str, parts: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """The sum over the tiles of all ranks, once they agree on the call and on the length and dtype of the parts.
@@ -41,10 +83,17 @@ class Ranks(NamedTuple):
         `what` is the call, as it is named if another rank makes another one.
         """
         self.agree(what, length=len(like), dtype=like.dtype)
-        return sum_over_tiles(self.session.transport, self.tiling, parts, like, self.deadline_s)
+        with telling(self.session.transport):
+            return sum_over_tiles(self.session.transport, self.tiling, parts, like, self.deadline_s)
 
 
-def open_ranks(layout: Layout, group: Any, timeout_s: float | None, check: Callable[[int], None]) -> Ranks:
+def open_ranks(
+    layout: Layout,
+    group: Any,
+    timeout_s: float | None,
+    check: Callable[[int], None],
+    weights: Sequence[torch.Tensor | None] = (),
+) -> Ranks:
     """The ranks of a call whose arguments are in order; else the others are told why it is refused.
 
     Args:
@@ -52,11 +101,29 @@ def open_ranks(layout: Layout, group: Any, timeout_s: float | None, check: Calla
         group: Of the call.
         timeout_s: Of the call.
         check: Raises if the tensors do not fit a shard of so many tokens.
+        weights: Those whose gradients are summed over the ranks, if they are wanted.
     """
     session = session_of(group)
-    with session.contract.telling_refusals():
+    with session.contract.telling_refusals(timeout_s):
         deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
         check_world_size(layout, session.transport.world_size)
         tiling = tile_layout(layout)
         check(layout.shard_len(session.transport.rank))
-    return Ranks(session, tiling, deadline_s)
+    given = [x for x in weights if x is not None]
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    is_told = wants_grad and session.transport.world_size > 1
+    return Ranks(session, tiling, deadline_s, _next_layer(group, session, given) if is_told else None)
+
+
+def _next_layer(group: Any, session: Session, weights: Sequence[torch.Tensor]) -> Layer:
+    key, num_calls = find_group(group).group, session.contract.num_calls
+    last_call, number = _LAYERS.get(key, (num_calls, 0))
+    number = number + 1 if last_call == num_calls else 1
+    _LAYERS[key] = num_calls, number
+    return Layer(number, Place("after call", num_calls), tuple(map(_weight, weights)))
+
+
+def _weight(x: torch.Tensor) -> Weight:
+    """A sum of whole numbers is the same in any order, and quick beside a product with them."""
+    bits = x.detach().reshape(-1).view(_WHOLE_NUMBERS[x.itemsize])
+    return Weight(tuple(x.shape), torch.stack([part.sum() for part in torch.split(bits, _CHUNK)]).sum())

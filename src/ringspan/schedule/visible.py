@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.schedule.actions import ALL, Attend, Block
@@ -30,7 +31,12 @@ class Visible:
     def of(cls, matrix: npt.ArrayLike) -> "Visible":
         """From an array of shape (P, P) or, with a column for replicated keys, (P, P + 1)."""
         given = np.asarray(matrix, dtype=np.bool_)
-        world_size = given.shape[0]
+        world_size = given.shape[0] if given.ndim == 2 else 0
+        if not world_size or given.shape[1] - world_size not in (0, 1):
+            raise ShapeError(
+                f"matrix.shape={given.shape}: a row and a column for each of P ranks, and perhaps a column for "
+                "replicated keys; give (P, P) or (P, P + 1)"
+            )
         padded = np.zeros((world_size, world_size + 1), dtype=np.bool_)
         padded[:, : given.shape[1]] = given
         return cls(world_size, padded.tobytes())

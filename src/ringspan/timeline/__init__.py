@@ -1,6 +1,7 @@
-"""When does everything happen, and what waits for what? `run.py` follows the steps that the other two supply."""
+"""When does everything happen, and what waits for what? `run.py` follows the steps that the others supply."""
 
-from ringspan.timeline.rings import Ring, Sequence, attention_timeline
+from ringspan.timeline.loads import Ring, Sequence
+from ringspan.timeline.rings import attention_timeline
 from ringspan.timeline.run import END, Load, Moment, Round, Timeline, run_timeline
 from ringspan.timeline.schedules import schedule_loads, schedule_timeline
 

@@ -46,9 +46,10 @@ class Load(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """One step as it happened: when ranks began, what they computed, and when each round's messages went and came."""
+    """One step as it happened: when ranks began, how long they computed, when each round's messages went and came."""
 
     begin_s: Seconds
+    busy_s: Seconds  # with what carrying messages stole
     load: Load
     messages: tuple[tuple[Seconds, Seconds], ...]
 
@@ -64,11 +65,6 @@ class Timeline(NamedTuple):
     link_name: str
     moments: tuple[Moment, ...] = ()
 
-    @property
-    def utilisation(self) -> float:
-        """Compute of the busiest rank over the makespan."""
-        return float(self.compute_s.max() / self.makespan_s) if self.makespan_s else 1.0
-
 
 def run_timeline(loads: Iterable[Load], world_size: int, near: Link, far: Link, *, record: bool = False) -> Timeline:
     """Follow the loads of `world_size` ranks, in order."""
@@ -77,9 +73,9 @@ def run_timeline(loads: Iterable[Load], world_size: int, near: Link, far: Link, 
     for t, load in enumerate(loads):
         begin_s = clock.begin(t)
         messages = tuple(clock.send(t, begin_s, one) for one in load.rounds)
-        clock.compute(begin_s, load.attend_s)
+        busy_s = clock.compute(begin_s, load.attend_s)
         if record:
-            moments.append(Moment(begin_s, load, messages))
+            moments.append(Moment(begin_s, busy_s, load, messages))
     return clock.finish(tuple(moments))
 
 
@@ -135,11 +131,12 @@ class _Clock:
         due[0][dst] = np.maximum(due[0][dst], arrival_s)
         return start_s, arrival_s
 
-    def compute(self, begin_s: Seconds, attend_s: Seconds) -> None:
-        busy_s = attend_s + np.minimum(self.stolen_s, attend_s)
+    def compute(self, begin_s: Seconds, attend_s: Seconds) -> Seconds:
+        busy_s: Seconds = attend_s + np.minimum(self.stolen_s, attend_s)
         self.stolen_s[:] = 0.0
         self.compute_s += busy_s
         self.free_s = begin_s + busy_s
+        return busy_s
 
     def finish(self, moments: tuple[Moment, ...]) -> Timeline:
         for t in sorted(self.due, key=lambda t: (t == END, t)):

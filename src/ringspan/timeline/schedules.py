@@ -11,7 +11,7 @@ import numpy as np
 from ringspan.catalog import Device
 from ringspan.cost import Shard, merge_s, tile_s
 from ringspan.pieces import PieceKind
-from ringspan.schedule import ALL, Schedule, Step, Transfer, compile_rank, first_reads
+from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, compile_rank, first_reads
 from ringspan.tiles import Compute, Problem, Tile, bind
 from ringspan.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Seconds, Timeline, run_timeline
 
@@ -84,14 +84,15 @@ def _rounds(
     """Messages to ranks at the same distance go at once; those between the same two ranks as one."""
     size = schedule.world_size
     transfers = list(step.transfers)
+    leaving = _sums_leaving(schedule, t + 1)
     for merge in step.merges:
         transfers += [Transfer(merge.block, src, dst) for src in range(size) for dst in range(size) if src != dst]
     groups: dict[tuple[int, int], dict[int, list[Transfer]]] = {}
     for transfer in transfers:
-        if transfer.block.is_sum:
-            reads_at = END if t + 2 >= schedule.num_steps else t + 2
-            if transfer.block.owner == ALL:
-                reads_at = END
+        if (transfer.dst, transfer.block) in leaving:
+            reads_at = t + 1
+        elif transfer.block.is_sum:
+            reads_at = END if t + 2 >= schedule.num_steps or transfer.block.owner == ALL else t + 2
         else:
             reads_at = reads[t, transfer]
         distance = (transfer.dst - transfer.src) % size
@@ -103,3 +104,10 @@ def _rounds(
         nbytes = np.array([float(sum(problem.block_bytes(one.block) for one in by_src[rank])) for rank in src])
         names = [" ".join(str(one.block) for one in by_src[rank]) for rank in src]
         yield Round(src, dst, nbytes, dst // per_node != src // per_node, reads_at, is_exchange, names)
+
+
+def _sums_leaving(schedule: Schedule, t: int) -> set[tuple[int, Block]]:
+    """Which ranks send which sums in a step: what has arrived of them is merged before."""
+    if t >= schedule.num_steps:
+        return set()
+    return {(transfer.src, transfer.block) for transfer in schedule.step(t).transfers if transfer.block.is_sum}

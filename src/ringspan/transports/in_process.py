@@ -11,7 +11,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -90,7 +92,7 @@ class _Room:
                 return self._fail_if_returned(end)
             other = waiting.popleft()
         # Outside the lock: other pairs of ranks go on while this one copies.
-        return self._deliver(end, other) if end.side == "send" else self._deliver(other, end)
+        return self._deliver(end, other)
 
     def gather(self, rank: int, payload: bytes, timeout_s: float) -> list[bytes]:
         """Every rank's payload; the n-th call of one rank meets the n-th of all others."""
@@ -140,15 +142,23 @@ class _Room:
         if end.peer in self._returned:
             self.fail(end.rank, _left(str(end), end.peer))
 
-    def _deliver(self, send: _End, receive: _End) -> None:
+    def _deliver(self, end: _End, other: _End) -> None:
+        """Copy the message of two ends that met, on the rank of the first; neither is left waiting if that fails."""
+        send, receive = (end, other) if end.side == "send" else (other, end)
         is_through = send.tensor.nbytes == receive.tensor.nbytes
-        if is_through:
-            _bytes_of(receive.tensor).copy_(_bytes_of(send.tensor))
-        else:
-            sizes = f"{send.tensor.nbytes} bytes to rank {receive.rank}, which expects {receive.tensor.nbytes}"
-            self.fail(receive.rank, f"rank {send.rank} sends {sizes}; sizes must be the same on both ranks")
-        send.finish(is_through)
-        receive.finish(is_through)
+        try:
+            if is_through:
+                _bytes_of(receive.tensor).copy_(_bytes_of(send.tensor))
+            else:
+                sizes = f"{send.tensor.nbytes} bytes to rank {receive.rank}, which expects {receive.tensor.nbytes}"
+                self.fail(receive.rank, f"rank {send.rank} sends {sizes}; sizes must be the same on both ranks")
+        except BaseException as error:
+            is_through = False
+            self.fail(end.rank, f"{end} failed with {type(error).__name__}: {error}")
+            raise
+        finally:
+            send.finish(is_through)
+            receive.finish(is_through)
 
 
 def _left(waiting: str, peer: int) -> str:
@@ -204,21 +214,24 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
 
     The exception of the first rank that fails is raised here, with a note that names the rank; the other ranks' waits
     end at once. The whole run may take `timeout_s`; a rank that computes on past that cannot be stopped, and its thread
-    is left behind. Ranks run in the caller's gradient mode. They share torch's random generator: draw inputs outside,
-    or from a generator of each rank's own.
+    is left behind. Ranks run in the caller's gradient mode, autocast and default device. They share torch's random
+    generator: draw inputs outside, or from a generator of each rank's own.
     """
     if world_size < 1:
         raise ShapeError(f"world_size={world_size}: a group has at least one rank")
     room = _Room(world_size)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}  # in the order in which ranks failed
-    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    modes = _modes_here()
 
     def run(rank: int) -> None:
         try:
-            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            with ExitStack() as entered:
+                for mode in modes:
+                    entered.enter_context(mode())
                 results[rank] = fn(InProcessRank(room, rank, timeout_s))
         except BaseException as error:
+            error.add_note(f"on rank {rank} of {world_size} in run_in_process")
             errors[rank] = error
             room.fail(rank, f"rank {rank} failed with {type(error).__name__}: {error}")
         room.leave(rank)
@@ -239,12 +252,31 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
         what = f"run_in_process(timeout_s={timeout_s:g}): ranks {late} had not finished in time"
         room.fail(None, what)
         _join(threads, _GRACE_S)
-        raise TransportError(f"{what}; allow more time, or see where they wait") from errors.get(late[0])
-    if errors:
-        first = room.failed_rank if room.failed_rank in errors else next(iter(errors))
-        errors[first].add_note(f"on rank {first} of {world_size} in run_in_process")
-        raise errors[first]
+        raise TransportError(f"{what}; allow more time, or see where they wait") from _first(errors, room.failed_rank)
+    if (first := _first(errors, room.failed_rank)) is not None:
+        raise first
     return [results[rank] for rank in range(world_size)]
+
+
+def _first(errors: dict[int, BaseException], failed_rank: int | None) -> BaseException | None:
+    """The error of the rank with which it began, if it raised one; else the one that was raised first."""
+    return errors[failed_rank] if failed_rank in errors else next(iter(errors.values()), None)
+
+
+def _modes_here() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """What torch keeps for each thread by itself, as this one has it: contexts for other threads to be in."""
+    modes: list[Callable[[], AbstractContextManager[Any]]] = [
+        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            dtype, is_cached = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+            modes.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=is_cached))
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        modes.append(partial(torch.device, device))
+    return modes
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:

@@ -2,7 +2,8 @@
 
 All ranks tell each other where they run. Those of one host connect, and each tries to read a word that the other has
 just made up. Whatever the reason that it fails (a container, a rule of the kernel), the two then go on with the network
-as ranks of different hosts do. There is a link where both have succeeded, so both know whether there is one.
+as ranks of different hosts do. There is a link where both have succeeded, so both know whether there is one. A rank
+that cannot even say where it is takes part all the same, since the others wait for its word.
 """
 
 import ctypes
@@ -12,9 +13,10 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 from ringspan.transports.same_host import Memory, Peer
 
@@ -22,7 +24,6 @@ SWITCH = "RINGSPAN_SAME_HOST"
 """An environment variable: if it is 0, this rank uses the network for all others."""
 
 _ID_BYTES = 16
-_NOWHERE = bytes(_ID_BYTES)
 _HELLO = struct.Struct(f"<IQ{_ID_BYTES}s")  # rank, the word's address, the word
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE_S = 5.0  # with ranks that are known to be in the same place
@@ -33,15 +34,14 @@ def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Pe
 
     `gather` returns the bytes of every rank, in rank order, if all give as many.
     """
-    if not _is_possible():
-        cards = gather(bytes(2 * _ID_BYTES))
+    place = _take_place()
+    if place is None:
+        cards = gather(bytes(2 * _ID_BYTES))  # that is nowhere
         gather(bytes(len(cards)))
         return []
-    host, name = _host_id(), secrets.token_bytes(_ID_BYTES)
+    host, name, listener = place
     word = ctypes.create_string_buffer(secrets.token_bytes(_ID_BYTES), _ID_BYTES)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(_address(name))
-        listener.listen(socket.SOMAXCONN)
+    with listener:
         cards = gather(host + name)
         names = {peer: card[_ID_BYTES:] for peer, card in enumerate(cards) if peer != rank and card.startswith(host)}
         sockets = _connect(rank, names, listener)
@@ -54,6 +54,29 @@ def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Pe
     for it in set(sockets) - {peer.socket for peer in peers}:
         it.close()
     return peers
+
+
+class _Place(NamedTuple):
+    """Where others find this rank: its host, its name there, and the socket that has this name."""
+
+    host: bytes
+    name: bytes
+    listener: socket.socket
+
+
+def _take_place() -> _Place | None:
+    """None if this rank cannot have one, whatever the reason."""
+    if not _is_possible():
+        return None
+    name = secrets.token_bytes(_ID_BYTES)
+    with suppress(OSError), ExitStack() as opened:
+        host = _host_id()
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(_address(name))
+        listener.listen(socket.SOMAXCONN)
+        opened.pop_all()  # it stays open
+        return _Place(host, name, listener)
+    return None
 
 
 def _is_possible() -> bool:
@@ -87,10 +110,11 @@ def _connect(rank: int, names: dict[int, bytes], listener: socket.socket) -> lis
 def _meet(link: socket.socket) -> Peer | None:
     """Who is at the other end, if its memory can be read."""
     link.settimeout(_PATIENCE_S)
-    pid, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    memory, read = Memory(pid), ctypes.create_string_buffer(_ID_BYTES)
+    read = ctypes.create_string_buffer(_ID_BYTES)
     try:
+        pid, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         rank, address, word = _HELLO.unpack(link.recv(_HELLO.size))
+        memory = Memory(pid)
         memory.read(address, ctypes.addressof(read), _ID_BYTES)
     except (OSError, struct.error):
         return None

@@ -31,6 +31,7 @@ from ringspan.errors import TransportError
 _INLINE, _OFFER, _TAKEN = range(3)
 _HEADER = struct.Struct("<BIQQ")  # kind, tag, bytes, address
 _MOST_INLINE_BYTES = 16 * 2**10
+_LONGEST_POLL_S = 86400.0  # the system counts in milliseconds, up to 2^31
 
 
 class _Span(ctypes.Structure):
@@ -110,8 +111,8 @@ class SameHost:
             self._serve(left_s)
 
     def _serve(self, timeout_s: float) -> None:
-        """Wait for any link to have something to do, and do it."""
-        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+        """Wait for any link to have something to do, for a day at most, and do it."""
+        for descriptor, _ in self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1000):
             self._by_descriptor[descriptor].advance()
 
     def close(self) -> None:

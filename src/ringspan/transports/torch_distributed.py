@@ -14,7 +14,9 @@ connection or deadline and each rank gives its own reason. A group that was abor
 What ranks say to agree on a call has a tag of its own: should one of them skip that, no payload meets a buffer that was
 made for a header, which would end the process.
 
-NCCL takes one batch per rank and step. That path has not been run here.
+A group may have NCCL for GPUs and gloo for CPUs: a message goes the way of the device that its tensor is on. NCCL takes
+one batch per rank and step, and wants all ranks in its first call: a group that has it agrees by it. That path has not
+been run here.
 """
 
 import contextlib
@@ -41,6 +43,8 @@ _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
 _STORE_PATIENCE_S = 2.0
 _LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 50e-6
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e9  # gloo counts milliseconds, takes 0 of them for no deadline, and adds to a clock
 
 
 class TorchDistributed:
@@ -50,12 +54,12 @@ class TorchDistributed:
         self._group = weakref.ref(group)
         self.rank: int = group.rank()
         self.world_size: int = group.size()
-        backend = dist.get_backend(group)
-        self._is_nccl = backend == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if self._is_nccl else torch.device("cpu")
+        self._backends = _by_device(dist.get_backend_config(group))
+        self._has_nccl = self._backends.get("cuda") == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if self._has_nccl else torch.device("cpu")
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self.timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
-        self._has_met = self._is_nccl or self.world_size == 1
+        self._has_met = self._has_nccl or self.world_size == 1
         self._same_host: SameHost | None = None
         self._waiting_since: float | None = None
         self._is_looking = threading.Lock()
@@ -71,7 +75,9 @@ class TorchDistributed:
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         """Receives are posted first, so that a message finds its buffer."""
-        return self._exchange_batch(sends, receives) if self._is_nccl else self._post(sends, receives, _PAYLOAD_TAG)
+        if self._has_nccl and any(tensor.is_cuda for _, tensor in (*sends, *receives)):
+            return self._exchange_batch(sends, receives)
+        return self._post(sends, receives, _PAYLOAD_TAG)
 
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive], tag: int) -> Posted:
         incoming = [self._start("recv", src, buffer, tag) for src, buffer in receives]
@@ -98,8 +104,7 @@ class TorchDistributed:
         operations = [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=src) for src, buffer in receives] + [
             dist.P2POp(dist.isend, tensor, group=self.group, group_peer=dst) for dst, tensor in sends
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        batch = _Batch(self, works)
+        batch = _Batch(self, dist.batch_isend_irecv(operations))
         return Posted([batch] * len(sends), [batch] * len(receives))
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
@@ -112,19 +117,26 @@ class TorchDistributed:
         return everyone
 
     def _gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Between CPUs a message to each, so that an error can name the peer; between GPUs one collective."""
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
         everyone = mine.new_empty(self.world_size, len(payload))
         everyone[self.rank] = mine
-        if self._is_nccl:
-            dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.group)
-        else:
-            peers = [peer for peer in range(self.world_size) if peer != self.rank]
-            sends, receives = [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
-            posted = self._post(sends, receives, _AGREEMENT_TAG)
-            for handle in (*posted.receives, *posted.sends):
-                handle.wait(timeout_s)
+        gather = self._gather_at_once if self._has_nccl else self._gather_one_by_one
+        gather(mine, everyone, timeout_s)
         return [bytes(row) for row in everyone.cpu().numpy()]
+
+    def _gather_one_by_one(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float) -> None:
+        """Between CPUs: a message to each, so that an error can name the peer."""
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        sends, receives = [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
+        posted = self._post(sends, receives, _AGREEMENT_TAG)
+        for handle in (*posted.receives, *posted.sends):
+            handle.wait(timeout_s)
+
+    def _gather_at_once(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float) -> None:
+        """Between GPUs: one collective, which is over when this returns, so that no copy waits for it for ever."""
+        work = self.group.allgather([list(everyone)], [mine])
+        what = f"{mine.nbytes} bytes from each of {self.world_size} ranks to agree on the call"
+        self._wait(_OnHost(work), timeout_s, what)
 
     def abort(self, reason: str) -> None:
         """Publish the reason, unless another rank was first, and close this rank's connections."""
@@ -138,7 +150,7 @@ class TorchDistributed:
     def _wait(self, work: Any, timeout_s: float, what: str) -> None:
         self._waiting_since = time.monotonic()
         try:
-            work.wait(timedelta(seconds=timeout_s))
+            work.wait(timedelta(seconds=min(max(timeout_s, _SHORTEST_S), _LONGEST_S)))
         except RuntimeError as error:
             raise self._failure(f"rank {self.rank} waited for {what}", error) from None
         self._waiting_since = None
@@ -158,15 +170,16 @@ class TorchDistributed:
         return reason
 
     def _close_connections(self) -> None:
-        if self._is_nccl:
-            self.group.abort()
+        if self._has_nccl:
+            self.group._get_backend(self._device).abort()
+        if "cpu" not in self._backends:
             return
         self.close()
         for peer in range(self.world_size):
             # Only an expired wait makes gloo close its connections; one to a peer that is gone does not expire.
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    self.group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                    self.group.recv([torch.empty(1, device="cpu")], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def look(self) -> bool:
         """If this rank is in a long wait and any rank has given up, end the wait; whether to look again later."""
@@ -203,6 +216,11 @@ def _keep_looking(reference: "weakref.ref[TorchDistributed]") -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
+def _by_device(backends: str) -> dict[str, str]:
+    """The backend for each kind of device, from what torch says, such as "cpu:gloo,cuda:nccl"."""
+    return dict(pair.split(":") for pair in backends.split(","))
+
+
 def _plain(error: RuntimeError) -> str:
     """What gloo says, without its source lines and advice."""
     text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split(". This is typically")[0]
@@ -234,3 +252,18 @@ class _Batch:
         for work in self._works:
             self._transport._wait(work, timeout_s, "a batch")
         self._works = []
+
+
+class _OnHost:
+    """Something that a GPU does, as this process waits for it; its own wait only holds up what the GPU does next."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise TransportError(f"timed out after {timeout.total_seconds():g} s")
+            time.sleep(_POLL_EVERY_S)
+        self._work.wait()
