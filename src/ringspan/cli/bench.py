@@ -19,8 +19,9 @@ from ringspan.bench.launch import Launched, Progress, count_cores, count_gpus, f
 from ringspan.bench.result import Measured, PathCheck
 from ringspan.bench.settings import CARRIERS, DTYPES, SHORT_DTYPES, Carrier, Job, Settings
 from ringspan.cli.bench_inference import inference_settings, refuse_others, show_inference
-from ringspan.cli.bench_ranks import count_ranks, default_carrier, new_console, run_on_ranks, show_progress
+from ringspan.cli.bench_ranks import count_ranks, default_carrier, run_on_ranks, show_progress
 from ringspan.cli.bench_transformer import DEFAULTS, refuse_sizes, show_transformer, transformer_settings
+from ringspan.cli.console import new_console
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,

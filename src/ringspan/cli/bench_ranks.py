@@ -1,6 +1,5 @@
 """What all of `ringspan bench` has in common: how many ranks, how they are run, and what is seen meanwhile."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,6 @@ import click
 from ringspan.bench.launch import Launched, Progress, RanksFailed, RanksRefused, count_cores, count_gpus, run_job
 from ringspan.bench.settings import Carrier, Job
 from ringspan.errors import RingspanError, TransportError, UnsupportedError
-
-FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
 
 
 def default_carrier(launched: Launched | None) -> Carrier:
@@ -73,13 +70,3 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.what)
-
-
-def new_console() -> Any:
-    """Standard output, as wide as the terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
-    return console

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,14 +12,13 @@ from click.core import ParameterSource
 
 from ringspan import __version__
 from ringspan.cli.bench_inference import refuse_others
+from ringspan.cli.console import new_console
 from ringspan.cli.values import OutputFile, check_writable, parse_tokens, parsed_by
 from ringspan.errors import RingspanError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from ringspan.catalog import Model
     from ringspan.plan import Plan, Request
-
-FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
 
 OPTIONS = {  # what the library's errors call them: what they are called here
     "batch": "--batch",
@@ -147,7 +145,7 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
         return
     from ringspan.report.plan_text import print_plan
 
-    print_plan(answer, _console(), explains=options["explain"])
+    print_plan(answer, new_console(), explains=options["explain"])
 
 
 def _in_options(message: str) -> str:
@@ -221,15 +219,6 @@ def _run_check(ctx: click.Context, as_json: bool) -> None:
     else:
         from ringspan.report.check_text import print_check
 
-        print_check(result, _console())
+        print_check(result, new_console())
     if not result.is_passed:
         ctx.exit(1)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
-    return console

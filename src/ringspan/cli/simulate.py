@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import os
 from functools import partial
 
 import click
 
 from ringspan import __version__
 from ringspan.algorithms import Direction, Mesh
+from ringspan.cli.console import new_console
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
@@ -36,7 +36,6 @@ from ringspan.tree import TILE
 
 TOKENS = 64
 TILES = 4  # one for each of the devices
-FILE_WIDTH = 100  # columns, where the output goes to no terminal and COLUMNS is not set
 
 EXAMPLES = """\b
 Examples:
@@ -152,11 +151,6 @@ def _run(settings: Settings) -> Lesson:
 
 
 def _print(lesson: Lesson) -> None:
-    from rich.console import Console
-
     from ringspan.report.text import print_lesson
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
-    print_lesson(lesson, console)
+    print_lesson(lesson, new_console())
