@@ -51,6 +51,12 @@ def test_the_mark_says_what_it_is() -> None:
     assert ">asked for: 131,072</text>" in text
 
 
+@pytest.mark.parametrize(("mark", "side"), [(1.0, "start"), (1000.0, "middle")])
+def test_what_the_mark_says_is_not_written_over_the_axis(mark: float, side: str) -> None:
+    text = draw_charts([Chart("one", "tokens", "time", [Line("a", [(1.0, 1.0), (4e5, 3.0)])], mark=mark)])
+    assert re.search(rf'text-anchor="{side}"[^>]*>asked for: {mark:,.0f}<', text)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

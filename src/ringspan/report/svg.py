@@ -10,6 +10,7 @@ from ringspan.report.bench_text import format_seconds
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 84, 200, 44, 56
+MARK_WIDTH = 120  # of what is written beside the mark
 TITLE_LENGTH = 72  # characters that have room
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#c45a00", "#00838f", "#8c564b", "#7f7f7f")
 DASHES = ("none", "7 3", "2 2", "9 3 2 3", "14 4", "5 2 1 2 1 2", "4 5", "1 4")  # lines differ without colour too
@@ -94,7 +95,8 @@ def _draw(chart: Chart, looks: Mapping[str, Look]) -> list[str]:
         at = x_axis.place(chart.mark)
         parts.append(f'<path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#888" stroke-dasharray="4 3"/>')
         asked = f"asked for: {chart.mark:,.0f}"
-        parts.append(_text(at, TOP - 3, asked, 'text-anchor="middle" font-size="11"'))
+        side = "start" if at < LEFT + MARK_WIDTH / 2 else "middle"  # not over the numbers of the axis
+        parts.append(_text(at, TOP - 3, asked, f'text-anchor="{side}" font-size="11"'))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, chart.x_name, 'text-anchor="middle"'))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f'text-anchor="middle" transform="rotate(-90 18 {middle})"'
