@@ -81,6 +81,7 @@ class Contract:
 
     transport: Transport
     num_calls: int = 0
+    num_layers: int = 0  # that ran since the last call, of those that send nothing before their gradients
     agreed: set[int] = field(default_factory=set)
 
     def agree(self, signature: Signature, timeout_s: float, *, is_new: bool = True) -> None:
@@ -128,6 +129,7 @@ class Contract:
     ) -> "tuple[list[_Header], list[dict[str, str]] | None]":
         """Everybody's header, and everybody's description unless all headers are the same well-known one."""
         self.num_calls += 1
+        self.num_layers = 0
         mine = _HEADER.pack(_MAGIC, state, len(signature.text), self.num_calls, signature.digest)
         try:
             everyone = self.transport.all_gather_bytes(mine, timeout_s)

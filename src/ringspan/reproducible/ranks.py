@@ -9,24 +9,19 @@ as a checkpoint of its own does or an error that was caught, is soon in step wit
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ringspan.arguments import check_timeout, check_world_size
-from ringspan.contract import Place, Signature
+from ringspan.contract import Contract, Place, Signature
 from ringspan.grid import Strip
 from ringspan.layout import Layout
 from ringspan.session import Session, session_of
 from ringspan.tile_sums import Tiling, sum_over_tiles, tile_layout
-from ringspan.transports import find_group
 from ringspan.transports.telling import telling
 
 _CHUNK = 1 << 20  # numbers whose bits are summed at once
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size; their sums are exact
-
-# By the group, as sessions are kept: the number of the last call when a layer last ran, and how many had since then.
-_LAYERS: "WeakKeyDictionary[Any, tuple[int, int]]" = WeakKeyDictionary()
 
 
 class Weight(NamedTuple):
@@ -112,15 +107,12 @@ def open_ranks(
     given = [x for x in weights if x is not None]
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     is_told = wants_grad and session.transport.world_size > 1
-    return Ranks(session, tiling, deadline_s, _next_layer(group, session, given) if is_told else None)
+    return Ranks(session, tiling, deadline_s, _next_layer(session.contract, given) if is_told else None)
 
 
-def _next_layer(group: Any, session: Session, weights: Sequence[torch.Tensor]) -> Layer:
-    key, num_calls = find_group(group).group, session.contract.num_calls
-    last_call, number = _LAYERS.get(key, (num_calls, 0))
-    number = number + 1 if last_call == num_calls else 1
-    _LAYERS[key] = num_calls, number
-    return Layer(number, Place("after call", num_calls), tuple(map(_weight, weights)))
+def _next_layer(contract: Contract, weights: Sequence[torch.Tensor]) -> Layer:
+    contract.num_layers += 1
+    return Layer(contract.num_layers, Place("after call", contract.num_calls), tuple(map(_weight, weights)))
 
 
 def _weight(x: torch.Tensor) -> Weight:
