@@ -6,14 +6,17 @@ ranks that differentiate like calls in different orders find out.
 
 Two ways lead to the same functions: an autograd Function for eager calls, which costs little, and a pair of custom
 operators for compiled ones, which the compiler takes as they are. An operator takes numbers and tensors only, so the
-rest of a call is kept in a table, where the compiled program finds it by its index.
+rest of a call is kept in a table, where the compiled program finds it by its key.
 """
 
 import functools
+import hashlib
 import itertools
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -118,12 +121,12 @@ def _check_grads(out: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tenso
     return torch.zeros_like(out) if dout is None else dout
 
 
-_calls: list[Call] = []
+_calls: dict[str, Call] = {}
 _places: "WeakKeyDictionary[object, Iterator[int]]" = WeakKeyDictionary()  # for each program being compiled
 
 
-def _constant(call: Call) -> int:
-    """The index of a call while a program is compiled, which is compiled anew for another one.
+def _constant(call: Call) -> str:
+    """The key of a call while a program is compiled, which is compiled anew for another one.
 
     The fields are given one by one, since the compiler then has the very objects and guards each of them. It would make
     a variable of a number that changes from call to call, unless told to take it as it is.
@@ -137,8 +140,8 @@ def _as_it_is(number: float | None) -> float | None:
     return constant
 
 
-def _enter(*fields: Any) -> int:
-    """The index of a call. It stays in the table, since a compiled program may ask for it at any time.
+def _enter(*fields: Any) -> str:
+    """The key of a call. It stays in the table, since a compiled program may ask for it at any time.
 
     The compiler may change the order of calls that do not depend on each other, and on each rank in its own way. So a
     call knows its place in the program as written, and the ranks agree on that too.
@@ -147,8 +150,20 @@ def _enter(*fields: Any) -> int:
     # While it compiles, torch 2.13 has a stand-in for a process group.
     group = getattr(group, "real_obj", group)
     place = Place("place in the compiled program", next(_places.setdefault(TracingContext.get(), itertools.count())))
-    _calls.append(Call(Options(*options), group, timeout_s, contract, record, place))
-    return len(_calls) - 1
+    key = f"{len(_calls)} of {_revision()}"
+    _calls[key] = Call(Options(*options), group, timeout_s, contract, record, place)
+    return key
+
+
+@functools.cache
+def _revision() -> str:
+    """Which text of this file the operators have, to tell apart what they were compiled to.
+
+    torch keeps compiled programs on disk, finds them by the names and arguments of operators, and would run what was
+    compiled with the fakes and gradients of another release.
+    """
+    text = pkgutil.get_data(__package__, Path(__file__).name)
+    return hashlib.sha256(text or b"").hexdigest()[:12]
 
 
 # What torch.compiler.assume_constant_result would do, which imports the compiler: a second for all who never compile.
@@ -200,7 +215,7 @@ for _build in _BUILT_OUTSIDE:
 
 @torch.library.custom_op("ringspan::attend", mutates_args=())
 def _attend_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: int, wants_grad: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: str, wants_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and lse; and the number of the call, which its gradients are told by: a program may run many times."""
     out, lse = run_attention(_calls[call], q, k, v, sinks, wants_grad)
@@ -214,7 +229,7 @@ def _(
     k: torch.Tensor,  # noqa: ARG001
     v: torch.Tensor,
     sinks: torch.Tensor | None,  # noqa: ARG001
-    call: int,  # noqa: ARG001
+    call: str,  # noqa: ARG001
     wants_grad: bool,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
@@ -231,7 +246,7 @@ def _attend_backward_op(
     out: torch.Tensor,
     lse: torch.Tensor,
     number: torch.Tensor,
-    call: int,
+    call: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     numbered = _to_differentiate(_calls[call], int(number.item()))
     *gradients, dsinks = run_gradients(numbered, q, k, v, sinks, Merged(dout, out, lse))
@@ -249,7 +264,7 @@ def _(
     out: torch.Tensor,  # noqa: ARG001
     lse: torch.Tensor,  # noqa: ARG001
     number: torch.Tensor,  # noqa: ARG001
-    call: int,  # noqa: ARG001
+    call: str,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)

@@ -1,8 +1,13 @@
 """How a call takes part in autograd and in torch.compile: what is differentiated, compiled anew, or refused."""
 
+import os
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,6 +260,40 @@ def test_compiled_by_inductor() -> None:
     leaves = (*(x.transpose(1, 2).contiguous() for x in inputs()), torch.linspace(-1, 1, 4))
     compiled = torch.compile(block, fullgraph=True)
     check_all(forward_and_backward(compiled, leaves), forward_and_backward(block, leaves))
+
+
+COMPILE_AND_DIFFERENTIATE = """
+import torch
+import ringspan as rs
+import torch._dynamo.utils
+
+layout, mask = rs.zigzag(8, 1), rs.causal()
+attend = torch.compile(lambda q: rs.attention(q, q, q, mask=mask, layout=layout), fullgraph=True)
+q = torch.randn(1, 1, 8, 4, requires_grad=True)
+attend(q).sum().backward()
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_programs_on_disk_are_taken_from_this_release_only(tmp_path: Path) -> None:
+    """torch finds them by the name of the forward operator, and would run the backward operator of another release."""
+    other = tmp_path / "other"
+    shutil.copytree(Path(rs.__file__).parent, other / "ringspan")
+    text = (other / "ringspan/autograd.py").read_text()
+    assert "ringspan::attend_backward" in text
+    (other / "ringspan/autograd.py").write_text(text.replace("attend_backward", "attend_backward_of_then"))
+
+    def cache_hits(source: Path) -> str:
+        settings = {"PYTHONPATH": str(source), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "programs")}
+        command = [sys.executable, "-c", COMPILE_AND_DIFFERENTIATE]
+        ended = subprocess.run(
+            command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    ours = Path(rs.__file__).parents[1]
+    assert [cache_hits(source) for source in (other, ours, ours)] == ["0", "0", "1"]
 
 
 def test_compiled_under_autocast_and_checkpoint() -> None:
