@@ -21,6 +21,7 @@ ODD_VALUES = [torch.nan, torch.inf, -torch.inf]
 SIZES = {
     PieceKind.FULL: [(1, 1), (1, 300), (7, 13), (130, 257)],
     PieceKind.CAUSAL: [(1, 1), (17, 17), (65, 65), (197, 197), (CUT, CUT)],
+    PieceKind.ANTICAUSAL: [(1, 1), (17, 17), (65, 65), (CUT, CUT)],
     PieceKind.MASKED: [(1, 3), (5, 9), (64, 101), (33, 200)],
 }
 
@@ -75,6 +76,9 @@ def piece_of(kind: PieceKind, n: int, m: int) -> tuple[Piece, Allowed]:
     if kind is PieceKind.CAUSAL:
         assert n == m
         allowed = np.tril(allowed)
+    elif kind is PieceKind.ANTICAUSAL:
+        assert n == m
+        allowed = np.triu(allowed)
     elif kind is PieceKind.MASKED:
         allowed = random_mask(n, m)
     own = allowed if kind is PieceKind.MASKED else None

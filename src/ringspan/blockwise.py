@@ -199,13 +199,15 @@ def _rows_of_cells(piece: Piece, group: int) -> Iterator[tuple[slice, Iterator[_
 
 def _cells(piece: Piece, rows: range, group: int) -> Iterator[_Cell]:
     """The cells of some rows of the piece, those beyond the diagonal left out; masks are repeated for each head."""
-    is_causal = piece.kind is PieceKind.CAUSAL
+    is_causal, is_anticausal = (piece.kind is kind for kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL))
     reach = rows.stop if is_causal else piece.kv.stop - piece.kv.start
-    for left in range(0, reach, KV_ROWS):
+    for left in range(rows.start if is_anticausal else 0, reach, KV_ROWS):
         right = min(left + KV_ROWS, reach)
         allowed = None
         if is_causal and right > rows.start + 1:
             allowed = np.arange(left, right) <= np.asarray(rows)[:, None]
+        elif is_anticausal and left < rows.stop - 1:
+            allowed = np.arange(left, right) >= np.asarray(rows)[:, None]
         elif piece.allowed is not None:
             allowed = piece.allowed[rows.start : rows.stop, left:right]
         if allowed is not None:

@@ -1,10 +1,10 @@
-"""Into which rectangles does a tile fall, so that a kernel that knows only "full" and "causal" can compute any mask?
+"""Into which rectangles does a tile fall, so that a kernel that knows only a few shapes can compute any mask?
 
 A tile is some query positions against some key positions, both ascending. In indices of the tile a mask is a union of
 bands: row i sees the columns lo[i] … hi[i]-1, and neither end ever falls. So a band is the area between two staircases,
 and cutting it is geometry: the columns all rows share are a FULL rectangle, a right stair of height and width one is a
-CAUSAL triangle, and whatever is left is halved until it is small enough to carry its own little dense mask. Only those
-small pieces cost more than what is visible in them.
+CAUSAL triangle and a left one an ANTICAUSAL triangle, and whatever is left is halved until it is small enough to carry
+its own little dense mask. Only those small pieces cost more than what is visible in them.
 
 Each visible pair is in exactly one piece: bands that overlap are made disjoint first.
 """
@@ -32,6 +32,7 @@ class PieceKind(Enum):
 
     FULL = "full"
     CAUSAL = "causal"
+    ANTICAUSAL = "anticausal"
     MASKED = "masked"
 
 
@@ -40,7 +41,7 @@ class Piece(NamedTuple):
 
     q: slice
     kv: slice
-    kind: PieceKind  # CAUSAL: square, and row i sees columns 0 … i of the piece
+    kind: PieceKind  # CAUSAL: square, and row i sees columns 0 … i of the piece; ANTICAUSAL: and i …
     allowed: Allowed | None  # (q, kv), MASKED only
     rows: tuple[int, ...] | None  # batch rows; None: all
 
@@ -125,6 +126,10 @@ def _cut_band(lo: Positions, hi: Positions, top: int) -> Iterator[Piece]:
             yield piece(core_lo, core_hi - 1, PieceKind.FULL)
         yield piece(core_hi - 1, right, PieceKind.CAUSAL)
         yield from _cut_band(lo, np.full_like(lo, core_lo), top)
+    elif core_lo < core_hi == right and _is_unit_stair(lo) and (not is_small or core_lo == right - 1):
+        yield piece(left, core_lo + 1, PieceKind.ANTICAUSAL)
+        if core_lo + 1 < right:
+            yield piece(core_lo + 1, right, PieceKind.FULL)
     elif is_small:
         columns = np.arange(left, right)
         yield piece(left, right, PieceKind.MASKED, (lo[:, None] <= columns) & (columns < hi[:, None]))

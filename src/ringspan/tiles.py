@@ -336,7 +336,7 @@ def _num_pairs(piece: Piece) -> int:
     num_rows = len(piece.rows) if piece.rows is not None else 1
     height: int = piece.q.stop - piece.q.start
     width: int = piece.kv.stop - piece.kv.start
-    if piece.kind is PieceKind.CAUSAL:
+    if piece.kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL):
         return num_rows * height * (height + 1) // 2
     visible = height * width if piece.allowed is None else int(np.count_nonzero(piece.allowed))
     return num_rows * visible

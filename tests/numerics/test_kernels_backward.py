@@ -123,7 +123,8 @@ def test_half_types_lose_at_most_twice_what_plain_attention_loses(
     kernel: Kernel, kind: PieceKind, dtype: torch.dtype
 ) -> None:
     piece, allowed = piece_of(kind, 200, 200)
-    allowed[1, 0] = True  # plain attention has no answer for a row that sees nothing
+    if kind is PieceKind.MASKED:
+        allowed[1, 0] = True  # plain attention has no answer for a row that sees nothing
     qkv = random_qkv(200, 200, (4, 4), 64, dtype=dtype)
     dout = random_dout(qkv)
     leaves = [x.clone().requires_grad_() for x in qkv]

@@ -24,6 +24,7 @@ from ringspan.softmax import Partial
 torch.set_num_threads(1)
 
 SCALE = 0.3
+TRIANGLES = (PieceKind.CAUSAL, PieceKind.ANTICAUSAL)
 HALF = Request(torch.device("cuda"), torch.bfloat16, 64, 64)
 NAMES = {
     FLASH: "_scaled_dot_product_flash_attention",
@@ -48,7 +49,8 @@ def visible(piece: Piece) -> torch.Tensor:
     if piece.allowed is not None:
         return torch.from_numpy(piece.allowed)
     everything = torch.ones(piece.q.stop, piece.kv.stop, dtype=torch.bool)
-    return everything.tril() if piece.kind is PieceKind.CAUSAL else everything
+    triangles = {PieceKind.CAUSAL: everything.tril(), PieceKind.ANTICAUSAL: everything.triu()}
+    return triangles.get(piece.kind, everything)
 
 
 # What they take
@@ -130,7 +132,7 @@ def fake_qkv(n: int, m: int, heads: tuple[int, int], dtype: torch.dtype, v_head_
 @each_ratio
 def test_shapes_and_types(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
     for dtype in kernel.dtypes:
-        for n, m in [(33, 33), (64, 64)] if kind is PieceKind.CAUSAL else [(33, 50), (2, 1)]:
+        for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (2, 1)]:
             with FakeTensorMode():
                 q, k, v = fake_qkv(n, m, heads, dtype)
                 part = kernel.forward(q, k, v, piece_of(kind, n, m), SCALE)
@@ -152,12 +154,11 @@ def test_which_operator_is_called_and_how(kernel: CudaKernel, kind: PieceKind, h
     assert len(calls.made) == (heads[0] // heads[1] if used is EFFICIENT else 1)
     for name, (_, keys, values, *rest), kwargs in calls.made:
         assert name == NAMES[used]
-        assert keys is k
-        assert values is v
+        assert [keys is k, values is v] == [kind is not PieceKind.ANTICAUSAL] * 2
         assert kwargs["scale"] == SCALE
         given = dict(zip(parameters(name)[3:], rest, strict=False))
         assert given.get("dropout_p", 0.0) == 0.0
-        assert given.get("is_causal", False) == (kind is PieceKind.CAUSAL)
+        assert given.get("is_causal", False) == (kind in TRIANGLES)
         assert given.get("compute_log_sumexp", True)
 
 
@@ -197,7 +198,7 @@ def fake_merged(q: torch.Tensor, v: torch.Tensor) -> Merged:
 @each_ratio
 def test_shapes_and_types_of_gradients(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
     for dtype in kernel.dtypes:
-        for n, m in [(33, 33), (64, 64)] if kind is PieceKind.CAUSAL else [(33, 50), (2, 1)]:
+        for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (2, 1)]:
             with FakeTensorMode():
                 q, k, v = fake_qkv(n, m, heads, dtype)
                 found = kernel.backward(q, k, v, fake_merged(q, v), piece_of(kind, n, m), SCALE)
@@ -220,11 +221,10 @@ def test_which_operator_is_called_backward_and_how(kernel: CudaKernel, kind: Pie
     for name, args, kwargs in calls.made:
         assert name == f"{NAMES[used]}_backward"
         given = dict(zip(parameters(name), args, strict=False)) | kwargs
-        assert given["key"] is k
-        assert given["value"] is v
+        assert [given["key"] is k, given["value"] is v] == [kind is not PieceKind.ANTICAUSAL] * 2
         assert given["scale"] == SCALE
         assert given["dropout_p"] == 0.0
-        assert given.get("is_causal", False) == (kind is PieceKind.CAUSAL)
+        assert given.get("is_causal", False) == (kind in TRIANGLES)
         assert (given.get("attn_bias") is not None) == (kind is PieceKind.MASKED)
         assert given["philox_seed"].device.type == "cuda"
         if used is not EFFICIENT:
@@ -367,7 +367,7 @@ def random_qkv(heads: tuple[int, int], n: int, m: int) -> list[torch.Tensor]:
 @each_kind
 @each_ratio
 def test_results_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
-    for n, m in [(33, 33), (64, 64)] if kind is PieceKind.CAUSAL else [(33, 50), (4, 1)]:
+    for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (4, 1)]:
         qkv = random_qkv(heads, n, m)
         piece = piece_of(kind, n, m)
         out, lse = oracle.dense_attention(*(x.numpy() for x in qkv), visible(piece).numpy(), SCALE)
@@ -382,7 +382,7 @@ def test_results_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, h
 @each_kind
 @each_ratio
 def test_gradients_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
-    for n, m in [(33, 33), (64, 64)] if kind is PieceKind.CAUSAL else [(33, 50), (4, 1)]:
+    for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (4, 1)]:
         qkv = random_qkv(heads, n, m)
         piece = piece_of(kind, n, m)
         allowed = visible(piece).numpy()

@@ -165,10 +165,11 @@ def make_case(
 ) -> Case:
     """The piece lies inside its tile, with two rows and three columns before it and one of each after it."""
     rng = np.random.default_rng(seed)
-    width = height if kind is PieceKind.CAUSAL else width
+    width = height if kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL) else width
     inside = {
         PieceKind.FULL: np.ones((height, width), bool),
         PieceKind.CAUSAL: np.tri(height, width, dtype=bool),
+        PieceKind.ANTICAUSAL: np.tri(height, width, dtype=bool).T,
         PieceKind.MASKED: rng.random((height, width)) < 0.4,
     }[kind]
     allowed = np.pad(inside, ((2, 1), (3, 1)))

@@ -93,6 +93,8 @@ def _piece(kind: PieceKind) -> tuple[Piece, torch.Tensor]:
     allowed = np.ones((_ROWS, _KEYS), np.bool_)
     if kind is PieceKind.CAUSAL:
         allowed = np.tri(_ROWS, _KEYS, dtype=np.bool_)
+    elif kind is PieceKind.ANTICAUSAL:
+        allowed = np.tri(_ROWS, _KEYS, dtype=np.bool_).T
     elif kind is PieceKind.MASKED:
         allowed = np.random.default_rng(0).random((_ROWS, _KEYS)) < 0.5
         allowed[1] = False  # a row that sees nothing

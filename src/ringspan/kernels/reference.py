@@ -84,6 +84,8 @@ def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.devi
         return None
     if piece.kind is PieceKind.CAUSAL:
         return torch.arange(reach, device=device) <= torch.arange(top, bottom, device=device)[:, None]
+    if piece.kind is PieceKind.ANTICAUSAL:
+        return torch.arange(reach, device=device) >= torch.arange(top, bottom, device=device)[:, None]
     assert piece.allowed is not None
     return torch.tensor(piece.allowed[top:bottom], device=device)
 

@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 
 from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
 from ringspan.kernels.reference import Reference
+from ringspan.kernels.turned import attend_turned, differentiate_turned
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial, accumulator_dtype, merge_steadily
 
@@ -71,6 +72,8 @@ class SdpaCpu:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         """Attend one piece."""
+        if piece.kind is PieceKind.ANTICAUSAL:
+            return attend_turned(self.forward, q, k, v, piece, scale)
         width = max(q.shape[-1], v.shape[-1])
         operands = _operand(q, width), _operand(k, width), _operand(v, width)
         part = _attend_runs(*operands, piece, scale)
@@ -80,6 +83,8 @@ class SdpaCpu:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
         """A piece's share of the gradients."""
+        if piece.kind is PieceKind.ANTICAUSAL:
+            return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         width = max(q.shape[-1], v.shape[-1])
         operands = _operand(q, width), _operand(k, width), _operand(v, width)
         merged = Merged(_operand(merged.dout, width), _operand(merged.out, width), merged.lse)

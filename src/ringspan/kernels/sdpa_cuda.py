@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
+from ringspan.kernels.turned import attend_turned, differentiate_turned
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial
 
@@ -77,6 +78,8 @@ class CudaKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         """Attend one piece."""
+        if piece.kind is PieceKind.ANTICAUSAL:
+            return attend_turned(self.forward, q, k, v, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))
         if piece.kind is PieceKind.MASKED:
             return _attend_masked(q, k, v, piece, scale)
@@ -87,6 +90,8 @@ class CudaKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
         """A piece's share of the gradients."""
+        if piece.kind is PieceKind.ANTICAUSAL:
+            return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))
         if piece.kind is PieceKind.MASKED:
             return _differentiate_efficient(q, k, v, merged, False, scale, _bias(_hidden(piece, q), q))

@@ -52,7 +52,7 @@ def _tile_s(tile: Tile, shard: Shard, device: Device) -> float:
     for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
         q_len, kv_len = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
         is_backward = tile.q.kind == "q_grad"
-        is_causal = piece.kind is PieceKind.CAUSAL
+        is_causal = piece.kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL)
         seconds += tile_s(device, mine, q_len, kv_len, is_causal=is_causal, is_backward=is_backward)
         if not is_first and not is_backward:
             seconds += merge_s(device, mine, q_len)

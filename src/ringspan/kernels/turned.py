@@ -1,0 +1,52 @@
+"""Anticausal pieces by an operator that knows causal ones.
+
+With its queries and its keys in reverse order an anticausal piece is a causal one. Turning them round takes copies,
+which count little beside the products: the staircase would otherwise be cut into dozens of pieces, each merged by
+itself.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from ringspan.kernels.base import Gradients, Merged
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import Partial
+
+_SEQ = 2  # the dim of queries and of keys
+
+
+def attend_turned(
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Piece, float], Partial],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    piece: Piece,
+    scale: float,
+) -> Partial:
+    """Attend an anticausal piece by a kernel's forward."""
+    part = forward(_turned(q), _turned(k), _turned(v), _as_causal(piece), scale)
+    return Partial(*map(_turned, part))
+
+
+def differentiate_turned(
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, Piece, float], Gradients],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    merged: Merged,
+    piece: Piece,
+    scale: float,
+) -> Gradients:
+    """The gradients of an anticausal piece by a kernel's backward."""
+    of_rows = Merged(*map(_turned, merged))
+    part = backward(_turned(q), _turned(k), _turned(v), of_rows, _as_causal(piece), scale)
+    return Gradients(*map(_turned, part))
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(_SEQ)
+
+
+def _as_causal(piece: Piece) -> Piece:
+    return piece._replace(kind=PieceKind.CAUSAL)
