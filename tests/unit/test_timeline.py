@@ -237,7 +237,9 @@ def test_k_and_v_travel_no_further_than_a_window_reaches(algorithm, window):
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize(("algorithm", "size", "inner"), WINDOWED)
 def test_a_window_is_priced_like_its_real_schedule(algorithm, size, inner, layout, window):
-    """Compute is between half of the real schedule's, whose pieces on the edges of a window hold unseen pairs, and it.
+    """Compute is between 0.88 of the real schedule's and it; or half, where a window of 512 is 64 keys of each rank.
+
+    So few are computed in masked pieces, which hold as many unseen pairs.
 
     The forward makespan is between 0.9 and 1.4 times the real one; that of a hybrid is up to 1.8 times, since it is
     taken to pass on all blocks of a group, of which a short window needs only the last.
@@ -247,7 +249,7 @@ def test_a_window_is_priced_like_its_real_schedule(algorithm, size, inner, layou
     for is_backward in (False, True):
         real = real_timeline(algorithm, size, 4, inner, layout, mask, is_backward=is_backward, device=PLAIN)
         regular = attention_timeline(algorithm, ring, sequence, SHARD, PLAIN, is_backward=is_backward)
-        least = 0.49 if window < 4096 else 0.88
+        least = 0.49 if layout == "striped" and window == 512 else 0.88
         assert least < regular.compute_s.max() / real.compute_s.max() < 1.01
         if not is_backward:
             assert 0.9 < regular.makespan_s / real.makespan_s < (1.8 if algorithm == "hybrid" else 1.4)
