@@ -7,12 +7,14 @@ every rank must call them alike, and the next turn finds out if one did not.
 """
 
 import copy
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 
 from ringspan.algorithms import Query
@@ -265,6 +267,9 @@ class KVCache:
         for sequence, num_new in lengths.items():
             if self.lengths.get(sequence, 0) + num_new > known:
                 raise MaskError(f"sequence {sequence} would grow past the {known} positions its mask knows")
+        starts = {sequence: start for sequence in lengths if (start := self.lengths.get(sequence, 0))}
+        for mask in dict.fromkeys(self._state.model.masks):
+            _refuse_looking_ahead(mask, starts)
 
     def _check_options(self, algorithm: str, query: Query, wire: str | None) -> None:
         if query not in ("sharded", "replicated"):
@@ -336,6 +341,19 @@ def _masks(mask: Mask | Sequence[Mask] | None, num_layers: int) -> tuple[Mask, .
             "the positions of a single sequence"
         )
     return masks
+
+
+def _refuse_looking_ahead(mask: Mask, starts: Mapping[int, int]) -> None:
+    """The output of a cached token lacks what is new, so it must not see that."""
+    first_new = np.array([*starts.values()], np.int64)
+    # No band of a mask ends earlier for a later token: where it reaches nothing new for the last one, it does for none.
+    reaches = [hi > first_new for _, hi in mask.bands(first_new - 1)]
+    for sequence, start in itertools.compress(starts.items(), np.any(reaches, axis=0)):
+        if any(((hi > start) & (hi > lo)).any() for lo, hi in mask.bands(np.arange(start))):
+            raise MaskError(
+                f"sequence {sequence} goes on at position {start}: by {mask!r} earlier tokens see later ones, which "
+                "their outputs lack; give all that a token sees in the same turn"
+            )
 
 
 def _by_sequence(name: str, values: Mapping[int, int] | Iterable[int], least: int) -> dict[int, int]:

@@ -41,6 +41,22 @@ def test_saved_and_loaded(
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1), (2, 4)])
+def test_sequences_with_fewer_tokens_than_ranks(before: int, after: int, tmp_path: Path) -> None:
+    first = Story(7, HEADS, [CAUSAL]).turn({0: 1, 1: 9}).truncate(1, 1)
+    rs.run_in_process(lambda group: live_through(first, group).save(tmp_path), before)
+    rest = Story(8, HEADS, first.specs)
+    rest.held = {sequence: list(layers) for sequence, layers in first.held.items()}
+    rest.turn({0: 5, 1: 3})
+
+    def go_on(group: InProcessRank) -> None:
+        cache = rest.cache(group)
+        cache.load(tmp_path)
+        live_through(rest, group, cache)
+
+    rs.run_in_process(go_on, after)
+
+
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     story = Story(7, HEADS, [CAUSAL]).turn({0: 5})
     cache = live_through(story, None)

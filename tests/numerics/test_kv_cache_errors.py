@@ -58,6 +58,21 @@ def begin_twice(cache: rs.KVCache) -> None:
         turn.abort()
 
 
+def bound_of(run: Callable[..., Any], **options: Any) -> Callable[[rs.KVCache], None]:
+    def ask(cache: rs.KVCache) -> None:
+        with cache.begin([2, 2], **options) as turn:
+            q, k, v = tensors(turn)
+            run(q, k, v, turn)
+            rs.error_bound(q, turn, layer=1)
+
+    return ask
+
+
+def prefill_with_gradients(cache: rs.KVCache) -> None:
+    turn = cache.begin([2, 2])
+    rs.prefill(*(x.requires_grad_() for x in tensors(turn)), turn, layer=0)
+
+
 REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = {
     "a position twice": (lambda c: c.begin([2, 2], starts=[12, 5]), rs.CacheError, "5 to 6 are cached already"),
     "a gap": (lambda c: c.begin({1: 2}, starts={1: 9}), rs.CacheError, "7 to 8 would be missing"),
@@ -73,6 +88,17 @@ REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = 
     "select of too much": (lambda c: c.select([0, 1] * 20), rs.CacheError, "sources=.*max_tokens is 40"),
     "a layer twice": (run_layer_twice, rs.CacheError, "run in this turn already"),
     "a commit too early": (commit_too_early, rs.CacheError, r"without layers \[0\]"),
+    "a bound of what was not run": (
+        bound_of(lambda q, k, v, turn: rs.prefill(q, k, v, turn, layer=0)),
+        rs.CacheError,
+        "layer=1: it was not attended",
+    ),
+    "a bound of what was only stored": (
+        bound_of(lambda q, k, v, turn: rs.store(k, v, turn, layer=1), algorithm="pass_kv", wire="int8"),
+        rs.CacheError,
+        "layer=1: it was not attended",
+    ),
+    "gradients": (prefill_with_gradients, rs.UnsupportedError, "q requires a gradient"),
     "two turns": (begin_twice, rs.CacheError, "commit or abort it first"),
 }
 
@@ -182,6 +208,37 @@ def test_a_failure_in_a_later_layer_ends_all_waits() -> None:
     (text, lengths), other = rs.run_in_process(fail_late, 2, timeout_s=20)
     assert "rank 1 failed: ShapeError" in text
     assert lengths == other[1] == story().lengths[-1]
+
+
+LOOKING_AHEAD = {
+    "all": (rs.full(), True),
+    "a prefix": (rs.prefix(8), True),
+    "frames": (rs.frame_causal(8), True),
+    "a window": (rs.sliding_window(2, 2), True),
+    "a document": (rs.documents([8]), True),
+    "only an early token": (rs.sliding_window(-2, 9) & rs.prefix(5), True),
+    "a prefix that is whole": (rs.prefix(4), False),
+    "frames that are whole": (rs.frame_causal(2), False),
+    "documents that are whole": (rs.documents([4, 4]), False),
+    "causal documents": (rs.documents([8]) & rs.causal(), False),
+    "ahead, but at nothing": (rs.sliding_window(-2, 9) & rs.causal(), False),
+}
+
+
+@pytest.mark.parametrize("name", LOOKING_AHEAD)
+def test_a_token_that_would_see_those_of_a_later_turn(name: str) -> None:
+    """By the definition of the mask: a turn may go on only where no token before sees one after."""
+    mask, is_refused = LOOKING_AHEAD[name]
+    assert mask.allowed(range(4), range(4, 8)).any() == is_refused
+    cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, mask=mask)
+    x = torch.randn(1, 1, 4, 4)
+    with cache.begin([4]) as turn:
+        rs.prefill(x, x, x, turn, layer=0)
+    if is_refused:
+        with pytest.raises(rs.MaskError, match=r"sequence 0 goes on at position 4: by .* in the same turn"):
+            cache.begin([4])
+    else:
+        cache.begin([4]).abort()
 
 
 @pytest.mark.parametrize(

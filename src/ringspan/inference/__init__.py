@@ -11,7 +11,7 @@ import torch
 from ringspan import quantize
 from ringspan.arithmetic import without_autocast
 from ringspan.attend import Attention
-from ringspan.errors import CacheError, ShapeError, TransportError
+from ringspan.errors import CacheError, ShapeError, TransportError, UnsupportedError
 from ringspan.execute import RankState, Value, execute
 from ringspan.inference.cached import CachedRows, TurnArithmetic, TurnWire
 from ringspan.inference.storage import Rows
@@ -107,7 +107,8 @@ def store(k: torch.Tensor, v: torch.Tensor, turn: Turn, *, layer: int) -> None:
 def error_bound(q: torch.Tensor, turn: Turn, *, layer: int, scale: float | None = None) -> torch.Tensor:
     """(heads,): how far any element of a layer's output on this rank can be from what exact K and V would give.
 
-    Ask before the turn is committed; all ranks must. It is zero where nothing is encoded.
+    Ask before the turn is committed; all ranks must. It is zero where nothing is encoded: what a floating type narrower
+    than that of the cache rounds away as `storage` is not counted.
 
     Args:
         q: What `prefill` or `decode` was given.
@@ -117,6 +118,8 @@ def error_bound(q: torch.Tensor, turn: Turn, *, layer: int, scale: float | None 
     """
     state = turn.state
     form = turn.form or state.form
+    if turn.layers_done.get(layer) is None:
+        raise CacheError(f"layer={layer}: it was not attended in this turn; call prefill or decode first")
     if form is None:
         return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
     own = turn.largest_scales.get(layer)
@@ -255,3 +258,5 @@ def _check_tensors(turn: Turn, tensors: dict[str, torch.Tensor]) -> None:
             )
         if x.dtype != model.dtype or x.device != device:
             raise ShapeError(f"{name} is {x.dtype} on {x.device}: the cache is for {model.dtype} on {device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(f"{name} requires a gradient, and a cache keeps none; call under torch.no_grad()")

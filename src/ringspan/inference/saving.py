@@ -6,6 +6,7 @@ written last, so a folder that has it is complete. Loading deals the tokens anew
 reads the blocks in which some of its tokens lie, one at a time.
 """
 
+import itertools
 import json
 import threading
 import warnings
@@ -101,7 +102,7 @@ def fill(turn: Turn, folder: Path, saved: Mapping[int, Placement]) -> None:
             wanted = part.after.positions(state.rank)
             held = saved[part.sequence].positions(old_rank)
             starts = blocks.get(str(part.sequence), [])
-            for start, stop in zip(starts, [*starts[1:], len(held)], strict=True):
+            for start, stop in itertools.pairwise([*starts, len(held)]):
                 common, theirs, mine = np.intersect1d(held[start:stop], wanted, return_indices=True)
                 if len(common):
                     rows = _read_block(state, source, part.sequence, start, stop)
