@@ -135,9 +135,7 @@ def _prepare(
         looks = look_at(q, k, v, sinks)
         options = call.options
         check_kinds(options.mask, options.layout, options.kv_layout)
-        plan = session.plans.get((options, looks, which))
-        if plan is None:
-            plan = _make_plan(options, looks, which, session)
+        plan = _find_plan(options, looks, which, session)
     except TransportError:
         raise  # the others know
     except Exception as error:
@@ -150,6 +148,27 @@ def _prepare(
         else:
             session.contract.agree(plan.signature.at(call.place), timeout_s, is_new=False)
     return _Ready(plan, session, timeout_s, call.record)
+
+
+def _find_plan(options: Options, looks: Looks, which: Pass, session: Session) -> _Plan:
+    try:
+        plan: _Plan | None = session.plans.get((options, looks, which))
+    except TypeError:  # something cannot be looked up by, as no option can that there is
+        for name, value in zip(options._fields, options, strict=True):
+            if not _has_hash(value):
+                raise UnsupportedError(
+                    f"{name}={value!r}: a {type(value).__name__} is nothing that {name} can be; see rs.attention"
+                ) from None
+        raise
+    return plan or _make_plan(options, looks, which, session)
+
+
+def _has_hash(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _make_plan(options: Options, looks: Looks, which: Pass, session: Session) -> _Plan:
@@ -268,7 +287,9 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
     # A group of two dimensions serves the algorithms of one as well.
     takes = ALGORITHMS[algorithm].options
     mesh = asked_mesh or (group_mesh if "mesh" in takes else None)
-    direction: Direction | None = options.direction or ("forward" if "direction" in takes else None)
+    direction = options.direction
+    if direction is None and "direction" in takes:
+        direction = "forward"
     request = Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
     kernel = choose_kernel(options.kernel, request)
     scale = softmax_scale(options.scale, shapes.head_dim)

@@ -146,24 +146,43 @@ def _enter(*fields: Any) -> str:
     The compiler may change the order of calls that do not depend on each other, and on each rank in its own way. So a
     call knows its place in the program as written, and the ranks agree on that too.
     """
-    *options, group, timeout_s, contract, record = fields
+    if getattr(torch.compiler, "is_exporting", bool)():  # since torch 2.7
+        raise UnsupportedError(
+            "attention inside torch.export: masks, layouts and groups cannot be kept in an exported program; use "
+            "torch.compile"
+        )
+    *fields_of_options, group, timeout_s, contract, record = fields
+    options = Options(*fields_of_options)
     # While it compiles, torch 2.13 has a stand-in for a process group.
     group = getattr(group, "real_obj", group)
     place = Place("place in the compiled program", next(_places.setdefault(TracingContext.get(), itertools.count())))
-    key = f"{len(_calls)} of {_revision()}"
-    _calls[key] = Call(Options(*options), group, timeout_s, contract, record, place)
+    key = f"{len(_calls)}, {_digest(options)}"
+    _calls[key] = Call(options, group, timeout_s, contract, record, place)
     return key
 
 
-@functools.cache
-def _revision() -> str:
-    """Which text of this file the operators have, to tell apart what they were compiled to.
+def _digest(options: Options) -> str:
+    """Of what is asked for and of this file, so that a program of another process never runs another call.
 
     torch keeps compiled programs on disk, finds them by the names and arguments of operators, and would run what was
     compiled with the fakes and gradients of another release.
     """
-    text = pkgutil.get_data(__package__, Path(__file__).name)
-    return hashlib.sha256(text or b"").hexdigest()[:12]
+    asked = [x.fingerprint() if isinstance(x, Layout) else repr(x) for x in options]
+    return hashlib.sha256("\n".join([_own_text(), *asked]).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _own_text() -> str:
+    return (pkgutil.get_data(__package__, Path(__file__).name) or b"").decode(errors="replace")
+
+
+def _entered(key: str) -> Call:
+    if key not in _calls:
+        raise UnsupportedError(
+            "a program that was compiled in another process: its masks, layouts and group are unknown here; compile it "
+            "in this one"
+        )
+    return _calls[key]
 
 
 # What torch.compiler.assume_constant_result would do, which imports the compiler: a second for all who never compile.
@@ -218,8 +237,9 @@ def _attend_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: str, wants_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and lse; and the number of the call, which its gradients are told by: a program may run many times."""
-    out, lse = run_attention(_calls[call], q, k, v, sinks, wants_grad)
-    number = session_of(_calls[call].group).contract.num_calls
+    entered = _entered(call)
+    out, lse = run_attention(entered, q, k, v, sinks, wants_grad)
+    number = session_of(entered.group).contract.num_calls
     return out.contiguous(), lse.contiguous(), torch.tensor(number, device="cpu")
 
 
@@ -248,7 +268,7 @@ def _attend_backward_op(
     number: torch.Tensor,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    numbered = _to_differentiate(_calls[call], int(number.item()))
+    numbered = _to_differentiate(_entered(call), int(number.item()))
     *gradients, dsinks = run_gradients(numbered, q, k, v, sinks, Merged(dout, out, lse))
     dq, dk, dv = (x.contiguous() for x in gradients)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks

@@ -78,7 +78,8 @@ def _measure(session: Session, device: torch.device, dtype: torch.dtype, head_di
 def _tile(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[[], None]:
     """Attend one tile."""
     kernel = choose_kernel("auto", Request(device, dtype, head_dim, head_dim))
-    x = torch.rand(1, 1, TILE, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(1, 1, TILE, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
     piece = Piece(slice(0, TILE), slice(0, TILE), PieceKind.FULL, None, None)
 
     def run() -> None:

@@ -166,12 +166,10 @@ def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | Non
     calls = _by_value({rank: f"call {header.call}" for rank, header in enumerate(headers)})
     if len(calls) > 1:
         return f"the ranks are out of step: {_tell_apart(calls)}; every rank must make every call"
-    # Of different calls it is enough to say which they are.
-    names = (
-        {"call": None}
-        if len({text.get("call") for text in texts}) > 1
-        else {name: None for text in texts for name in text}
-    )
+    # Of different calls it is enough to say which they are; but another type may have made a rank calibrate first.
+    names = {name: None for text in texts for name in text}
+    if len({text.get("call") for text in texts}) > 1:
+        names = dict.fromkeys(["call", *(["dtype"] if all("dtype" in text for text in texts) else [])])
     differences = {name: _by_value({rank: text.get(name, "-") for rank, text in enumerate(texts)}) for name in names}
     told = [f"{name}: {_tell_apart(values)}" for name, values in differences.items() if len(values) > 1]
     return f"the ranks do not make the same call; {'; '.join(told)}" if told else None

@@ -96,14 +96,14 @@ def _nearest(layout: Layout) -> str:
     """By the builder that made the layout, or else with every tile on the rank that holds most of it."""
     positions = layout.all_positions()
     start, seq_len = int(positions[0]), len(positions)
-    if start % TILE == 0:
+    at = f", start={start}" if start else ""
+    if start % TILE == 0 and positions[-1] - start + 1 == seq_len:
         for name, build in (("contiguous", contiguous), ("zigzag", zigzag)):
             if build(seq_len, layout.world_size, start=start) == layout:
-                at = f", start={start}" if start else ""
                 return f"rs.{name}({seq_len}, {layout.world_size}, align=rs.TILE{at})"
         if any(len(spans) == 1 and spans[0].step > 1 for spans in layout.spans_by_rank):
             near = striped(seq_len, layout.world_size, block=TILE, start=start)
-            return f"rs.striped({seq_len}, {layout.world_size}, block=rs.TILE) = {near}"
+            return f"rs.striped({seq_len}, {layout.world_size}, block=rs.TILE{at}) = {near}"
     most: dict[int, Strip] = {}
     for strip in strips(layout):
         if strip.tile not in most or strip.length > most[strip.tile].length:

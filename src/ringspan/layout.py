@@ -135,6 +135,10 @@ class Layout:
                     f"parts[{rank}].shape={tuple(part.shape)}: rank {rank} holds {shape[dim]} positions along "
                     f"dim {dim}, and the other dims are those of rank 0; expected {tuple(shape)}"
                 )
+            if part.dtype != arrays[0].dtype:
+                raise ShapeError(
+                    f"parts[{rank}].dtype={part.dtype}: parts[0] has {arrays[0].dtype}; give all parts in one type"
+                )
         shape[dim] = self.num_positions
         new_empty = getattr(arrays[0], "new_empty", None)
         whole: Any = new_empty(shape) if new_empty else np.empty(shape, arrays[0].dtype)

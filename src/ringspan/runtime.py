@@ -101,7 +101,9 @@ def run_backward(
 ) -> Gradients:
     """This rank's dq, dk and dv, in the accumulator type; those of replicated keys are its own share of the sum."""
     dout, out, lse = merged
-    queries = (q, dout, out, lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+    # The weights of a row that sees nothing are 0, by an lse of +inf; one whose scores reach +inf has none.
+    lse = lse.masked_fill(lse == torch.inf, torch.nan).masked_fill_(lse == -torch.inf, torch.inf)
+    queries = (q, dout, out, lse.unsqueeze(-1))
     layout = prepared.problem.kv_layout
     inputs = {Block("q_grad", rank): queries} | _kv_inputs(layout, rank, k, v)
     state = prepared.state(rank, inputs, arithmetic)

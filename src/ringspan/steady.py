@@ -80,7 +80,7 @@ def tiles_at_once(name: str, request: Request) -> int:
     dtype = accumulator_dtype(request.dtype)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, 2, rows, dim, dtype=dtype, generator=generator)
+        torch.randn(1, 2, rows, dim, dtype=dtype, generator=generator, device="cpu")
         for rows, dim in ((AT_ONCE * TILE, request.head_dim), (TILE, request.head_dim), (TILE, request.v_head_dim))
     )
     scale = request.head_dim**-0.5

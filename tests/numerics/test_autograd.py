@@ -299,6 +299,31 @@ def test_programs_on_disk_are_taken_from_the_same_release_only(tmp_path: Path) -
     assert ended.stdout.split() == ["0", "0", "1"], ended.stderr
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_would_know_neither_mask_nor_group(strict: bool) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attend(q, k, v, ALONE, None)
+
+    with pytest.raises(Exception, match=r"attention inside torch\.export: .* use torch\.compile"):
+        torch.export.export(Block(), inputs(requires_grad=False), strict=strict)
+
+
+def test_a_program_of_another_process_never_runs_another_call() -> None:
+    options = Options(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
+    others = (
+        options._replace(mask=rs.full()),
+        options._replace(kv_layout=rs.contiguous(SEQ_LEN, 1, start=2)),
+        options._replace(scale=0.5),
+        options._replace(reproducible=True),
+    )
+    digests = [autograd._digest(it) for it in (options, options._replace(mask=rs.causal()), *others)]
+    assert len(set(digests)) == 1 + len(others)
+    assert digests[0] == digests[1]
+    with pytest.raises(rs.UnsupportedError, match="compiled in another process"):
+        torch.ops.ringspan.attend(*inputs(), None, f"1000, {digests[0]}", False)
+
+
 def test_compiled_under_autocast_and_checkpoint() -> None:
     def narrow(*tensors: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):

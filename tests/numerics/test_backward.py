@@ -128,6 +128,22 @@ def test_sinks(algorithm: str, world_size: int) -> None:
             torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_tokens", [200, 600])
+@pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(177, 0)], ids=str)
+def test_a_score_of_infinity_makes_nan_of_all_it_has_a_part_in(mask: rs.Mask, num_tokens: int) -> None:
+    """A query with such a score has an output of NaN, and so have the values it sees a gradient of NaN."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, num_tokens, 8, generator=generator) for _ in range(3))
+    k[0, 0, 100, 3] = math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = rs.attention(*leaves, mask=mask, layout=rs.contiguous(num_tokens, 1))
+    _, _, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    allowed = torch.from_numpy(mask.allowed(range(num_tokens), range(num_tokens)))
+    is_lost = allowed[:, 100] & (q[0, 0, :, 3] > 0)
+    assert torch.equal(out[0, 0].isnan().all(-1), is_lost)
+    assert torch.equal(dv[0, 0].isnan().all(-1), (allowed & is_lost[:, None]).any(0))
+
+
 @each_algorithm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:

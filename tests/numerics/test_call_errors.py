@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,6 +150,10 @@ REFUSALS = [
     Refusal("a scale that is none", given(scale="big"), SHAPE, ("scale='big'",)),
     Refusal("a scale in words", given(scale="0.5"), SHAPE, ("scale='0.5'", "finite number")),
     Refusal("a learned scale", given(scale=torch.tensor(0.5)), SHAPE, ("scale=tensor(0.5", "multiply q by")),
+    Refusal("a scale in an array", given(scale=np.array(0.5)), UNSUPPORTED, ("scale=array(0.5)", "ndarray")),
+    Refusal("a set of sizes", given(mesh={1, 2}), UNSUPPORTED, ("mesh={1, 2}", "a set is nothing that mesh can be")),
+    Refusal("a list of algorithms", given(algorithm=["pass_kv"]), UNSUPPORTED, ("algorithm=['pass_kv']", "a list")),
+    Refusal("no direction", given(direction="", algorithm="pass_kv"), UNSUPPORTED, ("direction=''", "reverse")),
     Refusal("whole sinks", given(sinks=torch.zeros(4).long()), SHAPE, ("torch.int64", "sinks.to(torch.float32)")),
     Refusal("tensors without numbers", every(lambda x: x.to("meta")), SHAPE, ("meta, meta, meta", "numbers")),
     Refusal("a time in words", given(timeout_s="5"), SHAPE, ("timeout_s='5'", "number of seconds")),
@@ -306,3 +311,20 @@ def test_one_rank_that_leaves_the_choice_open() -> None:
 
     (message,) = {str(error) for error in rs.run_in_process(attend, 2, timeout_s=20)}
     assert "calibrate" in message
+
+
+def test_one_rank_with_another_type_that_has_not_been_measured() -> None:
+    """It would measure the machine first, while the others have done so: they are told of the type all the same."""
+    layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
+
+    def attend(group: InProcessRank) -> str:
+        q, k, v = (torch.randn(1, 2, rows, 8) for rows in (2, 200, 200))
+        options = {"mask": rs.full(), "layout": layout, "kv_layout": kv_layout, "group": group}
+        rs.attention(q, k, v, **options)
+        dtype = torch.float32 if group.rank == 0 else torch.bfloat16
+        with pytest.raises(rs.TransportError) as raised:
+            rs.attention(q.to(dtype), k.to(dtype), v.to(dtype), **options)
+        return str(raised.value)
+
+    (message,) = set(rs.run_in_process(attend, 2, timeout_s=20))
+    assert "dtype: rank 0 has torch.float32, rank 1 has torch.bfloat16" in message

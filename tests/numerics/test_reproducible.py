@@ -355,6 +355,8 @@ def refusal(layout: rs.Layout, world_size: int = 1, **options: Any) -> str:
         (rs.zigzag(4100, 2), "rs.zigzag(4100, 2, align=rs.TILE)"),
         (rs.contiguous(4100, 2), "rs.contiguous(4100, 2, align=rs.TILE)"),
         (rs.striped(4100, 2), "rs.striped(4100, 2, block=rs.TILE)"),
+        (rs.striped(4100, 2, start=512), "rs.striped(4100, 2, block=rs.TILE, start=512)"),
+        (rs.Layout(((rs.Span(0, 600, 4),), (rs.Span(2, 600, 4),))), "is <Layout of 300 positions on 2 ranks: 0:1 2:3"),
         (rs.Layout(((rs.Span(0, 600),), (rs.Span(600, 1700),))), "0:512 | 512:1700"),
         (rs.contiguous(2000, 2, align=rs.TILE, start=100), "100:1024 | 1024:2100"),
     ],

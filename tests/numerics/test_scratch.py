@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
 import ringspan.scratch
 from oracle import dense_attention, dense_mask
 from ringspan.kernels.reference import Reference
 from ringspan.scratch import Scratch, ScratchPool
+from ringspan.session import session_of
 from ringspan.softmax import Partial
+from ringspan.steady import tiles_at_once
+from ringspan.transports.in_process import InProcessRank
 
 SHAPE = (2, 4, 33, 5)  # no multiple of anything
 
@@ -148,13 +152,30 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype) -> None:
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
 
 
+@pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(3, 0)], ids=str)
-def test_the_default_device_does_not_matter(mask: rs.Mask) -> None:
-    x = random()
-    expected = rs.attention(x, x, x, mask=mask, layout=rs.contiguous(SHAPE[2], 1))
+def test_the_default_device_does_not_matter(mask: rs.Mask, reproducible: bool) -> None:
+    """Nor in the first call of its kind."""
+    x, layout = random(), rs.contiguous(SHAPE[2], 1)
+    tiles_at_once.cache_clear()
+    session_of(None).plans.clear()
     with torch.device("meta"):
-        out = rs.attention(x, x, x, mask=mask, layout=rs.contiguous(SHAPE[2], 1))
-    assert torch.equal(out, expected)
+        out = rs.attention(x, x, x, mask=mask, layout=layout, reproducible=reproducible)
+    allowed = torch.from_numpy(mask.allowed(layout.all_positions(), layout.all_positions()))
+    wide = x.float()
+    torch.testing.assert_close(out, scaled_dot_product_attention(wide, wide, wide, attn_mask=allowed).to(x.dtype))
+
+
+def test_nor_does_it_where_the_machine_is_measured() -> None:
+    """Many keys for few queries: which algorithm is faster depends on the machine."""
+    layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
+
+    def attend(group: InProcessRank) -> torch.Size:
+        q, k = (torch.randn(1, 2, rows, 8, device="cpu") for rows in (2, 200))
+        with torch.device("meta"):
+            return rs.attention(q, k, k, mask=rs.full(), layout=layout, kv_layout=kv_layout, group=group).shape
+
+    assert rs.run_in_process(attend, 2, timeout_s=20) == [(1, 2, 2, 8)] * 2
 
 
 class Meeting(Reference):
