@@ -60,6 +60,22 @@ def without_cache(model: PreTrainedModel) -> dict[str, bool]:
     return {} if model.config.model_type == "bert" else {"use_cache": False}
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_mask_may_have_any_type(dtype: torch.dtype) -> None:
+    model, mask = FAMILIES["Llama"].make(), batches()["padding before"]["attention_mask"]
+    batch = {"input_ids": tokens(), "attention_mask": mask.to(dtype)}
+    expected = model(**batch).logits
+
+    def run(mine: PreTrainedModel, handle: Handle, group: Any) -> list[torch.Tensor]:
+        with pytest.raises(rs.UnsupportedError, match="attention_mask has other values than 0 and 1"):
+            mine(tokens(), attention_mask=2.0 * mask.to(torch.bfloat16))
+        return [sharded_logits(mine, handle, group, batch), mine(**batch).logits]
+
+    for found in on_ranks(model, run, 2, verify=False, algorithm="pass_kv"):
+        assert all(difference(x[mask.bool()], expected[mask.bool()]) < TOLERANCE for x in found)
+
+
 def drop_window(adapter: Any, run: Any) -> None:
     drop_mask(run, rs.causal())
 

@@ -139,6 +139,8 @@ def parallelize(
     session = options.session
     timeout_s = session.transport.timeout_s
     try:
+        check_options(layout)
+        check_config(model)
         with torch.autocast(model.device.type, enabled=False):  # which the threads of `verify` would not know of
             handle = _parallelize(model, options, verify)
     except RingspanError as error:
@@ -159,8 +161,6 @@ def parallelize(
 
 
 def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Handle:
-    check_options(options.layout)
-    check_config(model)
     attention = [
         (module, module.config._attn_implementation)
         for module in model.modules()

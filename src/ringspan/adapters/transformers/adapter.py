@@ -56,7 +56,6 @@ class _Forward(NamedTuple):
     labels: torch.Tensor | None
     num_items: Any
     keep: "Keep | Layout | None"
-    local_rows: torch.Tensor | None = None  # to be picked from the outputs, where the model could not
     encoded: torch.Tensor | None = None  # given by the caller, whole
 
 
@@ -123,16 +122,16 @@ class Adapter:
         if forward is None:
             return None
         self.wiring.run = None
-        if output is None:
-            error = sys.exc_info()[1]
-            if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
-                forward.run.fail(error)
+        finished = None
         try:
-            output = None if output is None else self._finish(forward, output)
+            if output is None:
+                self._tell_failure(forward.run)
+            else:
+                finished = self._finish(forward, output)
         finally:
             if isinstance(forward.run, TurnRun):
-                forward.run.end(is_done=output is not None)
-        return output
+                forward.run.end(is_done=finished is not None)
+        return finished
 
     def call(self, **arguments: Any) -> Any:
         """A forward without hooks."""
@@ -193,10 +192,10 @@ class Adapter:
         kept = [np.flatnonzero(mine >= first) for mine in positions]
         if first and not layout.replicated:
             layout = layout_of_positions([mine[rows] - first for mine, rows in zip(positions, kept, strict=True)])
-        rows, picked = self._keep(kept[self.options.rank], is_all=not first)
+        rows = self._keep(kept[self.options.rank], is_all=not first)
         labels, num_items = inputs.pop("labels", None), given.get("num_items_in_batch")
         run.said |= describe({"num_items_in_batch": num_items})
-        return _Forward(run, True, labels, num_items, layout, picked, encoded_by_caller(given)), inputs | rows
+        return _Forward(run, True, labels, num_items, layout, encoded_by_caller(given)), inputs | rows
 
     def _check_turn(self, given: dict[str, Any]) -> NewTokens:
         layers, device = self.found.cached, self.model.device
@@ -223,21 +222,25 @@ class Adapter:
         run.turn.said = describe(said)
         if run.source is not None:
             run.turn.said |= _said_of("the encoder's", run.source.said)
-        rows, picked = self._keep(keep.by_rank[self.options.rank], is_all=run.is_decode)
+        rows = self._keep(keep.by_rank[self.options.rank], is_all=run.is_decode)
         cache = {"past_key_values": given["past_key_values"]}
         inputs = {name: x for name, x in inputs.items() if name != "position_ids" or name in self._batch}
         if new.source is not None:
             inputs = together(new.source.inputs, inputs, ENCODED in given)
-        return _Forward(run, True, None, None, keep, picked, encoded_by_caller(given)), inputs | rows | cache
+        return _Forward(run, True, None, None, keep, encoded_by_caller(given)), inputs | rows | cache
 
-    def _keep(self, rows: Any, *, is_all: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """Which rows of this rank go through the model's head: as an argument, or to be picked afterwards."""
-        if is_all:
-            return {}, None
-        kept = torch.from_numpy(rows).to(self.model.device)
-        return ({"logits_to_keep": kept}, None) if "logits_to_keep" in self.parameters else ({}, kept)
+    def _keep(self, rows: Any, *, is_all: bool) -> dict[str, torch.Tensor]:
+        """Which rows of this rank go through the model's head; all of them if it cannot be told."""
+        if is_all or "logits_to_keep" not in self.parameters:
+            return {}
+        return {"logits_to_keep": torch.from_numpy(rows).to(self.model.device)}
 
     # After
+
+    def _tell_failure(self, run: ShardRun | TurnRun) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
+            run.fail(error)
 
     def _finish(self, forward: _Forward, output: Any) -> Any:
         unknown = sorted(output.keys() - _OUTPUTS)
@@ -267,8 +270,6 @@ class Adapter:
         return loss
 
     def _whole(self, forward: _Forward, part: torch.Tensor, group: Any) -> torch.Tensor:
-        if forward.local_rows is not None:
-            part = part[:, forward.local_rows]
         if isinstance(forward.keep, Keep):
             assert isinstance(forward.run, TurnRun)
             return part if forward.run.is_decode else forward.keep.whole(part, group)

@@ -96,8 +96,7 @@ class Arguments:
             )
         if given.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
             raise UnsupportedError("output_hidden_states of whole sequences: use model(**handle.shard(batch))")
-        if not isinstance(given.get("logits_to_keep", 0), int):
-            raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
+        self._check_num_kept(given.get("logits_to_keep", 0))
         has_cache = "past_key_values" in given
         default = self._makes_caches() and "labels" not in given
         wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
@@ -115,6 +114,20 @@ class Arguments:
             raise UnsupportedError(
                 "position_ids begin anew, but the model makes a cache by default, and then sees one document; say "
                 "use_cache=False to keep packed documents apart"
+            )
+
+    def _check_num_kept(self, num_kept: object) -> None:
+        """Of the last tokens; 0 is all."""
+        if not isinstance(num_kept, int):
+            raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
+        if num_kept < 0:
+            raise UnsupportedError(
+                f"logits_to_keep={num_kept}: it is the number of last tokens; use 1 or more, or 0 for all tokens"
+            )
+        if num_kept and "logits_to_keep" not in self._takes:
+            raise UnsupportedError(
+                f"logits_to_keep={num_kept}: {type(self.model).__name__}.forward has no such argument and returns all "
+                "tokens; leave it out"
             )
 
     def _makes_caches(self) -> bool:

@@ -56,13 +56,16 @@ class Conversation:
 
     def crop(self, num_columns: int) -> None:
         """Forget the columns from here on."""
-        self.columns = self.columns[:, :num_columns]
-        for row, length in enumerate(self.columns.sum(1).tolist()):
+        self.forget_run()
+        columns = self.columns[:, :num_columns]
+        for row, length in enumerate(columns.sum(1).tolist()):
             if row in self.kv.lengths:
                 self.kv.truncate(row, length)
+        self.columns = columns
 
     def select(self, rows: list[int]) -> None:
         """Row i becomes what row rows[i] is."""
+        self.forget_run()
         if self.num_columns:
             self.kv.select(rows)
             self.columns = self.columns[rows]
@@ -84,6 +87,7 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.forget_run()
         self.forget_encoded()
         for row in [*self.kv.lengths]:
             self.kv.drop(row)

@@ -235,10 +235,11 @@ def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> T
             f"attention_mask.shape={tuple(attention_mask.shape)}: it says what is padding, ({size}, {seq_len}); "
             "leave out others, or use rs.attention with a mask of your own"
         )
-    values = attention_mask.cpu().numpy()
-    if not np.isin(values, (0, 1)).all():
+    is_token = attention_mask == 1
+    if not (is_token | (attention_mask == 0)).all():
         raise UnsupportedError("attention_mask has other values than 0 and 1; mark documents by position_ids instead")
-    return values.astype(np.bool_)
+    tokens: Tokens = is_token.cpu().numpy()  # of a type that NumPy has, whatever the mask's is
+    return tokens
 
 
 def _check_labels(labels: torch.Tensor, tokens: Tokens, are_shifted: bool) -> None:

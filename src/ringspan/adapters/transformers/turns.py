@@ -100,6 +100,8 @@ class TurnRun:
 
     def fail(self, error: Exception) -> None:
         """Tell the others: where they agree on the turn, or, if they are in the midst of it, by ending the group."""
+        if not self.turn.is_open:
+            return  # who ended it has told them
         if not self.turn.is_agreed:
             self.options.refuse(error)
         elif self.options.world_size > 1:
@@ -107,14 +109,21 @@ class TurnRun:
         self.turn.abort()
 
     def end(self, is_done: bool) -> None:
-        """Count the new tokens in, or forget them."""
+        """Count the new tokens in, or forget them: also those that did not go through every layer, which it refuses."""
         self.conversation.run = None
-        if is_done:
-            self.turn.commit()
-            self.conversation.extend(self.columns)
-            if self.source is not None:
-                self.conversation.num_encoded = self.source.layout.num_positions
+        if not is_done:
+            self._forget()
             return
+        try:
+            self.turn.commit()
+        except BaseException:
+            self._forget()
+            raise
+        self.conversation.extend(self.columns)
+        if self.source is not None:
+            self.conversation.num_encoded = self.source.layout.num_positions
+
+    def _forget(self) -> None:
         if not self.conversation.num_encoded:
             self.conversation.forget_encoded()
         if self.turn.is_open:
@@ -255,7 +264,9 @@ def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Laye
     conversation.forget_run()
     lengths = {row: int(count) for row, count in enumerate(columns.sum(1)) if count}
     size, seq_len = columns.shape
-    turn = _share_out(conversation.kv, lengths, options, is_shared=seq_len > 1 and source is None)
+    past = conversation.columns.sum(1) if conversation.num_columns else np.zeros(size, np.int64)
+    starts = {row: int(past[row]) for row in lengths}  # refused if the cache has others
+    turn = _share_out(conversation.kv, lengths, starts, options, is_shared=seq_len > 1 and source is None)
     is_decode = seq_len == 1 and len(lengths) == size
     device = batch["position_ids"].device
     tokens = torch.from_numpy(columns).to(device)
@@ -280,14 +291,16 @@ def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Laye
     return Begun(inputs, run, keep)
 
 
-def _share_out(kv: KVCache, lengths: dict[int, int], options: Options, *, is_shared: bool) -> Turn:
+def _share_out(
+    kv: KVCache, lengths: dict[int, int], starts: dict[int, int], options: Options, *, is_shared: bool
+) -> Turn:
     if is_shared:
         algorithm = options.algorithm if options.algorithm in _TURNS else "auto"
-        turn = kv.begin(lengths, algorithm=algorithm)
+        turn = kv.begin(lengths, starts=starts, algorithm=algorithm)
         if all(turn.layout.shard_len(rank) for rank in range(options.world_size)):
             return turn
         turn.abort()  # a model is not run on no tokens
-    return kv.begin(lengths, query="replicated")
+    return kv.begin(lengths, starts=starts, query="replicated")
 
 
 @dataclass(frozen=True, slots=True)
