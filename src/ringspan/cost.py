@@ -198,8 +198,7 @@ def dense_layer(
     """
     hidden, itemsize = model.hidden_size, 2
     active_mlp = model.active_mlp_parameters / model.layers
-    total_mlp = max(active_mlp, (model.counted_parameters - model.layers * model.attention_parameters) / model.layers)
-    read_mlp = min(total_mlp, active_mlp * max(1.0, tokens)) if model.experts else active_mlp
+    read_mlp = min(model.mlp_parameters / model.layers, active_mlp * max(1.0, tokens))  # all experts, for many tokens
     matmul_s = 0.0
     for active, read, kind in (
         (float(model.attention_parameters), float(model.attention_parameters), weights),

@@ -245,6 +245,12 @@ def test_ulysses_names_the_legal_sizes(heads, world_size, legal):
         build("hybrid", everyone(2 * world_size), rs.Heads(*heads), mesh=rs.Mesh(2, world_size))
 
 
+@pytest.mark.parametrize("num_heads", [2**12, 2**39])
+def test_ulysses_names_no_more_ranks_than_anyone_has(num_heads):
+    with pytest.raises(rs.UnsupportedError, match="use 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 or 1024 ranks"):
+        build("ulysses", everyone(3), rs.Heads(num_heads, num_heads))
+
+
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (15, 5), (15, 15), (6, 3), (12, 4)], ids=str)
 def test_ulysses_takes_exactly_the_sizes_it_names(heads):
     query_heads, kv_heads = heads

@@ -182,9 +182,104 @@ def test_a_config_that_lacks_something_is_refused_by_its_name(tmp_path, change, 
         load_model(write(tmp_path, LLAMA | change))
 
 
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+FIRST_DENSE = ["dense"] * 2 + ["sparse"] * 30
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"ssm_state_size": 128}, "ssm_state_size=128 means layers that are no plain attention"),
+        ({"mamba_num_heads": 128}, "mamba_num_heads=128 means layers that are no plain attention"),
+        ({"hybrid_override_pattern": "M-M*-"}, "hybrid_override_pattern='M-M*-' means layers"),
+        ({"layers_block_type": ["mamba", "full_attention"]}, "layers_block_type="),
+        ({"lru_width": 2560}, "lru_width=2560 means layers that are no plain attention"),
+        (
+            {"block_types": ["recurrent", "recurrent", "attention"]},
+            "block_types=['recurrent', 'recurrent', 'attention']",
+        ),
+        ({"attn_type_list": [0] * 7 + [1]}, "attn_type_list=[0, 0, 0, 0, 0, 0, ...] means layers"),
+        ({"attention_window_size": 2048}, "attention_window_size=2048 means windows"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size=8192 means layers that attend within chunks"),
+        ({"index_topk": 2048}, "index_topk=2048 means attention to some keys"),
+        ({"moe_num_experts": 64, "moe_k": 6}, "moe_num_experts=64 means experts"),
+        (EXPERTS | {"intermediate_size_mlp": 16384}, "intermediate_size_mlp=16384 means experts beside MLPs"),
+        (EXPERTS | {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step=2 means experts in some layers only"),
+        (EXPERTS | {"moe_layer_freq": 2}, "moe_layer_freq=2 means experts in some layers only"),
+        (EXPERTS | {"moe_layer_freq": [0] + [1] * 31}, "moe_layer_freq=[0, 1, 1, 1, 1, 1, ...] means experts in some"),
+        (EXPERTS | {"decoder_sparse_step": 2}, "decoder_sparse_step=2 means experts in some layers only"),
+        (EXPERTS | {"mlp_only_layers": [0]}, "mlp_only_layers=[0] means experts in some layers only"),
+        (EXPERTS | {"moe_layers": [1, 3]}, "moe_layers=[1, 3] means experts in some layers only"),
+        (EXPERTS | {"num_dense_layers": 1}, "num_dense_layers=1 means experts in some layers only"),
+        (EXPERTS | {"mlp_layer_types": FIRST_DENSE}, "mlp_layer_types=['dense', 'dense', 'sparse', "),
+        (EXPERTS | {"mlp_layer_types": "sparse"}, "mlp_layer_types='sparse' means"),
+        (EXPERTS | {"num_shared_experts": 1}, "num_shared_experts=1 means shared experts"),
+        (EXPERTS | {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size=512 means shared"),
+    ],
+)
+def test_a_model_whose_layers_are_not_alike_is_refused_by_the_key_that_says_so(tmp_path, change, message):
+    with pytest.raises(RingspanError, match=f"{re.escape(message)}.*; use a model of plain attention"):
+        load_model(write(tmp_path, {"model_type": "outer", "text_config": LLAMA | change}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ssm_state_size": None, "hybrid_override_pattern": "", "attention_chunk_size": None, "lru_width": None},
+        {"attn_type_list": [1] * 32, "block_types": ["attention"]},
+        {"interleave_moe_layer_step": 1, "moe_layer_freq": 1, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"moe_layer_freq": [1] * 32, "mlp_layer_types": ["sparse"] * 32, "moe_layers": None},
+        {"num_experts": 8, "n_routed_experts": 0, "num_local_experts": None},
+    ],
+)
+def test_keys_that_say_that_all_layers_are_alike_change_nothing(tmp_path, change):
+    usual = load_model(write(tmp_path, LLAMA | EXPERTS))
+    assert load_model(write(tmp_path, LLAMA | EXPERTS | change)) == usual
+    assert usual.counted_parameters == 32 * 4096 * (2 * 4096 + 2 * 1024 + 8 * 3 * 14336) + 2 * 128256 * 4096
+
+
+def test_steps_of_experts_mean_nothing_without_experts(tmp_path):
+    change = {"moe_layer_freq": 2, "interleave_moe_layer_step": 2, "num_local_experts": None}
+    assert load_model(write(tmp_path, LLAMA | change)) == load_model(write(tmp_path, LLAMA))
+
+
+def test_a_list_of_mlps_may_say_again_that_the_first_are_dense(tmp_path):
+    usual = load_model(write(tmp_path, LLAMA | EXPERTS | {"first_k_dense_replace": 2}))
+    listed = LLAMA | EXPERTS | {"first_k_dense_replace": 2, "mlp_layer_types": FIRST_DENSE}
+    assert load_model(write(tmp_path, listed)) == usual
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 99}, "num_experts_per_tok=99 of 8 experts: .*; use 1 to 8"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 of 8 experts: .*; use 1 to 8"),
+        ({"first_k_dense_replace": 60}, "first_k_dense_replace=60 of 32 layers: .*; use 0 to 32"),
+    ],
+)
+def test_experts_that_are_not_there_are_refused(tmp_path, change, message):
+    with pytest.raises(RingspanError, match=message):
+        load_model(write(tmp_path, LLAMA | EXPERTS | change))
+
+
+def test_all_experts_and_all_layers_may_be_taken(tmp_path):
+    assert load_model(write(tmp_path, LLAMA | EXPERTS | {"num_experts_per_tok": 8})).experts.per_token == 8
+    dense = load_model(write(tmp_path, LLAMA | EXPERTS | {"first_k_dense_replace": 32}))
+    assert dense.counted_parameters == load_model(write(tmp_path, LLAMA)).counted_parameters
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers"])
+def test_a_number_that_no_model_has_is_refused(tmp_path, key):
+    with pytest.raises(RingspanError, match=rf"{key}=1000+\.\.\.0+ is no whole number .* at most 1,000,000,000,000; "):
+        load_model(write(tmp_path, LLAMA | {key: 10**400}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch_size": 0}, "patch_size=0 is no whole number of at least 1"),
+        ({"patch_size": [1, 0, 2]}, "patch_size=0 is no whole number of at least 1"),
+        ({"patch_size": [1, 2, 10**400]}, "patch_size=1000.* is no whole number of at least 1"),
         ({"patch_size": [1, "2", 2]}, "patch_size=.* is no whole number"),
         ({"patch_size": 2, "patch_size_t": "1"}, "patch_size_t=.1. is no whole number"),
         ({"max_text_seq_length": "226"}, "max_text_seq_length=.226. is no whole number"),
@@ -199,9 +294,11 @@ def test_a_video_config_with_text_for_a_ratio_is_refused(tmp_path):
     without = {key: value for key, value in WAN.items() if key != "ffn_dim"}
     with pytest.raises(RingspanError, match="mlp_ratio='4' is no number above 0"):
         load_model(write(tmp_path, without | {"mlp_ratio": "4"}))
+    with pytest.raises(RingspanError, match=r"mlp_ratio=1e\+308 is no number above 0 and up to"):
+        load_model(write(tmp_path, without | {"mlp_ratio": 1e308}))
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"_class_name": "NoSuchModel"}'])
+@pytest.mark.parametrize("text", ["[1]", "{", '{"_class_name": "NoSuchModel"}', "[" * 100_000])
 def test_what_is_no_config_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -252,6 +349,13 @@ def test_devices_are_counted_in_nodes(text, nodes, per_node):
 def test_devices_that_cannot_be_used_say_why(text, message):
     with pytest.raises(RingspanError, match=message):
         parse_devices(text)
+
+
+def test_a_file_of_a_device_that_is_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("a = " + "[" * 100_000)
+    with pytest.raises(RingspanError, match="nested too deeply"):
+        load_device(str(path))
 
 
 def test_names_are_found_in_any_case():
@@ -305,6 +409,13 @@ def test_links_are_one_way_and_every_figure_has_a_source():
 def test_sizes_a_video_model_cannot_take_are_refused(frames, height, width):
     with pytest.raises(RingspanError, match=r"frames|height|width"):
         load_model("wan2.1-14b").video.count_tokens(frames, height, width)
+
+
+@pytest.mark.parametrize("name", ["frames", "height", "width"])
+def test_sizes_that_no_video_has_are_refused(name):
+    size = {"frames": 81, "height": 720, "width": 1280} | {name: 10**400}
+    with pytest.raises(RingspanError, match=f"{name}=1000.*: use at most 1,000,000"):
+        load_model("wan2.1-14b").video.count_tokens(**size)
 
 
 @pytest.mark.parametrize(("full", "layers"), [(28, 36), (3, 8), (0, 4), (1, 1)])

@@ -115,6 +115,9 @@ def test_the_plot_is_svg_with_a_line_for_every_algorithm(tmp_path):
         (["--model", "llama-3.1-8b", "--devices", "8xh10", "--tokens", "1K"], "did you mean h100"),
         (["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "-5"], "is no number of tokens"),
         ([*SMALL, "--batch", "-1"], "--batch"),
+        ([*SMALL, "--batch", "1" + "0" * 400], "0: use at most 1,048,576"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "1" + "0" * 400], "0: use at most 1,000,000"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "1" + "0" * 399 + "1"], "use at most 1,000,000"),
         ([*SMALL, "--tp", "3"], "--tp 3: tensor"),
         ([*SMALL, "--fsdp"], "--fsdp, --phase prefill: every layer's weights would be gathered"),
         ([*SMALL, "--fsdp"], "use --tp or --weights fp8"),
@@ -150,6 +153,47 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(words, message):
     assert len(lines) == 1
     assert lines[0].startswith("Error: ")
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(("word", "message"), [("--foo", "No such option"), ("--version=3", "does not take a value")])
+def test_an_option_before_the_command_that_is_none_is_one_line(word, message):
+    result = CliRunner().invoke(main, [word])
+    assert result.exit_code == 2
+    lines = result.output.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("Error: ")
+    assert message in lines[0]
+    assert lines[0].endswith("(see 'ringspan --help')")
+
+
+def test_no_command_shows_the_help():
+    assert "Commands:" in CliRunner().invoke(main, []).output
+
+
+@pytest.mark.parametrize("config", ['{"vocab_size": 1' + "0" * 400 + "}", "[" * 100_000])
+def test_a_config_that_is_too_large_or_too_deep_is_one_line(tmp_path, config):
+    from test_catalog import LLAMA
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | json.loads(config)) if config.startswith("{") else config)
+    result = run("--model", str(path), "--devices", "8xh100", "--tokens", "4K")
+    assert result.exit_code == 2, result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert str(path) in result.output
+
+
+def test_a_model_of_too_many_heads_is_planned_as_quickly_as_others():
+    result = run("--model", "dense:layers=32,heads=99999999,head_dim=128,mlp=16384", *SMALL[2:])
+    assert result.exit_code == 0, result.output
+    assert "use 1, 3, 9, 11, 33, 73, 99, 101," in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("cached", [[], ["--cached", "200000M"]])
+def test_a_plot_goes_no_further_than_a_plan_may(tmp_path, cached):
+    path = tmp_path / "plot.svg"
+    result = run(*SMALL[:4], "--tokens", "300000M", *cached, "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert ET.fromstring(path.read_text()).findall(".//{http://www.w3.org/2000/svg}polyline")
 
 
 def test_a_file_is_named_as_it_was_typed():

@@ -89,6 +89,36 @@ def test_the_dense_part_of_a_layer_is_two_flops_per_weight_and_token():
     assert one.matmul_s == pytest.approx(weights * 2 / device.memory_bytes_per_s)
 
 
+def dense_of(model, device, tokens):
+    return dense_layer(model, device, tokens, tp=1, per_node=8, mlp_weights="bf16", weights="bf16")
+
+
+def test_many_tokens_read_all_experts_and_no_embeddings(tmp_path):
+    import json
+
+    config = {  # of gpt-oss-20b, without its windows
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "tie_word_embeddings": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    model, device = load_model(str(path)), load_device("h100")
+    attention, expert = 2880 * 64 * (64 + 8 + 8 + 64), 3 * 2880 * 2880
+    for tokens, experts in ((64.0, 32), (1.0, 4)):
+        seconds = (attention + experts * expert) * 2 / device.memory_bytes_per_s
+        assert dense_of(model, device, tokens).matmul_s == pytest.approx(seconds, rel=1e-12)
+    assert dense_of(model, device, 64.0) == dense_of(load_model("gpt-oss-20b"), device, 64.0)
+
+
 def test_blocks_that_hide_a_ring_are_those_of_the_table():
     """With one KV head per head and 2 bytes the equation is FLOP/s over bytes/s, which the table prints."""
     device = load_device("a100")

@@ -8,6 +8,8 @@ from ringspan.algorithms.ring import Holdings, Side, q_kind
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, Attend, Block, Heads, Kind, Schedule, Step, Transfer, Visible, complete
 
+MOST_LISTED = 1024  # ranks that a refusal proposes; it takes no longer for a number of heads that no model has
+
 
 def build_ulysses(visible: Visible, *, heads: Heads, backward: Side | None = None) -> Schedule:
     """Forward or backward; both sides travel anyway, so `backward` says only that gradients are wanted."""
@@ -46,7 +48,7 @@ def head_range(num_heads: int, degree: int, rank: int) -> range:
 def check_heads(heads: Heads, degree: int) -> None:
     """Refuse a Ulysses degree the heads cannot be split by."""
     if not _divides(heads, degree):
-        legal = [size for size in range(1, heads.num_heads + 1) if _divides(heads, size)]
+        legal = [size for size in range(1, min(heads.num_heads, MOST_LISTED) + 1) if _divides(heads, size)]
         raise UnsupportedError(
             f"Ulysses over {degree} ranks with {heads.num_heads} query heads and {heads.num_kv_heads} KV heads: the "
             f"ranks must divide the query heads, and divide or be a multiple of the KV heads; use {_one_of(legal)} "

@@ -1,13 +1,14 @@
 """A model from a local `config.json`, as transformers and diffusers write it; plain JSON, neither library is needed.
 
 A key that changes the cost and is missing is refused by name: the default of a library class is not that of a release.
-What the planner cannot count (linear attention, an encoder with a decoder) is refused too.
+What the planner cannot count (linear attention, an encoder with a decoder, experts in some layers only) is refused too,
+where a key says so.
 """
 
 import json
-import math
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ringspan.catalog.files import dense_ratio, find, plain, read_data
 from ringspan.catalog.shapes import Experts, Latent, Model, Video, Window
@@ -32,7 +33,29 @@ ENCODERS = (  # which attend to both sides
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "longformer"),
     *("modernbert", "mpnet", "nomic_bert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl"),
 )
-REFUSED_KEYS = ("ssm_cfg", "mamba_d_state", "linear_num_key_heads", "rwkv_version", "is_encoder_decoder")
+NO_ATTENTION = (  # keys of layers that attend to nothing, or in another way
+    *("ssm_cfg", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "hybrid_override_pattern", "layers_block_type"),
+    *("lru_width", "linear_num_key_heads", "linear_attn_config", "rwkv_version"),
+)
+REFUSED_KEYS = {  # in a config of a language model: what a value that is not empty means
+    **dict.fromkeys(NO_ATTENTION, "layers that are no plain attention"),
+    "is_encoder_decoder": "an encoder beside the decoder",
+    "attention_chunk_size": "layers that attend within chunks",
+    "attention_window_size": "windows in layers that are not listed",
+    "index_topk": "attention to some keys of those before",
+    "intermediate_size_mlp": "experts beside MLPs of another size",
+    "moe_num_experts": "experts whose layers and sizes are named in another way",
+}
+LAYER_KINDS = {"attn_type_list": 1, "block_types": "attention"}  # lists, and how plain attention is called there
+EXPERT_STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq")  # 1: experts in every layer
+EXPERT_LAYERS = ("mlp_only_layers", "moe_layers", "num_dense_layers")
+SHARED_EXPERTS = (
+    "num_shared_experts",
+    "share_expert_dim",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
+LARGEST = 10**12  # of all figures: products of a few of them are still numbers that a float can hold
 
 
 def read_config(path: Path) -> Model:
@@ -43,6 +66,8 @@ def read_config(path: Path) -> Model:
         raise UnsupportedError(f"{path}: {error.strerror}; give the path of a config.json") from None
     except ValueError as error:
         raise UnsupportedError(f"{path} is no JSON: {error}") from None
+    except RecursionError:
+        raise UnsupportedError(f"{path}: lists or objects nested too deeply; give the path of a config.json") from None
     if not isinstance(config, dict):
         raise UnsupportedError(f"{path}: a config.json holds an object")
     if "_class_name" in config:
@@ -64,12 +89,19 @@ class _Config:
         for name in names:
             value = self.config.get(name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                    raise UnsupportedError(f"{self.path}: {name}={value!r} is no whole number of at least 0")
-                return value
+                return self.number(name, value)
         raise UnsupportedError(
             f"{self.path} has no {' or '.join(names)}, and nothing is guessed; add it, or use a model of the catalogue"
         )
+
+    def number(self, name: str, value: object, least: int = 0) -> int:
+        """A value that is a whole number, of a size that can be counted with."""
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+            raise UnsupportedError(
+                f"{self.path}: {name}={reprlib.repr(value)} is no whole number of at least {least} and at most "
+                f"{LARGEST:,}; correct it"
+            )
+        return value
 
     def may(self, name: str) -> int:
         """A whole number that need not be there; 0 if it is not."""
@@ -77,9 +109,7 @@ class _Config:
 
     def language_model(self, name: str) -> Model:
         config = self.config
-        for key in REFUSED_KEYS:
-            if config.get(key):
-                raise UnsupportedError(f"{self.path}: {key} means layers that are no plain attention; not planned here")
+        self._refuse_other_layers()
         kind = config.get("model_type")
         if kind in ENCODERS and not config.get("is_decoder"):
             raise UnsupportedError(
@@ -99,7 +129,7 @@ class _Config:
         else:
             kv_heads = self._kv_heads()
             head_dim = v_head_dim = self.need("head_dim") if config.get("head_dim") else self._divided(hidden, heads)
-        experts = self._experts()
+        experts = self._experts(layers)
         is_all_experts = experts is not None and not experts.dense_layers
         return Model(
             id=name,
@@ -118,6 +148,27 @@ class _Config:
             is_tied=config.get("tie_word_embeddings") is True,
             max_tokens=self.may("max_position_embeddings") or None,
             notes=notes,
+        )
+
+    def _refuse_other_layers(self) -> None:
+        """What keys say of layers that are no plain attention."""
+        for key, meaning in REFUSED_KEYS.items():
+            if self.config.get(key):
+                self._refuse(key, meaning)
+        for key, plain_kind in LAYER_KINDS.items():
+            if self._has_other(key, plain_kind):
+                self._refuse(key, "layers that are no plain attention")
+
+    def _has_other(self, key: str, usual: object) -> bool:
+        """Whether a value, or one of a list by layer, is not the usual one; null says nothing."""
+        value = self.config.get(key)
+        values = value if isinstance(value, list) else [value]
+        return value is not None and any(other != usual for other in values)
+
+    def _refuse(self, key: str, meaning: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.path}: {key}={reprlib.repr(self.config[key])} means {meaning}, which cannot be counted here; use a "
+            "model of plain attention, with the same MLP or experts in all layers"
         )
 
     def _kv_heads(self) -> int:
@@ -141,17 +192,35 @@ class _Config:
         q_rank = None if self.config["q_lora_rank"] is None else self.need("q_lora_rank")
         return Latent(q_rank, self.need("kv_lora_rank"), self.need("qk_nope_head_dim"), self.need("qk_rope_head_dim"))
 
-    def _experts(self) -> Experts | None:
+    def _experts(self, layers: int) -> Experts | None:
         names = ("n_routed_experts", "num_local_experts", "num_experts")
-        if not any(self.config.get(name) for name in names):
+        given = [name for name in names if self.config.get(name)]
+        if not given:
             return None
         mlp_size = self.need("moe_intermediate_size", "intermediate_size")
-        if self.config.get("shared_expert_intermediate_size"):
-            raise UnsupportedError(f"{self.path}: shared_expert_intermediate_size, a shared expert of another size")
-        if self.config.get("decoder_sparse_step", 1) != 1 or self.config.get("mlp_only_layers"):
-            raise UnsupportedError(f"{self.path}: experts in some layers only (decoder_sparse_step, mlp_only_layers)")
         shared, dense = self.may("n_shared_experts"), self.may("first_k_dense_replace")
-        return Experts(self.need(*names), self.need("num_experts_per_tok"), mlp_size, shared, dense)
+        self._refuse_some_experts(layers, dense)
+        return Experts(self.need(*given), self.need("num_experts_per_tok"), mlp_size, shared, dense)
+
+    def _refuse_some_experts(self, layers: int, dense: int) -> None:
+        """Layers without experts among those with; the first `dense` ones are counted."""
+        for key in SHARED_EXPERTS:
+            if self.config.get(key):
+                self._refuse(key, "shared experts of a number or size of their own")
+        some = [key for key in EXPERT_STEPS if self._has_other(key, 1)]
+        some += [key for key in EXPERT_LAYERS if self.config.get(key)]
+        some += [] if self._is_dense_first(layers, dense) else ["mlp_layer_types"]
+        if some:
+            self._refuse(some[0], "experts in some layers only")
+
+    def _is_dense_first(self, layers: int, dense: int) -> bool:
+        """Whether mlp_layer_types, if it is there, says the same as first_k_dense_replace."""
+        kinds = self.config.get("mlp_layer_types")
+        if not isinstance(kinds, list):
+            return kinds is None
+        return len(kinds) == layers and all(
+            kind == ("dense" if i < dense else "sparse") for i, kind in enumerate(kinds)
+        )
 
     def _window(self, layers: int) -> Window | None:
         """Sliding layers: by a list of layer types, by a pattern, or all of them."""
@@ -228,13 +297,16 @@ class _Config:
 
     def _mlp_ratio(self) -> float:
         ratio = self.config.get("mlp_ratio", 4)
-        if not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
-            raise UnsupportedError(f"{self.path}: mlp_ratio={ratio!r} is no number above 0")
+        if not isinstance(ratio, int | float) or not 0 < ratio <= LARGEST:
+            raise UnsupportedError(
+                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is no number above 0 and up to {LARGEST:,}; correct it"
+            )
         return ratio
 
     def _patch(self) -> tuple[int, int, int]:
         size = self.config.get("patch_size")
-        if isinstance(size, list) and len(size) == 3 and all(isinstance(pixels, int) for pixels in size):
-            return size[0], size[1], size[2]
-        space = self.need("patch_size")
+        if isinstance(size, list) and len(size) == 3:
+            time, height, width = (self.number("patch_size", pixels, least=1) for pixels in size)
+            return time, height, width
+        space = self.number("patch_size", self.need("patch_size"), least=1)
         return self.may("patch_size_t") or 1, space, space

@@ -31,6 +31,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UnsupportedError(f"{path}: {error.strerror}; give a file that exists and can be read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UnsupportedError(f"{path} is no TOML file: {error}") from None
+    except RecursionError:
+        raise UnsupportedError(f"{path}: arrays or tables nested too deeply; give a file with fewer levels") from None
 
 
 def plain(entry: Entry) -> dict[str, Any]:

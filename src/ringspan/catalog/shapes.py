@@ -1,9 +1,12 @@
 """What is a model, to a planner? Its shapes: what FLOPs and bytes are counted from, and nothing else."""
 
+import reprlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ringspan.errors import ShapeError
+
+LONGEST = 10**6  # video, in frames, and side of it, in pixels
 
 
 class Experts(NamedTuple):
@@ -51,6 +54,9 @@ class Video(NamedTuple):
     def count_tokens(self, frames: int, height: int, width: int) -> int:
         """((frames - 1)/stride + 1)/patch_t · height/(stride · patch_h) · width/(stride · patch_w), and joint text."""
         patch_t, patch_h, patch_w = self.patch
+        for name, length in (("frames", frames), ("height", height), ("width", width)):
+            if length > LONGEST:
+                raise ShapeError(f"{name}={reprlib.repr(length)}: use at most {LONGEST:,}")
         if frames < 1 or (frames - 1) % self.temporal_stride:
             near = max(1, round((frames - 1) / self.temporal_stride) * self.temporal_stride + 1)
             raise ShapeError(
@@ -104,10 +110,24 @@ class Model:
             raise ShapeError(f"{self.id}: vocab_size={self.vocab_size}; use 0, or leave it out, to count no embeddings")
         if self.window is not None and self.window.tokens < 1:
             raise ShapeError(f"{self.id}: sliding_window={self.window.tokens}; a window has at least 1 token")
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"{self.id}: {self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the "
                 "same number of query heads; make the one a multiple of the other"
+            )
+
+    def _check_experts(self, experts: Experts) -> None:
+        if not 1 <= experts.per_token <= experts.num_experts:
+            raise ShapeError(
+                f"{self.id}: num_experts_per_tok={experts.per_token} of {experts.num_experts} experts: a token visits "
+                f"at least 1 and at most all of them; use 1 to {experts.num_experts}"
+            )
+        if not 0 <= experts.dense_layers <= self.layers:
+            raise ShapeError(
+                f"{self.id}: first_k_dense_replace={experts.dense_layers} of {self.layers} layers: no more can be "
+                f"without experts than there are; use 0 to {self.layers}"
             )
 
     @property
@@ -144,22 +164,23 @@ class Model:
     @property
     def counted_parameters(self) -> int:
         """All weights: layers, and embeddings where the size of the vocabulary is known."""
-        ordinary = self.mlp_matrices * self.hidden_size * self.mlp_size
-        if self.experts is None:
-            mlps = self.layers * ordinary
-        else:
-            mixture = self.mlp_matrices * self.hidden_size * self.experts.mlp_size
-            mixture *= self.experts.num_experts + self.experts.shared
-            mlps = self.experts.dense_layers * ordinary + (self.layers - self.experts.dense_layers) * mixture
         embeddings = (self.vocab_size or 0) * self.hidden_size * (1 if self.is_tied else 2)
-        return self.layers * self.attention_parameters + mlps + embeddings
+        return self.layers * self.attention_parameters + self.mlp_parameters + embeddings
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of MLPs, all experts and all layers together."""
+        return self._mlp_parameters(self.experts.num_experts if self.experts else 0)
 
     @property
     def active_mlp_parameters(self) -> int:
         """Weights of MLPs that a token visits, all layers together."""
+        return self._mlp_parameters(self.experts.per_token if self.experts else 0)
+
+    def _mlp_parameters(self, num_experts: int) -> int:
+        """Of all layers, so many experts in each that has some, and the shared ones."""
         ordinary = self.mlp_matrices * self.hidden_size * self.mlp_size
         if self.experts is None:
             return self.layers * ordinary
-        visited = self.mlp_matrices * self.hidden_size * self.experts.mlp_size
-        visited *= self.experts.per_token + self.experts.shared
-        return self.experts.dense_layers * ordinary + (self.layers - self.experts.dense_layers) * visited
+        mixture = self.mlp_matrices * self.hidden_size * self.experts.mlp_size * (num_experts + self.experts.shared)
+        return self.experts.dense_layers * ordinary + (self.layers - self.experts.dense_layers) * mixture

@@ -42,6 +42,13 @@ class _Commands(click.Group):
             click.echo(f"Error: {reason}", err=True)
             sys.exit(1)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """What stands before the command; without any word, click shows the help."""
+        try:
+            return super().parse_args(ctx, args)
+        except (click.NoSuchOption, click.BadOptionUsage) as error:
+            raise _in_one_line(error, ctx.command_path) from error
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; what it cannot use is told in the spelling of the command line."""
         try:
@@ -52,10 +59,14 @@ class _Commands(click.Group):
             raise _BadInput(message) from error
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else f"{ctx.command_path} {ctx.invoked_subcommand}"
-            message = error.format_message().rstrip(".").replace("a valid integer range", "a whole number")
-            raise _BadInput(f"{message} (see '{command} --help')") from error
+            raise _in_one_line(error, command) from error
         except KeyboardInterrupt:
             ctx.exit(130)
+
+
+def _in_one_line(error: click.UsageError, command: str) -> _BadInput:
+    message = error.format_message().rstrip(".").replace("a valid integer range", "a whole number")
+    return _BadInput(f"{message} (see '{command} --help')")
 
 
 @click.group("ringspan", cls=_Commands)

@@ -3,6 +3,7 @@
 Tensor parallelism is innermost (neighbouring devices), context parallelism next, copies for parts of the batch last.
 """
 
+import reprlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from ringspan.errors import ShapeError, UnsupportedError
 Phase = Literal["prefill", "decode", "train", "denoise"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "train", "denoise")
 MOST_TOKENS = 2**40
+MOST_SEQUENCES = 2**20  # in a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Request:
             value = getattr(self, name)
             if value < least:
                 raise ShapeError(f"{name}={value}: use {least} or more")
+        if self.batch > MOST_SEQUENCES:
+            raise ShapeError(f"batch={reprlib.repr(self.batch)}: use at most {MOST_SEQUENCES:,}")
         if self.tokens + self.cached_tokens > MOST_TOKENS:
             raise ShapeError(f"{self.tokens + self.cached_tokens:,} tokens; use at most {MOST_TOKENS:,}")
         for name, value, known in (("wire", self.wire, WIRE_BYTES), ("weights", self.weights, WEIGHT_BYTES)):

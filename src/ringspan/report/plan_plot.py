@@ -6,6 +6,7 @@ from dataclasses import replace
 from ringspan.errors import RingspanError
 from ringspan.plan import Plan, Request, Setup, predict
 from ringspan.plan.candidates import list_setups
+from ringspan.plan.request import MOST_TOKENS
 from ringspan.report.svg import Chart, Line, draw_charts
 
 HALVINGS = 6  # of the length, and as many doublings by twos
@@ -15,7 +16,8 @@ ALONE = "no context parallelism"
 def plot_plan(plan: Plan) -> str:
     """The SVG file."""
     request = plan.request
-    lengths = sorted({max(1, int(request.tokens * 2.0**k)) for k in range(-HALVINGS, 3)})
+    most = MOST_TOKENS - request.cached_tokens
+    lengths = sorted({min(most, max(1, int(request.tokens * 2.0**k))) for k in range(-HALVINGS, 3)})
     by_length = [
         Line(name, [(length, predict(replace(request, tokens=length), setup).total_s) for length in lengths])
         for name, setup in _best_of_each(plan).items()
