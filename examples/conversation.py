@@ -99,6 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks}: give 1 or more")
     model = Model()
     generator = torch.Generator().manual_seed(1)
     prompts = {name: torch.randint(VOCABULARY, (n,), generator=generator) for name, n in TURNS.items()}

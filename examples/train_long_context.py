@@ -123,12 +123,12 @@ def layout_of(args: argparse.Namespace, mesh: DeviceMesh) -> rs.Layout:
     return rs.zigzag(args.tokens, mesh["cp"].size(), align=rs.TILE if args.reproducible else 1)
 
 
-def train(args: argparse.Namespace, mesh: DeviceMesh) -> list[float]:
+def train(args: argparse.Namespace, mesh: DeviceMesh, text: torch.Tensor) -> list[float]:
     """The losses of all steps; those before a checkpoint come with it."""
     model, loss_of = build(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     losses = load(args.resume, model, optimizer) if args.resume else []
-    text, layout = read_text(), layout_of(args, mesh)
+    layout = layout_of(args, mesh)
     # What ranks have of a gradient is to be summed. FSDP takes the average; reproducible layers have summed already.
     factor = 1 if args.reproducible else mesh.size()
     for step in range(len(losses), args.steps):
@@ -174,7 +174,7 @@ def compare(losses: list[float], others: list[float], limit: float, plot: str | 
             Chart(f"How far they are apart, {LEAST:g} for 0", "step", "difference", apart_line, format_y="{:g}".format),
         ]
         Path(plot).write_text(draw_charts(charts))
-    return max(apart) <= limit
+    return all(x <= limit for x in apart)  # which a NaN is not
 
 
 def tell(text: str) -> None:
@@ -183,12 +183,17 @@ def tell(text: str) -> None:
         print(text, flush=True)
 
 
-def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace, text: torch.Tensor) -> None:
     """Something to train on."""
     for name, least in (("tokens", 2), ("batch", 1), ("steps", 1), ("cp", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name} {value}: give {least} or more")
+    if args.batch * args.tokens >= len(text):
+        parser.error(
+            f"--batch {args.batch}, --tokens {args.tokens}: a step takes {args.batch * args.tokens} bytes, and the "
+            f"text has {len(text)}; give fewer of them"
+        )
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -197,6 +202,8 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error("--plot draws two runs; give the losses of the other with --compare")
     for name in ("losses", "plot"):
         path = getattr(args, name)
+        if path and Path(path).is_dir():
+            parser.error(f"--{name} {path}: this is a folder; give a file")
         if path and not Path(path).parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {Path(path).parent}; make it first")
     if args.resume and not Path(args.resume, ".metadata").is_file():
@@ -206,9 +213,12 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 def read_losses(parser: argparse.ArgumentParser, path: str) -> list[float]:
     """Of another run."""
     try:
-        return [float(loss) for loss in json.loads(Path(path).read_text())]
+        losses = [float(loss) for loss in json.loads(Path(path).read_text())]
     except (OSError, TypeError, ValueError) as error:
         parser.error(f"--compare {path}: no losses to be read there ({error}); write them with --losses")
+    if not losses:
+        parser.error(f"--compare {path}: no losses are there; write them with --losses")
+    return losses
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
@@ -225,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> bool:
     parser.add_argument("--compare", metavar="FILE", help="with the losses of another run: exit code 1 if they differ")
     parser.add_argument("--plot", metavar="FILE", help="with --compare: draw both, an SVG file")
     args = parser.parse_args(argv)
-    check_numbers(parser, args)
+    text = read_text()
+    check_numbers(parser, args, text)
     check_files(parser, args)
     others = read_losses(parser, args.compare) if args.compare else None
     world_size = dist.get_world_size()
@@ -236,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> bool:
         parser.error(f"--reproducible, --cp {cp}: all {world_size} ranks share a sequence; leave out --cp")
     mesh = init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
     tell(f"{mesh['dp'].size()} replicas of {cp} ranks, {args.tokens} tokens, batch {args.batch}")
-    losses = train(args, mesh)
+    losses = train(args, mesh, text)
     if args.losses and dist.get_rank() == 0:
         Path(args.losses).write_text(json.dumps(losses))
     tell(f"bits per byte: {losses[-1] / math.log(2):.2f}")

@@ -13,7 +13,7 @@ from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout
 from ringspan.schedule import Heads
 from ringspan.softmax import accumulator_dtype
-from ringspan.tiles import Problem, Shapes
+from ringspan.tiles import Problem, Shapes, check_is_layout
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,6 +93,12 @@ def _check_sinks(sinks: Look, heads: Heads, dtype: torch.dtype, device: torch.de
         raise ShapeError(f"sinks are on {sinks.device} and q is on {device}; move them together")
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Refuses what is no tensor, before anything asks it for its shape."""
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError(f"{name} is a {type(x).__name__}: give a tensor")
+
+
 def check_timeout(timeout_s: object, default_s: float) -> float:
     """The deadline asked for, or the group's."""
     if timeout_s is None:
@@ -105,7 +111,8 @@ def check_timeout(timeout_s: object, default_s: float) -> float:
 
 
 def check_world_size(layout: Layout, world_size: int, name: str = "layout") -> None:
-    """The layout is for a group of this size."""
+    """It is a layout, and for a group of this size."""
+    check_is_layout(name, layout)
     if layout.world_size != world_size:
         raise LayoutError(
             f"the {name} is for {layout.world_size} ranks and the group has {world_size}; make it for the group, or "
@@ -117,11 +124,15 @@ def check_rows(problem: Problem, rank: int, world_size: int, looks: Looks) -> No
     """This rank's shards have the lengths the layouts give it."""
     check_world_size(problem.layout, world_size)
     check_world_size(problem.kv_layout, world_size, "kv_layout")
-    for name, x, layout in (("q", looks.q, problem.layout), ("k", looks.k, problem.kv_layout)):
+    of_kv = "layout" if problem.kv_layout == problem.layout else "kv_layout"
+    for name, x, of, layout in (
+        ("q", looks.q, "layout", problem.layout),
+        ("k", looks.k, of_kv, problem.kv_layout),
+    ):
         shard_len = layout.shard_len(rank)
         if x.shape[2] != shard_len:
             is_turned = x.shape[1] == shard_len
             raise ShapeError(
                 f"{name}.shape={tuple(x.shape)} on rank {rank}: its layout gives this rank {shard_len} positions; "
-                + (f"use {name}.transpose(1, 2)" if is_turned else f"pass layout.shard(whole, {rank}, dim=2)")
+                + (f"use {name}.transpose(1, 2)" if is_turned else f"pass {of}.shard(whole, {rank}, dim=2)")
             )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringspan.arguments import check_timeout, check_world_size
+from ringspan.arguments import check_tensor, check_timeout, check_world_size
 from ringspan.autograd import outside_of_programs
 from ringspan.contract import Place, Signature
 from ringspan.errors import ShapeError
@@ -23,6 +23,7 @@ def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -
     """This rank's rows of a tensor that every rank holds; differentiable as any indexing is, without messages."""
     session = session_of(group)
     check_world_size(layout, session.transport.world_size)
+    _check_dim("whole", whole, dim)
     return layout.shard(whole, session.transport.rank, dim)
 
 
@@ -43,13 +44,20 @@ def gather(
 
 
 def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None:
-    if not -part.ndim <= dim < part.ndim:
-        raise ShapeError(f"dim={dim}: part has {part.ndim} dims; use {-part.ndim} to {part.ndim - 1}")
+    check_tensor("part", part)
+    _check_dim("part", part, dim)
     if part.shape[dim] != layout.shard_len(rank):
         raise ShapeError(
             f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
             f"positions along dim {dim}"
         )
+
+
+def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
+    if not x.ndim:
+        raise ShapeError(f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one")
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(f"dim={dim}: {name} has {x.ndim} dims; use {-x.ndim} to {x.ndim - 1}")
 
 
 class _Where(NamedTuple):

@@ -146,9 +146,14 @@ def check_kinds(mask: object, layout: object, kv_layout: object) -> None:
     """Refuse what is no mask or layout, before anything asks it for its own."""
     if not isinstance(mask, Mask):
         raise MaskError(f"mask={_brief(mask)}: a mask is a value such as rs.causal() or rs.documents([300, 700])")
-    for name, value in (("layout", layout), ("kv_layout", kv_layout)):
-        if not isinstance(value, Layout):
-            raise LayoutError(f"{name}={_brief(value)}: a layout is a value such as rs.zigzag(seq_len, world_size)")
+    check_is_layout("layout", layout)
+    check_is_layout("kv_layout", kv_layout)
+
+
+def check_is_layout(name: str, value: object) -> None:
+    """Refuse what is no layout."""
+    if not isinstance(value, Layout):
+        raise LayoutError(f"{name}={_brief(value)}: a layout is a value such as rs.zigzag(seq_len, world_size)")
 
 
 def _brief(value: object) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringspan.arguments import check_world_size
+from ringspan.arguments import check_tensor, check_world_size
 from ringspan.autograd import outside_of_programs
 from ringspan.contract import Signature, describe
 from ringspan.errors import ShapeError
@@ -169,11 +169,13 @@ class _Mean(torch.autograd.Function):
 
 def check_can_be_ignored(labels: torch.Tensor) -> None:
     """Refuse labels of a type that has no -100: theirs would be another number."""
+    check_tensor("labels", labels)
     if not labels.dtype.is_signed or labels.is_floating_point() or labels.is_complex():
         raise ShapeError(f"labels are {labels.dtype}: they must be able to be {IGNORE_INDEX}; use torch.int64")
 
 
 def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    _check_is_list("document_lengths", lengths)
     are_whole = all(isinstance(length, Integral) for length in lengths)
     if not are_whole or any(length < 1 for length in lengths) or sum(lengths) != seq_len:
         raise ShapeError(
@@ -210,6 +212,8 @@ def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
             "given to attention, such as per_row, and by labels of -100"
         )
     dim = batch["input_ids"].ndim - 1
+    if dim < 0:
+        raise ShapeError("batch['input_ids'].shape=(): sequences are (…, seq)")
     for name, x in batch.items():
         if x.ndim <= dim or x.shape[dim] != layout.num_positions:
             raise ShapeError(
@@ -239,14 +243,19 @@ def _check_labels(labels: torch.Tensor, input_ids: torch.Tensor) -> None:
 
 
 def _check_whole_numbers(name: str, x: torch.Tensor) -> None:
+    check_tensor(name, x)
     if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
         raise ShapeError(f"{name} are {x.dtype}: tokens are whole numbers; use {name}.long()")
 
 
+def _check_is_list(name: str, values: Any) -> None:
+    """Or an array. A generator could be read only once, and a set has no order."""
+    if not isinstance(values, Sequence) and np.ndim(values) != 1:
+        raise ShapeError(f"{name}={values!r}: give a list of whole numbers, such as [300, 700]")
+
+
 def _check_losses(losses: torch.Tensor, labels: torch.Tensor) -> None:
-    for name, x in (("losses", losses), ("labels", labels)):
-        if not isinstance(x, torch.Tensor):
-            raise ShapeError(f"{name} is a {type(x).__name__}: give a tensor")
+    check_tensor("losses", losses)
     check_can_be_ignored(labels)
     if losses.shape != labels.shape or not losses.is_floating_point():
         raise ShapeError(

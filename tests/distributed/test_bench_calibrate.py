@@ -42,6 +42,8 @@ def test_a_machine_is_calibrated_planned_for_and_predicted(tmp_path: Path) -> No
         (["--calibrate", "a.toml", "--predict", "pyproject.toml"], "give one of them"),
         (["--predict", "README.md"], "--predict README.md: --calibrate writes a .toml file; give that one"),
         (["--calibrate", "a.toml", "--backward"], "forward pass only"),
+        (["--calibrate", "a.toml", "--reproducible"], "know the usual mode only; leave out --reproducible"),
+        (["--predict", "pyproject.toml", "--reproducible"], "know the usual mode only; leave out --reproducible"),
     ],
 )
 def test_files_that_make_no_sense_are_refused(words: list[str], message: str) -> None:

@@ -93,6 +93,17 @@ def test_decode_over_contexts(tmp_path: Path) -> None:
     assert {tuple(point["times"]) for point in report["decode"]} == {PARTS}
 
 
+def test_decode_over_the_shortest_contexts() -> None:
+    """A context of one token, which one rank has."""
+    result = run("--decode", *SMALL, "--ranks", "3", "--tokens", "16", "--batch", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["is_verified"]
+    assert [(point["batch"], point["context"]) for point in report["decode"]] == [
+        (batch, context) for batch in (1, 2) for context in (1, 4, 16)
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -102,7 +113,8 @@ def test_decode_over_contexts(tmp_path: Path) -> None:
         (["--plot", "x.svg"], "it goes with --prefill or --decode"),
         (["--prefill", "--plot", "/no/such/folder/x.svg"], "cannot be written"),
         (["--prefill", "--heads", "3", "--kv-heads", "2"], "use --kv-heads 1 or 3"),
-        (["--decode", "--tokens", "9"], "--tokens 9: 1 % of them must be something; use 128 or more"),
+        (["--prefill", "--tokens", "127"], "--tokens 127: 1 % of them must be something; use 128 or more"),
+        (["--decode", "--tokens", "15"], "--tokens 15: the shortest context is a 16th of them; use 16 or more"),
     ],
 )
 def test_what_is_refused(words: list[str], text: str) -> None:

@@ -54,6 +54,12 @@ def test_everything_as_json() -> None:
     assert {it["devices"] for it in report["predicted"]} == {"16xh100"}
 
 
+def test_as_many_tokens_as_ranks() -> None:
+    done = run(*SMALL, "--tokens", "3", "--ranks", "3", "--transport", "threads", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["is_verified"]
+
+
 def test_half_types_on_gloo_for_people_to_read() -> None:
     done = run(*SMALL, "--ranks", "2", "--repeats", "1", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
@@ -148,6 +154,10 @@ def test_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--transformer", "--heads", "3", "--kv-heads", "2"], "use --kv-heads 1 or 3"),
         (["--transformer", "--head-dim", "7"], "--head-dim 7: RoPE turns dims in pairs"),
         (["--transformer", "--tokens", "1"], "--tokens 1: a label is a next token; use 2 or more"),
+        (
+            ["--transformer", "--transport", "threads", "--ranks", "4", "--tokens", "3"],
+            "--tokens 3, --ranks 4: a rank has at least one token of every sequence; use more tokens, or fewer ranks",
+        ),
         (["--selfcheck", "--transformer"], "--transformer is for a measurement"),
     ],
 )

@@ -23,12 +23,17 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long_context.py"
 SMALL = ["--tokens", "131", "--batch", "2"]
 
 
-def run_example(rank: int, argv: list[str], breakage: str = "") -> bool:
+def load_example() -> Any:
     spec = importlib.util.spec_from_file_location("train_long_context", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def run_example(rank: int, argv: list[str], breakage: str = "") -> bool:
+    module = load_example()
     if breakage == "ring":
         rs.attention = attend_own
     if breakage == "optimizer":
@@ -123,6 +128,9 @@ def test_what_cannot_be_split_is_refused() -> None:
         (["--tokens", "0"], "--tokens 0: give 2 or more"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--cp", "0"], "--cp 0: give 1 or more"),
+        (["--tokens", "1000000000"], "--batch 2, --tokens 1000000000: a step takes 2000000000 bytes, and the text has"),
+        (["--losses", "/"], "--losses /: this is a folder; give a file"),
+        (["--compare", "x.json", "--plot", "/"], "--plot /: this is a folder; give a file"),
         (["--losses", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
         (["--compare", "/no/such/file"], "--compare /no/such/file: no losses to be read there"),
         (["--resume", "/no/such/folder"], "no checkpoint is there"),
@@ -136,3 +144,28 @@ def test_wrong_input_is_told_before_anything_is_trained(
         run_example(0, argv)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_text_that_one_step_would_use_up_is_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the next sequences begin is counted modulo what is left of it."""
+    length = len(load_example().read_text())
+    with pytest.raises(SystemExit) as ended:
+        run_example(0, ["--batch", "1", "--tokens", str(length)])
+    assert ended.value.code == 2
+    assert f"a step takes {length} bytes, and the text has {length}; give fewer" in capsys.readouterr().err
+
+
+def test_a_file_without_losses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "none.json"
+    file.write_text("[]")
+    with pytest.raises(SystemExit) as ended:
+        run_example(0, ["--compare", str(file)])
+    assert ended.value.code == 2
+    assert f"--compare {file}: no losses are there; write them with --losses" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_a_number_is_no_equal_one(alone: str, tmp_path: Path) -> None:
+    first, *_ = json.loads(Path(alone).read_text())
+    file = tmp_path / "nan.json"
+    file.write_text(json.dumps([first, float("nan")]))
+    assert not train(1, "--steps", "2", "--compare", str(file))

@@ -296,6 +296,31 @@ def test_a_dim_that_is_not_there(call: Callable[..., torch.Tensor]) -> None:
         assert "dim=1" in str(error)
 
 
+@pytest.mark.parametrize(("call", "name"), [(rs.shard, "whole"), (rs.gather, "part")])
+def test_a_single_number_has_no_dim_at_all(call: Callable[..., torch.Tensor], name: str) -> None:
+    for error in errors_of(2, lambda group: call(torch.tensor(1.0), rs.zigzag(8, 2), group, dim=0)):
+        assert isinstance(error, rs.ShapeError)
+        assert str(error) == f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one"
+
+
+def test_a_part_that_is_no_tensor_is_refused_on_all_ranks() -> None:
+    def gather(group: InProcessRank) -> None:
+        part = torch.zeros(4)
+        rs.gather(part.numpy() if group.rank else part, rs.zigzag(8, 2), group, dim=0)
+
+    first, second = errors_of(2, gather)
+    assert isinstance(second, rs.ShapeError)
+    assert str(second) == "part is a ndarray: give a tensor"
+    assert str(second) in str(first)
+
+
+@pytest.mark.parametrize("call", [rs.shard, rs.gather])
+def test_what_is_no_layout(call: Callable[..., torch.Tensor]) -> None:
+    for error in errors_of(2, lambda group: call(torch.zeros(4), None, group, dim=0)):
+        assert isinstance(error, rs.LayoutError)
+        assert str(error) == "layout=None: a layout is a value such as rs.zigzag(seq_len, world_size)"
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
 def test_a_deadline_that_is_none(timeout_s: float) -> None:
     part = torch.zeros(4)

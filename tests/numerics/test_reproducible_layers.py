@@ -1,5 +1,7 @@
 """`rs.reproducible` on ranks as threads: equal bits for any world size and layout, and the numbers of plain torch."""
 
+import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +158,13 @@ def test_what_is_not_elementwise_is_refused() -> None:
             rs.reproducible.elementwise(fn, *tensors)
 
 
+def test_elementwise_of_nothing_and_of_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* give one tensor or more"):
+        rs.reproducible.elementwise(torch.sigmoid)
+    with pytest.raises(rs.ShapeError, match=r"tensors\[1\] is a float: give a tensor"):
+        rs.reproducible.elementwise(torch.add, X, 1.0)
+
+
 def test_elementwise_functions_with_weights_of_their_own_are_refused() -> None:
     """Whether or not the tensor has a gradient; without any gradient there is none to lose."""
     beta = torch.tensor(2.0, requires_grad=True)
@@ -259,6 +268,39 @@ def test_gradients_of_norms_by_finite_differences(is_centred: bool) -> None:
         assert torch.autograd.gradcheck(lambda *args: rms_norm(*args, layout=layout), (x, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1.0, 0.05, 1e-4])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_a_converted_rms_norm_without_eps_is_that_of_torch(dtype: torch.dtype, size: float, has_weight: bool) -> None:
+    """Where numbers are small, what is added to their mean square is most of it."""
+    x, dout = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    x, dout = (size * x).to(dtype), dout.to(dtype)
+    module = torch.nn.RMSNorm(64, elementwise_affine=has_weight, dtype=dtype)
+    results = []
+    for norm in (copy.deepcopy(module), rs.reproducible.convert(module, layout=rs.contiguous(5, 1))):
+        leaves = [x.clone().requires_grad_(), *norm.parameters()]
+        out = norm(leaves[0])
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    limit = {torch.float64: 1e-14, torch.float32: 2e-6}.get(dtype, 2e-2)
+    for expected, found in zip(*results, strict=True):
+        assert (found.double() - expected.double()).norm() / expected.double().norm() < limit
+
+
+def test_a_default_eps_of_torch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version may add something else; none is guessed."""
+    plain = F.rms_norm
+
+    def other(x: torch.Tensor, shape: tuple[int, ...], weight: Any = None, eps: float | None = None) -> torch.Tensor:
+        return plain(x, shape, weight, 0.5 if eps is None else eps)
+
+    convert = importlib.import_module("ringspan.reproducible.convert")
+    convert._default_eps.cache_clear()
+    monkeypatch.setattr(F, "rms_norm", other)
+    norm = rs.reproducible.convert(torch.nn.RMSNorm(4), layout=rs.contiguous(5, 1))
+    with pytest.raises(rs.UnsupportedError, match=r"eps=None in torch.float32: .* give the module an eps"):
+        norm(X)
+
+
 def test_sum_of_losses_and_no_label_at_all() -> None:
     layout = rs.contiguous(5, 1)
     logits = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
@@ -356,6 +398,11 @@ REFUSED: dict[str, Callable[[rs.Layout], object]] = {
     'use "mean" or "sum"': lambda layout: rs.reproducible.cross_entropy(
         X, X[..., 0].long(), layout=layout, reduction="none"
     ),
+    "labels is a list": lambda layout: rs.reproducible.cross_entropy(X, [[1] * 5], layout=layout),
+    "weight is a NoneType": lambda layout: rs.reproducible.linear(X, None, layout=layout),
+    "weight is a list": lambda layout: rs.reproducible.rms_norm(X, [1.0] * 4, layout=layout),
+    "weight is a float": lambda layout: rs.reproducible.embedding(X[..., 0].long(), 1.0, layout=layout),
+    "bias is a float": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), 1.0, layout=layout),
     "timeout_s=0": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), layout=layout, timeout_s=0),
 }
 
@@ -364,6 +411,22 @@ REFUSED: dict[str, Callable[[rs.Layout], object]] = {
 def test_arguments_that_do_not_fit_are_refused(message: str) -> None:
     with pytest.raises(rs.ShapeError, match=message):
         REFUSED[message](rs.contiguous(5, 1))
+
+
+OF_LAYOUT: dict[str, Callable[[Any], object]] = {
+    "linear": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), layout=layout),
+    "rms_norm": lambda layout: rs.reproducible.rms_norm(X, torch.ones(4), layout=layout),
+    "layer_norm": lambda layout: rs.reproducible.layer_norm(X, torch.ones(4), layout=layout),
+    "embedding": lambda layout: rs.reproducible.embedding(X[..., 0].long(), torch.ones(9, 2), layout=layout),
+    "cross_entropy": lambda layout: rs.reproducible.cross_entropy(X, X[..., 0].long(), layout=layout),
+    "convert": lambda layout: rs.reproducible.convert(torch.nn.Linear(4, 3), layout=layout)(X),
+}
+
+
+@pytest.mark.parametrize("name", OF_LAYOUT)
+def test_what_is_no_layout_is_refused(name: str) -> None:
+    with pytest.raises(rs.LayoutError, match=r"layout=None: a layout is a value such as rs.zigzag\("):
+        OF_LAYOUT[name](None)
 
 
 def test_weights_of_different_sizes_are_noticed_before_anything_is_received() -> None:

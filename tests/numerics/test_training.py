@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,23 @@ def test_labels_of_bytes_have_their_ignored_ones_too() -> None:
 def test_what_has_no_labels(tokens: torch.Tensor) -> None:
     with pytest.raises(rs.ShapeError, match="tokens"):
         rs.next_token_labels(tokens)
+
+
+def test_tokens_that_are_no_tensor() -> None:
+    with pytest.raises(rs.ShapeError, match="tokens is a list: give a tensor"):
+        rs.next_token_labels([1, 2, 3])
+
+
+@pytest.mark.parametrize("lengths", [8, np.array(8), {3, 5}, (length for length in (4, 4))], ids=type)
+def test_document_lengths_that_are_no_list(lengths: Any) -> None:
+    for call in (partial(rs.next_token_labels, torch.arange(8)), partial(rs.position_ids, rs.contiguous(8, 1))):
+        with pytest.raises(rs.ShapeError, match=r"document_lengths=.*: give a list of whole numbers"):
+            call(document_lengths=lengths)
+
+
+def test_document_lengths_may_be_an_array() -> None:
+    labels = rs.next_token_labels(torch.arange(4), document_lengths=np.array([1, 3]))
+    assert labels.tolist() == [IGNORED, 2, 3, IGNORED]
 
 
 def test_labels_of_transformers_are_shifted_with_what_they_ignore() -> None:
@@ -135,6 +153,8 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
         ({"input_ids": IDS, "labels": IDS[..., None]}, {}, "batch['labels'].shape=(2, 6, 1)"),
         ({"input_ids": IDS, "labels": IDS.float()}, {}, "labels are torch.float32"),
         (IDS, {}, "batch is a Tensor"),
+        ({"input_ids": IDS[0, 0]}, {}, "batch['input_ids'].shape=(): sequences are (…, seq)"),
+        ({"input_ids": IDS}, {"document_lengths": 6}, "document_lengths=6: give a list of whole numbers"),
     ],
 )
 def test_batches_that_are_refused(batch: dict[str, torch.Tensor], options: dict[str, Any], message: str) -> None:
@@ -193,6 +213,20 @@ def test_layouts_for_other_groups_are_refused() -> None:
     for call in (partial(rs.shard_batch, {"input_ids": IDS}), rs.position_ids):
         with pytest.raises(rs.LayoutError, match="the layout is for 2 ranks and the group has 1"):
             call(layout)
+
+
+@pytest.mark.parametrize("layout", [None, 6, [[0, 1], [2, 3]]])
+def test_what_is_no_layout_is_refused_as_by_attention(layout: Any) -> None:
+    x = torch.zeros(1, 1, 6, 2)
+    calls = (
+        partial(rs.attention, x, x, x, mask=rs.causal()),
+        partial(rs.shard_batch, {"input_ids": IDS}),
+        rs.position_ids,
+    )
+    for call in calls:
+        with pytest.raises(rs.LayoutError) as refused:
+            call(layout=layout)
+        assert str(refused.value) == f"layout={layout}: a layout is a value such as rs.zigzag(seq_len, world_size)"
 
 
 # The loss

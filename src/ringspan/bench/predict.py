@@ -9,7 +9,7 @@ from ringspan.timeline import Timeline, schedule_timeline
 
 
 def predict_timeline(settings: Settings, device: Device) -> Timeline:
-    """Of one forward call."""
+    """Of one forward call, in the usual mode: nothing here knows of gradients or of the grid of reproducible ones."""
     problem = settings.problem()
     shapes = problem.shapes
     shard = Shard(

@@ -49,8 +49,10 @@ class InferenceSettings:
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
-        if self.seq_len < 128:
+        if self.phase == "prefill" and self.seq_len < 128:
             raise ShapeError(f"--tokens {self.seq_len}: 1 % of them must be something; use 128 or more")
+        if self.phase == "decode" and self.seq_len < 16:
+            raise ShapeError(f"--tokens {self.seq_len}: the shortest context is a 16th of them; use 16 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,13 @@ class Job:
     settings: Settings | None = None
     inference: InferenceSettings | None = None
     transformer: TransformerSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.transformer is not None and self.transformer.seq_len < self.world_size:
+            raise ShapeError(
+                f"--tokens {self.transformer.seq_len}, --ranks {self.world_size}: a rank has at least one token of "
+                "every sequence; use more tokens, or fewer ranks"
+            )
 
     @property
     def num_processes(self) -> int:

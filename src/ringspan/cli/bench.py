@@ -245,7 +245,7 @@ def bench(
     check_layout(layout, reproducible)
     for option, path in (("--trace", trace), ("--calibrate", calibrate)):
         check_writable(ctx, option, path)
-    _check_calibration(calibrate, predict, launched, has_backward)
+    _check_calibration(calibrate, predict, launched, has_backward, reproducible)
     settings = Settings(
         seq_len=tokens,
         batch=batch,
@@ -285,10 +285,13 @@ def bench(
 
 
 def _check_calibration(
-    calibrate: Path | None, predict: Path | None, launched: Launched | None, has_backward: bool
+    calibrate: Path | None, predict: Path | None, launched: Launched | None, has_backward: bool, reproducible: bool
 ) -> None:
-    if has_backward and (calibrate is not None or predict is not None):
-        raise click.UsageError("--calibrate and --predict know the forward pass only; leave out --backward")
+    if calibrate is not None or predict is not None:
+        if has_backward:
+            raise click.UsageError("--calibrate and --predict know the forward pass only; leave out --backward")
+        if reproducible:
+            raise click.UsageError("--calibrate and --predict know the usual mode only; leave out --reproducible")
     if calibrate is not None and predict is not None:
         raise click.UsageError("--calibrate writes the file that --predict reads; give one of them")
     if calibrate is not None and launched is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ringspan.arguments import check_tensor
 from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.reproducible.backward import differentiable_once
@@ -29,6 +30,10 @@ def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torc
             It has no weights of its own: their gradients would be sums over tokens.
         tensors: All of the shape and dtype of the result.
     """
+    if not tensors:
+        raise ShapeError("tensors=(): fn needs something to compute with; give one tensor or more behind it")
+    for number, x in enumerate(tensors):
+        check_tensor(f"tensors[{number}]", x)
     first = tensors[0]
     if any(x.shape != first.shape or x.dtype != first.dtype for x in tensors) or not first.is_floating_point():
         looks = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)

@@ -2,13 +2,13 @@
 
 import torch
 
+from ringspan.arguments import check_tensor
 from ringspan.errors import ShapeError
 
 
 def check_tokens(name: str, x: torch.Tensor, shard_len: int) -> None:
     """(batch, seq, …) with this rank's tokens."""
-    if not isinstance(x, torch.Tensor):
-        raise ShapeError(f"{name} is a {type(x).__name__}; give a tensor")
+    check_tensor(name, x)
     if x.ndim < 2 or x.shape[1] != shard_len or x.shape[0] < 1:
         raise ShapeError(
             f"{name}.shape={tuple(x.shape)}: {name} is (batch, seq, …) with a batch of 1 or more, and the layout gives "
@@ -21,6 +21,7 @@ def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
     for name, weight in weights.items():
         if weight is None:
             continue
+        check_tensor(name, weight)
         if weight.dtype != x.dtype or weight.device != x.device or not x.is_floating_point():
             raise ShapeError(
                 f"x is {x.dtype} on {x.device}, {name} is {weight.dtype} on {weight.device}: one floating-point dtype "

@@ -6,18 +6,20 @@ refuses those modules of torch whose results depend on which tokens a rank has, 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ringspan.arithmetic import without_autocast
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout
 from ringspan.reproducible.activations import elementwise
 from ringspan.reproducible.embedding import embedding
 from ringspan.reproducible.linear import linear
 from ringspan.reproducible.norms import layer_norm, rms_norm
+from ringspan.softmax import accumulator_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 Forwards = Mapping[type[nn.Module], Callable[..., torch.Tensor]]
@@ -69,7 +71,22 @@ def _layer_norm(module: nn.LayerNorm, x: torch.Tensor, **on: Any) -> torch.Tenso
 
 
 def _rms_norm(module: nn.RMSNorm, x: torch.Tensor, **on: Any) -> torch.Tensor:
-    return rms_norm(x, _scales(module, x), eps=torch.finfo(x.dtype).eps if module.eps is None else module.eps, **on)
+    eps = _default_eps(x.dtype, x.device) if module.eps is None else module.eps
+    return rms_norm(x, _scales(module, x), eps=eps, **on)
+
+
+@cache
+def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
+    """What torch adds if it is given none: the eps of this dtype, or that of the sums; versions differ in half types.
+
+    So it is asked, by a number small enough to show.
+    """
+    x = torch.full((1,), 2.0**-14, dtype=dtype, device=device)
+    with without_autocast(device.type):
+        for eps in (torch.finfo(dtype).eps, torch.finfo(accumulator_dtype(dtype)).eps):
+            if torch.equal(nn.functional.rms_norm(x, (1,)), nn.functional.rms_norm(x, (1,), eps=eps)):
+                return eps
+    raise UnsupportedError(f"RMSNorm with eps=None in {dtype}: what torch adds is not known; give the module an eps")
 
 
 def _scales(module: nn.LayerNorm | nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding as look_up
 
+from ringspan.arguments import check_tensor
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
@@ -36,6 +37,7 @@ def embedding(
 
     def check(shard_len: int) -> None:
         check_tokens("ids", ids, shard_len)
+        check_tensor("weight", weight)
         if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise ShapeError(f"ids.shape={tuple(ids.shape)} ({ids.dtype}): ids are (batch, seq), int64 or int32")
         if weight.ndim != 2 or not weight.is_floating_point() or weight.device != ids.device:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ringspan.arguments import check_tensor
 from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
 from ringspan.grid import Strip
@@ -48,6 +49,7 @@ def linear(
 
     def check(shard_len: int) -> None:
         check_tokens("x", x, shard_len)
+        check_tensor("weight", weight)
         if x.ndim != 3 or weight.ndim != 2 or x.shape[2] != weight.shape[1]:
             raise ShapeError(
                 f"x.shape={tuple(x.shape)}, weight.shape={tuple(weight.shape)}: x is (batch, seq, in_features), weight "

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import check_tensor
 from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
@@ -66,6 +67,7 @@ def _norm(
 ) -> torch.Tensor:
     def check(shard_len: int) -> None:
         check_tokens("x", x, shard_len)
+        check_tensor("weight", weight)
         check_weights(x, weight=weight, bias=bias)
         for name, weights in (("weight", weight), ("bias", bias)):
             if weights is not None and (x.ndim < 3 or weights.shape != x.shape[-1:]):
