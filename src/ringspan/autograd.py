@@ -5,8 +5,8 @@ rank must make it, in the same order as the others, as with any collective. It s
 ranks that differentiate like calls in different orders find out.
 
 Two ways lead to the same functions: an autograd Function for eager calls, which costs little, and a pair of custom
-operators for compiled ones, which the compiler takes as they are. An operator takes numbers and tensors only, so the
-rest of a call is kept in a table, where the compiled program finds it by its key.
+operators for compiled ones, which the compiler takes as they are. An operator takes tensors, numbers and texts only, so
+the rest of a call is kept in a table, where the compiled program finds it by its key.
 """
 
 import functools

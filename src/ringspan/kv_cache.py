@@ -250,8 +250,9 @@ class KVCache:
             raise CacheError(
                 f"starts for sequences {[*given]} and new_lengths for {[*lengths]}: give both for the same"
             )
+        cached = self.lengths
         for sequence, start in given.items():
-            length = self.lengths.get(sequence, 0)
+            length = cached.get(sequence, 0)
             if start < length:
                 raise CacheError(
                     f"starts[{sequence}]={start}: positions {start} to {length - 1} are cached already; truncate "
@@ -264,10 +265,11 @@ class KVCache:
 
     def _check_masks(self, lengths: dict[int, int]) -> None:
         known = min(mask.num_positions for mask in self._state.model.masks)
+        cached = self.lengths
         for sequence, num_new in lengths.items():
-            if self.lengths.get(sequence, 0) + num_new > known:
+            if cached.get(sequence, 0) + num_new > known:
                 raise MaskError(f"sequence {sequence} would grow past the {known} positions its mask knows")
-        starts = {sequence: start for sequence in lengths if (start := self.lengths.get(sequence, 0))}
+        starts = {sequence: cached[sequence] for sequence in lengths if cached.get(sequence)}
         for mask in dict.fromkeys(self._state.model.masks):
             _refuse_looking_ahead(mask, starts)
 
@@ -348,7 +350,7 @@ def _refuse_looking_ahead(mask: Mask, starts: Mapping[int, int]) -> None:
     first_new = np.array([*starts.values()], np.int64)
     # No band of a mask ends earlier for a later token: where it reaches nothing new for the last one, it does for none.
     reaches = [hi > first_new for _, hi in mask.bands(first_new - 1)]
-    for sequence, start in itertools.compress(starts.items(), np.any(reaches, axis=0)):
+    for sequence, start in itertools.compress(starts.items(), map(any, zip(*reaches, strict=True))):
         if any(((hi > start) & (hi > lo)).any() for lo, hi in mask.bands(np.arange(start))):
             raise MaskError(
                 f"sequence {sequence} goes on at position {start}: by {mask!r} earlier tokens see later ones, which "

@@ -35,6 +35,11 @@ class PieceKind(Enum):
     ANTICAUSAL = "anticausal"
     MASKED = "masked"
 
+    @property
+    def is_triangle(self) -> bool:
+        """Half of a square, the diagonal included."""
+        return self in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL)
+
 
 class Piece(NamedTuple):
     """A rectangle of a tile: `q` and `kv` are offsets into the tile's positions."""

@@ -17,7 +17,7 @@ import numpy as np
 from ringspan.errors import LayoutError, MaskError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Coverage, Mask
-from ringspan.pieces import Piece, PieceKind, cut_pieces
+from ringspan.pieces import Piece, cut_pieces
 from ringspan.schedule import ALL, AllMerged, Arrived, Attend, Block, Do, Drop, Heads, Post, Program, Sent, Transfer
 from ringspan.span import Positions
 
@@ -341,7 +341,7 @@ def _num_pairs(piece: Piece) -> int:
     num_rows = len(piece.rows) if piece.rows is not None else 1
     height: int = piece.q.stop - piece.q.start
     width: int = piece.kv.stop - piece.kv.start
-    if piece.kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL):
+    if piece.kind.is_triangle:
         return num_rows * height * (height + 1) // 2
     visible = height * width if piece.allowed is None else int(np.count_nonzero(piece.allowed))
     return num_rows * visible

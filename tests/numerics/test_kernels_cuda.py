@@ -24,7 +24,6 @@ from ringspan.softmax import Partial
 torch.set_num_threads(1)
 
 SCALE = 0.3
-TRIANGLES = (PieceKind.CAUSAL, PieceKind.ANTICAUSAL)
 HALF = Request(torch.device("cuda"), torch.bfloat16, 64, 64)
 NAMES = {
     FLASH: "_scaled_dot_product_flash_attention",
@@ -132,7 +131,7 @@ def fake_qkv(n: int, m: int, heads: tuple[int, int], dtype: torch.dtype, v_head_
 @each_ratio
 def test_shapes_and_types(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
     for dtype in kernel.dtypes:
-        for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (2, 1)]:
+        for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (2, 1)]:
             with FakeTensorMode():
                 q, k, v = fake_qkv(n, m, heads, dtype)
                 part = kernel.forward(q, k, v, piece_of(kind, n, m), SCALE)
@@ -158,7 +157,7 @@ def test_which_operator_is_called_and_how(kernel: CudaKernel, kind: PieceKind, h
         assert kwargs["scale"] == SCALE
         given = dict(zip(parameters(name)[3:], rest, strict=False))
         assert given.get("dropout_p", 0.0) == 0.0
-        assert given.get("is_causal", False) == (kind in TRIANGLES)
+        assert given.get("is_causal", False) == (kind.is_triangle)
         assert given.get("compute_log_sumexp", True)
 
 
@@ -198,7 +197,7 @@ def fake_merged(q: torch.Tensor, v: torch.Tensor) -> Merged:
 @each_ratio
 def test_shapes_and_types_of_gradients(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
     for dtype in kernel.dtypes:
-        for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (2, 1)]:
+        for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (2, 1)]:
             with FakeTensorMode():
                 q, k, v = fake_qkv(n, m, heads, dtype)
                 found = kernel.backward(q, k, v, fake_merged(q, v), piece_of(kind, n, m), SCALE)
@@ -224,7 +223,7 @@ def test_which_operator_is_called_backward_and_how(kernel: CudaKernel, kind: Pie
         assert [given["key"] is k, given["value"] is v] == [kind is not PieceKind.ANTICAUSAL] * 2
         assert given["scale"] == SCALE
         assert given["dropout_p"] == 0.0
-        assert given.get("is_causal", False) == (kind in TRIANGLES)
+        assert given.get("is_causal", False) == (kind.is_triangle)
         assert (given.get("attn_bias") is not None) == (kind is PieceKind.MASKED)
         assert given["philox_seed"].device.type == "cuda"
         if used is not EFFICIENT:
@@ -367,7 +366,7 @@ def random_qkv(heads: tuple[int, int], n: int, m: int) -> list[torch.Tensor]:
 @each_kind
 @each_ratio
 def test_results_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
-    for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (4, 1)]:
+    for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (4, 1)]:
         qkv = random_qkv(heads, n, m)
         piece = piece_of(kind, n, m)
         out, lse = oracle.dense_attention(*(x.numpy() for x in qkv), visible(piece).numpy(), SCALE)
@@ -382,7 +381,7 @@ def test_results_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, h
 @each_kind
 @each_ratio
 def test_gradients_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
-    for n, m in [(33, 33), (64, 64)] if kind in TRIANGLES else [(33, 50), (4, 1)]:
+    for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (4, 1)]:
         qkv = random_qkv(heads, n, m)
         piece = piece_of(kind, n, m)
         allowed = visible(piece).numpy()

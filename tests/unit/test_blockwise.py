@@ -165,7 +165,7 @@ def make_case(
 ) -> Case:
     """The piece lies inside its tile, with two rows and three columns before it and one of each after it."""
     rng = np.random.default_rng(seed)
-    width = height if kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL) else width
+    width = height if kind.is_triangle else width
     inside = {
         PieceKind.FULL: np.ones((height, width), bool),
         PieceKind.CAUSAL: np.tri(height, width, dtype=bool),

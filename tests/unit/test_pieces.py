@@ -57,7 +57,7 @@ def times_painted(pieces: tuple[Piece, ...], q: Positions, kv: Positions) -> np.
 def visible_and_covered(pieces: tuple[Piece, ...]) -> tuple[int, int]:
     """Pairs that are visible, and pairs a kernel computes that skips only the other half of CAUSAL and ANTICAUSAL."""
     visible = sum(int(allowed_in(piece).sum()) for piece in pieces)
-    covered = sum(int(allowed_in(p).sum()) if p.kind in (CAUSAL, ANTICAUSAL) else allowed_in(p).size for p in pieces)
+    covered = sum(int(allowed_in(p).sum()) if p.kind.is_triangle else allowed_in(p).size for p in pieces)
     return visible, covered
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from ringspan.catalog import Device
 from ringspan.cost import Shard, merge_s, tile_s
-from ringspan.pieces import PieceKind
 from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, compile_rank, first_reads
 from ringspan.tiles import Compute, Problem, Tile, bind
 from ringspan.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Seconds, Timeline, run_timeline
@@ -52,7 +51,7 @@ def _tile_s(tile: Tile, shard: Shard, device: Device) -> float:
     for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
         q_len, kv_len = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
         is_backward = tile.q.kind == "q_grad"
-        is_causal = piece.kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL)
+        is_causal = piece.kind.is_triangle
         seconds += tile_s(device, mine, q_len, kv_len, is_causal=is_causal, is_backward=is_backward)
         if not is_first and not is_backward:
             seconds += merge_s(device, mine, q_len)
