@@ -32,6 +32,16 @@ def in_subprocess(script: str, *arguments: object) -> Any:
     return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
 
 
+def run_checkout(checkout: Path, script: str | Path, *arguments: object) -> str:
+    """What a script prints in a process of its own that imports `ringspan` from a checkout, on one thread."""
+    source = checkout.resolve() / "src"
+    if not (source / "ringspan").is_dir():
+        raise SystemExit(f"--against={checkout}: a checkout has a folder src/ringspan; give the root of one")
+    environment = os.environ | dict.fromkeys(THREADS, "1") | {"PYTHONPATH": str(source)}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
