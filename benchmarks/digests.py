@@ -68,7 +68,8 @@ def main() -> None:
 def compare(other: Path) -> int:
     """Print the names whose digests differ; return 1 if there are any."""
     ours, theirs = (
-        dict(line.rsplit(" ", 1) for line in run_checkout(checkout, __file__).splitlines()) for checkout in (HERE, other)
+        dict(line.rsplit(" ", 1) for line in run_checkout(checkout, __file__).splitlines())
+        for checkout in (HERE, other)
     )
     names = list(ours | theirs)
     different = [name for name in names if ours.get(name) != theirs.get(name)]
@@ -80,9 +81,7 @@ def compare(other: Path) -> int:
 
 def all_digests() -> Iterator[tuple[str, str]]:
     torch.set_num_threads(1)
-    for name, run in itertools.chain(
-        product_cases(), option_cases(), simulated_cases(), layer_cases(), cache_cases()
-    ):
+    for name, run in itertools.chain(product_cases(), option_cases(), simulated_cases(), layer_cases(), cache_cases()):
         try:
             for part, values in run(name):
                 yield f"{name}/{part}", digest(values)
@@ -176,16 +175,17 @@ def attention_case(
             *inputs, dout = (shards.shard(x, group.rank, 2).clone() for x in tensors)
             if sinks:
                 inputs.append(sink_logits.clone())
-            inputs = [x.requires_grad_() for x in inputs]
+            inputs = [x.requires_grad_("wire" not in options) for x in inputs]  # encoded K/V have no gradients
             given = dict(zip(("q", "k", "v", "sinks"), inputs, strict=False))
             out, lse = rs.attention(
                 **given, mask=MASKS[mask], layout=shards, group=group, algorithm=algorithm, return_lse=True, **options
             )
-            return [out, lse], list(torch.autograd.grad(out, inputs, dout))
+            return [out, lse], list(torch.autograd.grad(out, inputs, dout)) if out.requires_grad else []
 
         forward, backward = zip(*on_ranks(attend, world_size), strict=True)
         yield "forward", forward
-        yield "backward", backward
+        if backward[0]:
+            yield "backward", backward
 
     return name, run
 
@@ -256,11 +256,12 @@ def layer_case(world_size: int, dtype: torch.dtype, layout: str) -> Case:
 
 
 def cache_cases() -> Iterator[Case]:
-    storages, queries, algorithms = (None, "int8", "float8_e4m3"), ("sharded", "replicated"), ("pass_kv", "pass_q")
-    for storage, query, algorithm, world_size in itertools.product(storages, queries, algorithms, WORLD_SIZES):
+    storages = (None, "int8", "float8_e4m3")
+    kinds = (("sharded", "pass_kv"), ("sharded", "pass_q"), ("replicated", "auto"))
+    for storage, (query, algorithm), world_size in itertools.product(storages, kinds, WORLD_SIZES):
         for dtype in (torch.float32, torch.bfloat16):
             yield cache_case(world_size, dtype, storage, query, algorithm)
-        if algorithm == "pass_kv" and query == "sharded":
+        if algorithm == "pass_kv":
             yield cache_case(world_size, torch.float32, storage, query, algorithm, wire="int8")
 
 

@@ -6,16 +6,23 @@ views of tensors, and the merges, which are arithmetic and are given apart. The 
 nothing makes a call faster than it is, and much makes it slower.
 
     python benchmarks/overhead.py [--repeats 800] [--write]
+    python benchmarks/overhead.py --against CHECKOUT [--rounds 7] [--repeats 100]
+
+With `--against` the two checkouts take turns, each with its own copy of this program, since it replaces private parts
+of its own code. The table has medians over the rounds, smallest and largest, and the ratio of this to the other one.
 """
 
 import argparse
+import json
+import statistics
 import timeit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from results import describe_machine, format_table, write_section
+from results import describe_machine, format_median, format_table, run_checkout, write_section
 
 import ringspan as rs
 from ringspan.arithmetic import TorchArithmetic
@@ -75,12 +82,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=800)
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure it in turns with this checkout")
+    parser.add_argument("--rounds", type=int, default=7, help="of --against")
+    parser.add_argument("--json", action="store_true", help="print µs per call without merges, by ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.against:
+        print(compare(args.against, args.rounds, args.repeats))
+        return
+    if args.json:
+        with without_merges():
+            print(json.dumps({ranks: call_us(ranks, args.repeats) for ranks in ALLOWED_US}))
+        return
     text = report(args.repeats)
     print(text)
     if args.write:
         write_section("overhead", "What a repeated call costs outside kernels and transport", text)
+
+
+def compare(other: Path, rounds: int, repeats: int) -> str:
+    checkouts = (Path(__file__).resolve().parents[1], other)
+    measured: list[list[dict[str, float]]] = [[], []]
+    for i in range(rounds):
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            script = checkouts[which] / "benchmarks" / "overhead.py"
+            text = run_checkout(checkouts[which], script, "--json", "--repeats", repeats)
+            measured[which].append(json.loads(text))
+    rows = []
+    for ranks in map(str, ALLOWED_US):
+        here, there = ([one[ranks] for one in side] for side in measured)
+        ratio = statistics.median(here) / statistics.median(there)
+        rows.append([ranks, format_median(here, 1), format_median(there, 1), f"{ratio:.3f}"])
+    return format_table(["ranks", "here, µs per call", "there, µs per call", "ratio"], rows)
 
 
 def report(repeats: int) -> str:
