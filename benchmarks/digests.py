@@ -1,9 +1,9 @@
 """Do two checkouts compute the same bits?
 
-Prints `name digest` for a fixed set of calls with fixed inputs: `rs.attention` (forward with log-sum-exp, and gradients),
+Prints `name digest` for a fixed set of calls with fixed inputs: `rs.attention` (forward with log-sum-exp, gradients),
 `rs.simulate_attention`, the layers of `rs.reproducible`, and turns of `rs.KVCache`, on 1 to 4 ranks of
-`rs.run_in_process`. A digest is the start of the SHA-256 of dtypes, shapes and bytes of the results of all ranks in rank
-order. A call that the library refuses has the name of the exception instead of a digest.
+`rs.run_in_process`. A digest is the start of the SHA-256 of dtypes, shapes and bytes of all results in rank order. A
+call that the library refuses has the name of the exception instead of a digest.
 
 The program uses public names only, so that it runs unchanged before and after modules move. Digests depend on the CPU
 and on the versions of torch and NumPy: compare them on one machine only.
