@@ -110,9 +110,9 @@ REFUSALS = [
     Refusal("a mask that ends early", given(mask=rs.documents([5])), rs.MaskError, ("position 11", "5 tokens")),
     Refusal(
         "an unknown algorithm",
-        given(algorithm="pass-kv"),
+        given(algorithm="ring"),
         UNSUPPORTED,
-        ("algorithm='pass-kv'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring"),
+        ("algorithm='ring'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring"),
     ),
     Refusal(
         "heads Ulysses cannot split",

@@ -23,7 +23,7 @@ def attend(group: Any = None, layout: rs.Layout = LAYOUT) -> Any:
 def test_one_of_several_processes_does_not_compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for call in (attend, lambda: rs.gather(X, LAYOUT, dim=2), lambda: rs.shard(X, LAYOUT, dim=2)):
-        with pytest.raises(rs.TransportError, match="group=None, WORLD_SIZE=4: .*one of 4 processes") as raised:
+        with pytest.raises(rs.TransportError, match=r"group=None, WORLD_SIZE=4: .*one of 4 processes") as raised:
             call()
         assert "torch.distributed.init_process_group(...)" in str(raised.value)
         assert "or pass group=" in str(raised.value)

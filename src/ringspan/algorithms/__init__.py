@@ -16,7 +16,17 @@ from ringspan.algorithms.ulysses import build_ulysses
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import Heads, Route, Schedule, Visible
 
-__all__ = ["ALGORITHMS", "Direction", "Mesh", "Query", "Side", "as_mesh", "build_decode", "build_schedule", "check_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "Direction",
+    "Mesh",
+    "Query",
+    "Side",
+    "as_mesh",
+    "build_decode",
+    "build_schedule",
+    "check_algorithm",
+]
 
 
 class Algorithm(NamedTuple):

@@ -59,8 +59,8 @@ def _default_group() -> Any:
     started = os.environ.get("WORLD_SIZE", "")
     if started.isdecimal() and int(started) > 1:
         raise TransportError(
-            f"group=None, WORLD_SIZE={started}: the environment says that this is one of {started} processes, but there "
-            "is no default process group; call torch.distributed.init_process_group(...) first, or pass group="
+            f"group=None, WORLD_SIZE={started}: the environment says that this is one of {started} processes, but "
+            "there is no default process group; call torch.distributed.init_process_group(...) first, or pass group="
         )
     return ALONE
 
