@@ -129,6 +129,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name == "adapters":
         return import_module("ringspan.adapters")
@@ -140,7 +144,7 @@ def __getattr__(name: str) -> object:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
-            f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
+            f"ringspan.{name} needs torch; install it, for example from a checkout with: pip install '.[torch]'"
         ) from None
     value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value  # looked up once, not at every call

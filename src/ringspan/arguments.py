@@ -68,11 +68,11 @@ def check_looks(looks: Looks) -> Shapes:
     if k.shape[0] != batch or k.shape[:3] != v.shape[:3] or k.shape[3] != head_dim or not head_dim:
         raise ShapeError(
             f"{_shapes(looks)}: batch is the same for all, head_dim the same for q and k and at least 1, and k and v "
-            "differ in the last dim only"
+            f"differ in the last dim only{_swapped(looks)}"
         )
     heads = Heads(num_heads, k.shape[1])
     if not num_heads or not heads.num_kv_heads or num_heads % heads.num_kv_heads:
-        raise ShapeError(f"{_shapes(looks)}: the query heads are a multiple of the KV heads")
+        raise ShapeError(f"{_shapes(looks)}: the query heads are a multiple of the KV heads{_swapped(looks)}")
     if sinks is not None:
         _check_sinks(sinks, heads, q.dtype, q.device)
     return Shapes((batch,), heads, head_dim, v.shape[3], q.dtype.itemsize, accumulator_dtype(q.dtype).itemsize)
@@ -82,6 +82,11 @@ def _shapes(looks: Looks) -> str:
     return ", ".join(
         f"{name}.shape={tuple(look.shape)}" for name, look in zip("qkv", (looks.q, looks.k, looks.v), strict=True)
     )
+
+
+def _swapped(looks: Looks) -> str:
+    q, k = looks.q.shape[1], looks.k.shape[1]
+    return f"; q has {q} heads and k has {k}: if q and k are swapped, give q first" if 0 < q < k else ""
 
 
 def _check_sinks(sinks: Look, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh, check_algorithm
 from ringspan.arguments import Looks, check_looks, check_rows, check_timeout, look_at
 from ringspan.arithmetic import TorchArithmetic, without_autocast
 from ringspan.calibrate import measure_machine
@@ -278,9 +278,7 @@ def _plan(options: Options, looks: Looks, which: Pass, rank: int, world_size: in
     problem = Problem(options.mask, options.layout, options.kv_layout, shapes)
     check_rows(problem, rank, world_size, looks)
     algorithm = options.algorithm
-    if algorithm not in ALGORITHMS:
-        choices = ", ".join(["auto", *ALGORITHMS])
-        raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; use one of {choices}")
+    check_algorithm(algorithm, ["auto", *ALGORITHMS])
     asked_mesh = as_mesh(options.mesh)
     if asked_mesh is not None and group_mesh is not None and asked_mesh != group_mesh:
         raise LayoutError(f"mesh={tuple(asked_mesh)}: the group's own mesh is {tuple(group_mesh)}; leave mesh out")

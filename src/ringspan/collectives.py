@@ -49,8 +49,13 @@ def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None
     if part.shape[dim] != layout.shard_len(rank):
         raise ShapeError(
             f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
-            f"positions along dim {dim}"
+            f"positions along dim {dim}; {_way_out(part, layout.shard_len(rank))}"
         )
+
+
+def _way_out(part: torch.Tensor, shard_len: int) -> str:
+    fitting = [str(dim) for dim, size in enumerate(part.shape) if size == shard_len]
+    return f"use dim={' or dim='.join(fitting)}" if fitting else "pass the layout that the part was made with"
 
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:

@@ -29,6 +29,7 @@ _HEADER = struct.Struct("<4sBxxxIQQ")  # magic, state, length of the description
 _MAGIC = b"RSP1"
 _KNOWN, _NEW, _REFUSED = range(3)
 _READABLE = 200  # characters of one value in an error
+_OF_BATCH = ("batch", "input_ids", "labels")  # fields that differ if the ranks have different data
 _SHOWN = 8  # elements of a tensor in one
 
 
@@ -172,6 +173,8 @@ def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | Non
         names = dict.fromkeys(["call", *(["dtype"] if all("dtype" in text for text in texts) else [])])
     differences = {name: _by_value({rank: text.get(name, "-") for rank, text in enumerate(texts)}) for name in names}
     told = [f"{name}: {_tell_apart(values)}" for name, values in differences.items() if len(values) > 1]
+    if any(len(differences.get(name, ())) > 1 for name in _OF_BATCH):
+        told.append("give all ranks of the group the same batch")
     return f"the ranks do not make the same call; {'; '.join(told)}" if told else None
 
 

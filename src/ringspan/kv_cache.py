@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 
-from ringspan.algorithms import Query
+from ringspan.algorithms import Query, check_algorithm
 from ringspan.calibrate import measure_machine
 from ringspan.choose import RingWork, choose_by_time
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
@@ -276,10 +276,7 @@ class KVCache:
     def _check_options(self, algorithm: str, query: Query, wire: str | None) -> None:
         if query not in ("sharded", "replicated"):
             raise UnsupportedError(f'query={query!r}: new tokens are "sharded" over the ranks or "replicated" on all')
-        if algorithm not in _ALGORITHMS:
-            raise UnsupportedError(
-                f"algorithm={algorithm!r}: a turn has no such algorithm; use one of {', '.join(_ALGORITHMS)}"
-            )
+        check_algorithm(algorithm, _ALGORITHMS)
         if query == "replicated" and algorithm != "auto":
             raise UnsupportedError(
                 f'algorithm={algorithm!r}, query="replicated": nothing travels but partial results; leave it out'

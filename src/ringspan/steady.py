@@ -143,10 +143,10 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 class _OneThread:
-    """While anybody is inside, PyTorch and its matrix library take it that there is one thread.
+    """While a thread is inside, PyTorch and its matrix library use one thread for it.
 
-    The library has one number for the whole process, so ranks that are threads of it go in and out together: it is set
-    back by the last. A thread that leaves earlier stays at one thread for what PyTorch itself would share out.
+    Some versions of PyTorch set the library's number for the whole process, so ranks that are threads of one process go
+    in and out together: the last one sets the number back. A thread that leaves earlier stays at one thread.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,9 @@ def single_threads(device: torch.device) -> Iterator[Threads]:
         if num_threads == 1 or device.type != "cpu":
             yield Threads(1, map)
             return
-        with ThreadPoolExecutor(num_threads) as pool:
+        # OpenMP and MKL keep a number for each thread. A new thread has the default, all cores, until PyTorch asks for
+        # it, and a matrix product does not ask: it would be shared out, with its sums split.
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             # Each thread records gradients unless it is told not to.
             yield Threads(num_threads, lambda compute, *items: pool.map(torch.no_grad()(compute), *items))
 

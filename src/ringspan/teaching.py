@@ -46,7 +46,7 @@ def ring_attention_simulate(
 
 
 class RingCosts(TypedDict):
-    """What ring attention takes of each GPU, and what travels. A ring step is one hop of K and V."""
+    """What ring attention takes of each GPU, and what travels. In each ring step a GPU attends one block of K and V."""
 
     chunk_length: int
     ring_steps: int
@@ -64,8 +64,8 @@ def ring_attention_context_parallel(
 ) -> RingCosts:
     """Memory and traffic of one GPU when a sequence of K, V and Q is split over a ring.
 
-    A GPU holds its chunk of Q, K and V, total_seq_len // num_gpus tokens (a remainder is not counted); each of the
-    num_gpus - 1 hops moves one chunk of K and V.
+    A GPU holds its chunk of Q, K and V, total_seq_len // num_gpus tokens (a remainder is not counted). It attends the
+    num_gpus chunks of K and V in as many steps; each step but the last sends one chunk of K and V.
     """
     seq_len, gpus, width, heads, element_bytes = (
         _check_count(name, value)
@@ -88,7 +88,7 @@ def ring_attention_context_parallel(
     memory, total_comm = 3 * chunk_tensor, 2 * chunk_tensor * (gpus - 1)
     return RingCosts(
         chunk_length=chunk,
-        ring_steps=gpus - 1,
+        ring_steps=gpus,
         memory_per_gpu_bytes=memory,
         memory_per_gpu_mb=round(memory / _MB, 2),
         full_kv_memory_bytes=2 * tensor,

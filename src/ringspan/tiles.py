@@ -145,6 +145,12 @@ class Problem:
 def check_kinds(mask: object, layout: object, kv_layout: object) -> None:
     """Refuse what is no mask or layout, before anything asks it for its own."""
     if not isinstance(mask, Mask):
+        if hasattr(mask, "shape"):
+            raise MaskError(
+                f"mask=<{type(mask).__name__} of shape {tuple(mask.shape)}>: dense masks are not taken; use "
+                "rs.causal(), rs.sliding_window(...), rs.documents(...) or rs.prefix(...), joined by & and |, and "
+                "rs.per_row([...]) where batch rows differ"
+            )
         raise MaskError(f"mask={_brief(mask)}: a mask is a value such as rs.causal() or rs.documents([300, 700])")
     check_is_layout("layout", layout)
     check_is_layout("kv_layout", kv_layout)

@@ -36,7 +36,9 @@ def test_a_name_that_needs_torch_says_so_when_torch_is_absent(name):
     program = WITHOUT_TORCH + (
         f"import ringspan as rs\ntry:\n    rs.{name}\nexcept ImportError as error:\n    print(error)"
     )
-    assert run(program) == f"ringspan.{name} needs torch; install it, for example with: pip install 'ringspan[torch]'"
+    assert run(program) == (
+        f"ringspan.{name} needs torch; install it, for example from a checkout with: pip install '.[torch]'"
+    )
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
@@ -47,10 +49,14 @@ def test_an_adapter_says_what_it_needs(missing):
         "try:\n    rs.adapters.transformers\nexcept ImportError as error:\n    print(error)"
     )
     assert run(program) == (
-        f"ringspan.adapters.transformers needs {missing}; install it, for example with: "
-        "pip install 'ringspan[transformers]'"
+        f"ringspan.adapters.transformers needs {missing}; install it, for example from a checkout with: "
+        "pip install '.[transformers]'"
     )
     assert run("import sys, ringspan; ringspan.adapters; print('torch' in sys.modules)") == "False"
+
+
+def test_dir_has_every_public_name_before_any_is_used():
+    assert run("import ringspan as rs; print(sorted(set(rs.__all__) - set(dir(rs))))") == "[]"
 
 
 def test_every_public_name_resolves_and_no_other_does():

@@ -489,7 +489,7 @@ def test_without_torch_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", None)
     done = invoke()
     assert done.exit_code == 2
-    assert "bench needs torch; install it, for example with: pip install 'ringspan[torch]'" in done.stderr
+    assert "bench needs torch; install it, for example from a checkout with: pip install '.[torch]'" in done.stderr
     assert invoke("--help").exit_code == 0
 
 

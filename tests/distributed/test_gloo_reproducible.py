@@ -1,9 +1,12 @@
 """`rs.reproducible` on gloo processes, and with any number of threads: the bits of one process with one thread."""
 
+import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import ringspan as rs
 from reproducible_layers import SEQ_LEN, run_layers
 from reproducible_training import SEQ_LEN as TRAINED
 from reproducible_training import train
+from ringspan.steady import single_threads
 from ringspan.tree import TILE
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
@@ -53,21 +57,52 @@ def run_training(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("setting", [None, "AUTO,STRICT"])
 def test_the_number_of_threads_does_not_change_a_bit(setting: str | None) -> None:
-    """However MKL is set. It reads the variable when torch is loaded, so this is another interpreter."""
+    """Whatever MKL_CBWR says."""
+    digests = run_apart("print_digests", {"MKL_CBWR": setting} if setting else {})
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
+
+
+def test_the_libraries_use_one_thread_for_each_thread_that_shares_a_product() -> None:
+    """Where a split sum happens to have the same bits, the digests above cannot tell."""
+    assert run_apart("print_openmp_threads", {}) == ["1"] * 6
+
+
+def run_apart(function: str, variables: dict[str, str]) -> list[str]:
+    """The words that a function of this file prints in a new interpreter: the libraries read variables when loaded.
+
+    OpenMP takes two threads by default there, so that a thread that was not told to use one is noticed.
+    """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", "import test_gloo_reproducible as test; test.print_digests()"],
-        env=os.environ | {"PYTHONPATH": path} | ({"MKL_CBWR": setting} if setting else {}),
+        [sys.executable, "-c", f"import test_gloo_reproducible as test; test.{function}()"],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"} | variables,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    digests = done.stdout.split()
-    assert len(digests) == 4
-    assert len(set(digests)) == 1
+    return done.stdout.split()
+
+
+def print_openmp_threads() -> None:
+    """What OpenMP itself says: to ask torch would tell the thread."""
+    library = re.search(r"/\S*/lib[gi]?omp\S*", Path("/proc/self/maps").read_text())
+    assert library is not None
+    ask = ctypes.CDLL(library[0]).omp_get_max_threads
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        meet = threading.Barrier(num_threads)
+
+        def ask_on_each(_: int, meet: threading.Barrier = meet) -> int:
+            meet.wait(timeout=50)
+            return int(ask())
+
+        with single_threads(torch.device("cpu")) as threads:
+            for count in threads.map(ask_on_each, range(num_threads)):
+                sys.stdout.write(f"{count}\n")
 
 
 def print_digests() -> None:

@@ -32,7 +32,7 @@ HEADS = rs.Heads(6, 6)
 
 needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py: apt-get install openmpi-bin libopenmpi-dev; pip install 'ringspan[mpi]'",
+    reason="needs mpirun and mpi4py: apt-get install openmpi-bin libopenmpi-dev; pip install '.[mpi]'",
 )
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(HARD_TIMEOUT_S + 10), needs_mpi]
 

@@ -19,7 +19,7 @@ RANKS = 4
 
 needs_mpi = pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py: apt-get install openmpi-bin libopenmpi-dev; pip install 'ringspan[mpi]'",
+    reason="needs mpirun and mpi4py: apt-get install openmpi-bin libopenmpi-dev; pip install '.[mpi]'",
 )
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(HARD_TIMEOUT_S + 10)]
 at_each_world_size = pytest.mark.parametrize("world_size", range(2, RANKS + 1))
@@ -122,5 +122,5 @@ def test_a_rank_that_dies_ends_the_job(tmp_path):
 def test_without_mpi4py_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     mpi._import_mpi.cache_clear()
-    with pytest.raises(UnsupportedError, match=r"pip install 'ringspan\[mpi\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[mpi\]'"):
         mpi.MpiTransport()

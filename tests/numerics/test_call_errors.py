@@ -110,9 +110,9 @@ REFUSALS = [
     Refusal("a mask that ends early", given(mask=rs.documents([5])), rs.MaskError, ("position 11", "5 tokens")),
     Refusal(
         "an unknown algorithm",
-        given(algorithm="pass-kv"),
+        given(algorithm="ring"),
         UNSUPPORTED,
-        ("algorithm='pass-kv'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring"),
+        ("algorithm='ring'", "auto", "pass_kv, pass_q, all_gather, ulysses, hybrid, double_ring"),
     ),
     Refusal(
         "heads Ulysses cannot split",
@@ -149,7 +149,31 @@ REFUSALS = [
         ("kernel='sdpa_flash'", "CUDA", "use kernel='auto'"),
     ),
     Refusal("a mask that is none", given(mask="causal"), rs.MaskError, ("mask='causal'", "rs.causal()")),
-    Refusal("a dense mask", given(mask=torch.ones(SEQ_LEN, SEQ_LEN)), rs.MaskError, ("mask", "Tensor")),
+    Refusal(
+        "a dense mask",
+        given(mask=torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool)),
+        rs.MaskError,
+        ("mask=<Tensor of shape (12, 12)>: dense masks are not taken", "rs.causal()", "rs.documents(", "rs.per_row("),
+    ),
+    Refusal("a dense array", given(mask=np.ones((3, 3), bool)), rs.MaskError, ("mask=<ndarray of shape (3, 3)>",)),
+    Refusal(
+        "q and k swapped",
+        lambda call: {"q": call["k"], "k": call["q"]},
+        SHAPE,
+        ("q has 2 heads and k has 4: if q and k are swapped, give q first",),
+    ),
+    Refusal(
+        "k and v of the queries",
+        lambda call: {"q": call["k"], "k": call["q"], "v": call["q"]},
+        SHAPE,
+        ("a multiple of the KV heads; q has 2 heads and k has 4: if q and k are swapped",),
+    ),
+    Refusal(
+        "an algorithm as on the command line",
+        given(algorithm="pass-kv"),
+        UNSUPPORTED,
+        ("algorithm='pass-kv'", 'write "pass_kv"'),
+    ),
     Refusal("a layout that is none", given(layout=[[0, 1], [2, 3]]), LAYOUT, ("layout=[[0, 1], [2, 3]]",)),
     Refusal("an array for q", lambda call: {"q": call["q"].numpy()}, SHAPE, ("q", "ndarray", "tensor")),
     Refusal("a list of sinks", given(sinks=[0.0] * HEADS), SHAPE, ("sinks", "list", "tensor")),
@@ -283,6 +307,7 @@ def test_the_odd_rank_is_named_on_all(field: str, odd: int, counted: dict[int, C
     assert f"{field}: rank {odd} has {value}" in message
     assert f"ranks {others} have {others_value}" in message
     assert {type(error) for error in errors} == {rs.TransportError}
+    assert ("give all ranks of the group the same batch" in message) == (field == "batch")
 
 
 def test_saying_the_default_is_no_disagreement() -> None:

@@ -296,6 +296,13 @@ def test_a_dim_that_is_not_there(call: Callable[..., torch.Tensor]) -> None:
         assert "dim=1" in str(error)
 
 
+def test_gather_along_another_dim_says_which_one_fits() -> None:
+    for error in errors_of(2, lambda group: rs.gather(torch.zeros(2, 4, 3), rs.zigzag(8, 2), group, dim=2)):
+        assert "4 positions along dim 2; use dim=1" in str(error)
+    for error in errors_of(2, lambda group: rs.gather(torch.zeros(2, 5, 3), rs.zigzag(8, 2), group, dim=1)):
+        assert "pass the layout that the part was made with" in str(error)
+
+
 @pytest.mark.parametrize(("call", "name"), [(rs.shard, "whole"), (rs.gather, "part")])
 def test_a_single_number_has_no_dim_at_all(call: Callable[..., torch.Tensor], name: str) -> None:
     for error in errors_of(2, lambda group: call(torch.tensor(1.0), rs.zigzag(8, 2), group, dim=0)):

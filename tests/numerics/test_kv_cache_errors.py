@@ -81,6 +81,7 @@ REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = 
     "no tokens": (lambda c: c.begin([1, 0]), rs.ShapeError, r"new_lengths\[1\]=0"),
     "no sequence": (lambda c: c.begin([]), rs.CacheError, "at least one sequence"),
     "no such algorithm": (lambda c: c.begin([1], algorithm="ulysses"), rs.UnsupportedError, "auto, pass_kv, pass_q"),
+    "a hyphen": (lambda c: c.begin([1], algorithm="pass-q"), rs.UnsupportedError, 'write "pass_q"'),
     "no such query": (lambda c: c.begin([1], query="half"), rs.UnsupportedError, "sharded"),
     "truncate too far": (lambda c: c.truncate(1, 8), rs.CacheError, "only 7 tokens"),
     "drop of nothing": (lambda c: c.drop(7), rs.CacheError, "there are 0, 1"),

@@ -19,5 +19,6 @@ def __getattr__(name: str) -> object:
         if missing not in ("torch", name):
             raise
         raise ImportError(
-            f"ringspan.adapters.{name} needs {missing}; install it, for example with: pip install 'ringspan[{name}]'"
+            f"ringspan.adapters.{name} needs {missing}; install it, for example from a checkout with: "
+            f"pip install '.[{name}]'"
         ) from None

@@ -1,6 +1,6 @@
 """Algorithms: pure functions from what sees what to a Schedule. One file each; `build_schedule` finds them by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
@@ -16,7 +16,17 @@ from ringspan.algorithms.ulysses import build_ulysses
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import Heads, Route, Schedule, Visible
 
-__all__ = ["ALGORITHMS", "Direction", "Mesh", "Query", "Side", "as_mesh", "build_decode", "build_schedule"]
+__all__ = [
+    "ALGORITHMS",
+    "Direction",
+    "Mesh",
+    "Query",
+    "Side",
+    "as_mesh",
+    "build_decode",
+    "build_schedule",
+    "check_algorithm",
+]
 
 
 class Algorithm(NamedTuple):
@@ -36,6 +46,16 @@ ALGORITHMS = {
 }
 
 
+def check_algorithm(algorithm: str, choices: Iterable[str]) -> None:
+    """Refuse a name that is not among the choices; the command line also takes `-` for `_`."""
+    choices = list(choices)
+    if algorithm in choices:
+        return
+    spelled = algorithm.lower().replace("-", "_") if isinstance(algorithm, str) else None
+    way_out = f'write "{spelled}"' if spelled in choices else f"use one of {', '.join(choices)}"
+    raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; {way_out}")
+
+
 def build_schedule(
     algorithm: str,
     visible: Visible,
@@ -52,10 +72,7 @@ def build_schedule(
     `heads` (query heads, KV heads) is needed where heads are exchanged; `mesh` and `direction` are refused where the
     algorithm has no use for them.
     """
-    if algorithm not in ALGORITHMS:
-        raise UnsupportedError(
-            f"algorithm={algorithm!r}: there is no such algorithm; use one of {', '.join(ALGORITHMS)}"
-        )
+    check_algorithm(algorithm, ALGORITHMS)
     if backward not in (None, "kv", "q"):
         raise UnsupportedError(f'backward={backward!r}: the side that travels is "kv" or "q"; None builds the forward')
     if route not in get_args(Route):

@@ -214,7 +214,9 @@ def bench(
     goes, what was sent and how much memory it took. Exit code 1 if the result is wrong or a rank fails.
     """
     if importlib.util.find_spec("torch") is None:
-        raise click.UsageError("bench needs torch; install it, for example with: pip install 'ringspan[torch]'")
+        raise click.UsageError(
+            "bench needs torch; install it, for example from a checkout with: pip install '.[torch]'"
+        )
     launched = find_launcher(os.environ)
     if selfcheck:
         refuse_others(ctx, WITH_SELFCHECK, "is for a measurement; --selfcheck takes only --json and --timeout")

@@ -1,5 +1,6 @@
 """Messages between ranks, whatever carries them. `open_transport` finds out from the group what that is."""
 
+import os
 import weakref
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Found(NamedTuple):
 def find_group(group: Any) -> Found:
     """The group itself, or that of a mesh; for None the default process group, or a single rank if there is none."""
     if group is None:
-        return Found(dist.group.WORLD if dist.is_available() and dist.is_initialized() else ALONE)
+        return Found(_default_group())
     if isinstance(group, DeviceMesh):
         return _group_of_mesh(group)
     return Found(mpi_group(group) if is_mpi_comm(group) else group)
@@ -49,6 +50,19 @@ def open_transport(group: Any) -> Transport:
         f"group={group!r}: a group is a ProcessGroup, a DeviceMesh of one or two dimensions, a rank of run_in_process, "
         "an mpi4py communicator, or None for the default group"
     )
+
+
+def _default_group() -> Any:
+    """Refuses to compute alone in one of several processes that torchrun started: each would do all of the work."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) > 1:
+        raise TransportError(
+            f"group=None, WORLD_SIZE={started}: the environment says that this is one of {started} processes, but "
+            "there is no default process group; call torch.distributed.init_process_group(...) first, or pass group="
+        )
+    return ALONE
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> Found:

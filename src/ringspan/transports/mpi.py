@@ -38,7 +38,7 @@ def _import_mpi() -> Any:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, an MPI library is not
         raise UnsupportedError(
             f"the MPI transport needs mpi4py and an MPI library ({error}); "
-            "pip install 'ringspan[mpi]', and take Open MPI or MPICH from the system's packages"
+            "from a checkout, pip install '.[mpi]', and take Open MPI or MPICH from the system's packages"
         ) from error
     return MPI
 
