@@ -87,7 +87,7 @@ class Adapter:
         given = dict(arguments)
         run = given.pop(RUN, None)
         with self._telling():
-            given = {name: value for name, value in given.items() if value is not None}
+            given = self.arguments.drop_unused(given)
             self.arguments.check(given)
             new = None
             if run is not None:
@@ -105,7 +105,7 @@ class Adapter:
         extra = {"output_hidden_states": True} if given.get("output_hidden_states") else {}
         self._forward, self.wiring.run = forward, forward.run
         inputs = {name: value for name, value in inputs.items() if name != "labels"} | extra
-        if "use_cache" in self.parameters:
+        if self.arguments.takes_use_cache:
             inputs["use_cache"] = isinstance(forward.run, TurnRun)
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
