@@ -26,6 +26,7 @@ from ringspan.adapters.transformers.generating import CheckedGenerate
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
+from ringspan.adapters.transformers.sizes import check_sizes
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.contract import Signature
 from ringspan.errors import RingspanError, UnsupportedError
@@ -182,6 +183,9 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
+            _set_attention(attention)
+            check_sizes(model, options)
+            model.set_attn_implementation(wiring.name)
     except BaseException:
         _set_attention(attention)
         raise
