@@ -36,9 +36,12 @@ class Reference(NamedTuple):
     batch: dict[str, torch.Tensor]
     unlabelled: dict[str, torch.Tensor]  # the same without labels
     outputs: dict[str, torch.Tensor]
+    packed: dict[str, torch.Tensor]  # a batch of packed documents, if the model takes positions
 
     def tokens(self, output: str) -> torch.Tensor:
         """Which rows of an output count: (batch, seq)."""
+        if output == "packed":
+            return torch.ones_like(self.packed["input_ids"]).bool()
         if "decoder_input_ids" in self.unlabelled and not output.startswith("encoder_"):
             return torch.ones_like(self.unlabelled["decoder_input_ids"]).bool()
         return self.unlabelled["attention_mask"].bool()
@@ -73,7 +76,17 @@ def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Refer
         raise UnsupportedError(
             f"{type(model).__name__} returns nothing that has a row for each token; use its base model"
         )
-    return Reference(batch, unlabelled, outputs)
+    packed: dict[str, torch.Tensor] = {}
+    if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
+        positions = torch.arange(num_columns, device=model.device) % (num_columns // 2 - 1)
+        packed = {"input_ids": batch["input_ids"], "position_ids": positions[None]}
+        outputs |= {"packed": _packed_rows(model, packed)}
+    return Reference(batch, unlabelled, outputs, packed)
+
+
+def _packed_rows(model: PreTrainedModel, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+    with in_mode(model, training=False), torch.no_grad():
+        return next(iter(_rows(model(**packed, **without_cache(model))).values()))
 
 
 def find_random(model: PreTrainedModel, reference: Reference) -> bool:
@@ -144,6 +157,9 @@ def compare(
             outputs["encoder_last_hidden_state alone"] = encoder.call(
                 **{name: x for name, x in reference.unlabelled.items() if not name.startswith("decoder_")}
             )[0]
+        if reference.packed:
+            packed = adapter.call(**reference.packed, use_cache=False)
+            outputs["packed documents on shards"] = next(iter(_rows(packed).values()))
         if not found.cached:
             return outputs
         parts = [_rows(adapter.call(**inputs)) for inputs in _turns(reference, outputs)]
