@@ -34,9 +34,7 @@ GRANITE = {
         GraniteMoeSharedForCausalLM, GraniteMoeSharedConfig, _decoder(**_EXPERTS, shared_intermediate_size=32), ""
     ),
     "GraniteSWA": Family(GraniteSWAForCausalLM, GraniteSWAConfig, _decoder(sliding_window=5), ""),
-    "GraniteMoeSWA": Family(
-        GraniteMoeSWAForCausalLM, GraniteMoeSWAConfig, _decoder(**_EXPERTS, sliding_window=5), ""
-    ),
+    "GraniteMoeSWA": Family(GraniteMoeSWAForCausalLM, GraniteMoeSWAConfig, _decoder(**_EXPERTS, sliding_window=5), ""),
 }
 DEEPSEEK_V4 = Family(
     DeepseekV4ForCausalLM,
@@ -106,7 +104,9 @@ def test_a_model_that_does_not_run_with_small_sizes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sizes_module, "_shrunk_copy", fail)
     with parallelize(FAMILIES["Mistral"].make(sliding_window=20)) as handle:
         assert {layer.mask for layer in handle.layers} == {rs.sliding_window(19, 0)}
-    with pytest.raises(rs.UnsupportedError, match="sliding_window=4096, and a copy with 8 .* fails: ValueError: no copy"):
+    with pytest.raises(
+        rs.UnsupportedError, match="sliding_window=4096, and a copy with 8 .* fails: ValueError: no copy"
+    ):
         parallelize(FAMILIES["Mistral"].make(sliding_window=4096))
 
 
