@@ -2,6 +2,8 @@
 
     handle = parallelize(model)
     loss = model(**handle.shard(batch)).loss      # training: the loss of one process, on every rank
+    loss.backward()
+    handle.reduce_gradients()                     # the gradients of one process, on every rank
     tokens = model.generate(**prompt)             # inference: the whole prompt on every rank
     handle.restore()
 
@@ -23,9 +25,11 @@ from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
 from ringspan.adapters.transformers.arguments import check_random
 from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
+from ringspan.adapters.transformers.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
+from ringspan.adapters.transformers.sizes import check_sizes
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.contract import Signature
 from ringspan.errors import RingspanError, UnsupportedError
@@ -66,8 +70,8 @@ class Handle:
 
         Returns:
             Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
-            of the whole batch, on every rank. The gradients of the ranks are to be summed, as with
-            `rs.cross_rank_mean_loss`. Labels come out as those of each position's own logits, shifted already.
+            of the whole batch, on every rank. The gradients of the ranks are to be summed, by
+            `reduce_gradients` or as with `rs.cross_rank_mean_loss`. Labels come out as those of each position's own logits, shifted already.
         """
         if not self._hooks:
             name = type(self._adapter.model).__name__
@@ -77,12 +81,28 @@ class Handle:
             )
         return self._adapter.shard(batch)
 
+    def reduce_gradients(self) -> None:
+        """Sum the parameters' gradients over the ranks: then each rank has the gradients of one process.
+
+        Call it on every rank after the last `backward()` of a step, before gradients are clipped and the optimizer
+        steps. Leave it out if DDP or FSDP reduces gradients.
+        """
+        reduce_gradients(self._adapter.model, self._adapter.options)
+
     def restore(self) -> None:
         """The model as it was before; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         _set_attention(self._attention)
         self._hooks, self._attention = [], []
+
+    def __repr__(self) -> str:
+        options = self._adapter.options
+        closed = "" if self._hooks else ", restored"
+        return (
+            f"Handle({type(self._adapter.model).__name__}, rank {options.rank} of {options.world_size}, "
+            f"algorithm={options.algorithm!r}, {len(self.layers)} attention layers{closed})"
+        )
 
     def __enter__(self) -> "Handle":
         return self
@@ -139,7 +159,7 @@ def parallelize(
     session = options.session
     timeout_s = session.transport.timeout_s
     try:
-        check_options(layout)
+        check_options(layout, algorithm)
         check_config(model)
         with torch.autocast(model.device.type, enabled=False):  # which the threads of `verify` would not know of
             handle = _parallelize(model, options, verify)
@@ -150,7 +170,7 @@ def parallelize(
         "call": "parallelize",
         "model": f"{type(model).__name__} with {len(handle.layers)} attention layers #{_short(handle.layers)}",
         "options": options[1:],
-        "weights": _digest(model),
+        "weights": digest_weights(model),
     }
     try:
         session.contract.agree(Signature.of(fields), timeout_s, is_new=False)
@@ -182,6 +202,9 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
+            _set_attention(attention)
+            check_sizes(model, options)
+            model.set_attn_implementation(wiring.name)
     except BaseException:
         _set_attention(attention)
         raise
@@ -206,14 +229,3 @@ def _set_attention(attention: "list[tuple[PreTrainedModel, str]]") -> None:
 
 def _short(value: object) -> str:
     return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
-
-
-def _digest(model: torch.nn.Module) -> str:
-    """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    said = []
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        said.append(f"{name} {tuple(x.shape)} {x.dtype}")
-        if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
-            said.append(str(int(x.detach().view(integers[x.element_size()]).sum(dtype=torch.int64))))
-    return f"#{_short(said)}"

@@ -17,6 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.transformers.arguments import Arguments, Found
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
@@ -45,6 +46,7 @@ from ringspan.layout import Layout
 _ENCODED = "encoder_last_hidden_state"
 _OF_BOTH = {_ENCODED, "encoder_hidden_states", "decoder_hidden_states"}
 _OUTPUTS = {"loss", "logits", "last_hidden_state", "past_key_values", "hidden_states", *_OF_BOTH}
+_WEIGHTS = "weights, which differ unless every rank calls handle.reduce_gradients() (or DDP, FSDP) before its step"
 _BY_ROW = ("logits", "last_hidden_state")
 
 
@@ -71,6 +73,7 @@ class Adapter:
         self.arguments = Arguments(model, found, wiring.name)
         self._batch = self.arguments.batch
         self._forward: _Forward | None = None  # under way
+        self._num_trained = 0  # forwards in training
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch, with what its forward must know."""
@@ -87,7 +90,7 @@ class Adapter:
         given = dict(arguments)
         run = given.pop(RUN, None)
         with self._telling():
-            given = {name: value for name, value in given.items() if value is not None}
+            given = self.arguments.drop_unused(given)
             self.arguments.check(given)
             new = None
             if run is not None:
@@ -105,7 +108,7 @@ class Adapter:
         extra = {"output_hidden_states": True} if given.get("output_hidden_states") else {}
         self._forward, self.wiring.run = forward, forward.run
         inputs = {name: value for name, value in inputs.items() if name != "labels"} | extra
-        if "use_cache" in self.parameters:
+        if self.arguments.takes_use_cache:
             inputs["use_cache"] = isinstance(forward.run, TurnRun)
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
@@ -160,6 +163,10 @@ class Adapter:
         assert isinstance(run, ShardRun)
         session = self.options.session
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training, **run.said}
+        if self.model.training and torch.is_grad_enabled():
+            if is_digest_due(self._num_trained):
+                fields[_WEIGHTS] = digest_weights(self.model)
+            self._num_trained += 1
         session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
 
     def _split(self, given: Mapping[str, Any]) -> Part:

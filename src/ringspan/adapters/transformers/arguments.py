@@ -21,6 +21,7 @@ from ringspan.mask import full
 
 _BATCH = {*BY_TOKEN, "attention_mask"}
 _OPTIONS = {"past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
+_UNUSED = {"tokenizer"}  # generate(stop_strings=…) passes it on to forward, which has no use for it
 _REFUSED = {
     "output_attentions": "attention weights are never in one place",
     "output_router_logits": "the balance of experts over all tokens is no mean of that over shards",
@@ -51,9 +52,19 @@ class Arguments:
         self.attention = attention
         self._takes = inspect.signature(model.forward).parameters
         self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - self._takes.keys())
-        configs = [getattr(module, "config", None) for module in model.modules()]
+        self.takes_use_cache = takes_use_cache(model)
+        # Other modules may hold copies of the config, which set_attn_implementation does not reach and nobody attends by.
+        configs = [
+            getattr(module, "config", None)
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel) or module in found.layers
+        ]
         by_id = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
         self._configs = [(config, _num_layers(config)) for config in by_id.values()]
+
+    def drop_unused(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are given and used."""
+        return {name: value for name, value in given.items() if value is not None and name not in _UNUSED}
 
     def check_batch(self, given: Mapping[str, Any]) -> None:
         """Of what is to be sharded."""
@@ -110,7 +121,7 @@ class Arguments:
         """Of whole sequences that are packed: with a cache, which it makes unasked, the model does not notice it."""
         if not any(layer.keeps_documents for layer in self.found.layers.values()):
             return
-        if "use_cache" in self._takes and given.get("use_cache", self._makes_caches()):
+        if self.takes_use_cache and given.get("use_cache", self._makes_caches()):
             raise UnsupportedError(
                 "position_ids begin anew, but the model makes a cache by default, and then sees one document; say "
                 "use_cache=False to keep packed documents apart"
@@ -187,6 +198,18 @@ def check_random(model: PreTrainedModel, is_random: bool) -> None:
             f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process; "
             "set all dropout of the config and of adapters to 0, or call model.eval()"
         )
+
+
+def takes_use_cache(model: PreTrainedModel) -> bool:
+    """Can forward be told to make no cache? Some models pass `use_cache` on to an inner model through `**kwargs`."""
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters:
+        return True
+    return any(x.kind is x.VAR_KEYWORD for x in parameters.values()) and any(
+        "use_cache" in inspect.signature(module.forward).parameters
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    )
 
 
 def _num_layers(config: PreTrainedConfig) -> int | None:

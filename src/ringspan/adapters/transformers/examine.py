@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ringspan.adapters.transformers.arguments import Found
+from ringspan.adapters.transformers.arguments import Found, takes_use_cache
 from ringspan.adapters.transformers.cache import Conversation, ShardedLayer
 from ringspan.adapters.transformers.layers import Layer, Recorder, Side, describe_layers
 from ringspan.adapters.transformers.turns import cached_layers
@@ -196,7 +196,7 @@ def _find_cached(
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
     """How the model is told to make no cache, if it can make one."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return {"use_cache": False} if takes_use_cache(model) else {}
 
 
 @contextmanager

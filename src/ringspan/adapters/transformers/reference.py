@@ -23,7 +23,7 @@ from ringspan.training import IGNORE_INDEX, next_token_labels
 from ringspan.transports.in_process import run_in_process
 
 _COLUMNS = 12
-_DECODED = 9  # columns of a decoder that has an encoder
+_FEWER_DECODED = 3  # columns than its encoder has
 _PADDING = 2  # columns of the second row
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _BY_TOKEN = ("logits", "last_hidden_state")  # of the sequence that has outputs
@@ -36,25 +36,28 @@ class Reference(NamedTuple):
     batch: dict[str, torch.Tensor]
     unlabelled: dict[str, torch.Tensor]  # the same without labels
     outputs: dict[str, torch.Tensor]
+    packed: dict[str, torch.Tensor]  # a batch of packed documents, if the model takes positions
 
     def tokens(self, output: str) -> torch.Tensor:
         """Which rows of an output count: (batch, seq)."""
+        if output == "packed":
+            return torch.ones_like(self.packed["input_ids"]).bool()
         if "decoder_input_ids" in self.unlabelled and not output.startswith("encoder_"):
             return torch.ones_like(self.unlabelled["decoder_input_ids"]).bool()
         return self.unlabelled["attention_mask"].bool()
 
 
-def make_reference(model: PreTrainedModel) -> Reference:
+def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Reference:
     """Run the model as it is on two rows, one with padding."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (2, _COLUMNS), generator=generator)
+    ids = torch.randint(vocabulary, (2, num_columns), generator=generator)
     attention_mask = torch.ones_like(ids)
     attention_mask[1, :_PADDING] = 0
     batch = unlabelled = {"input_ids": ids, "attention_mask": attention_mask}
     own = ids
     if model.config.is_encoder_decoder:
-        own = torch.randint(vocabulary, (2, _DECODED), generator=generator)
+        own = torch.randint(vocabulary, (2, num_columns - _FEWER_DECODED), generator=generator)
         batch = unlabelled = batch | {"decoder_input_ids": own}
     if _takes_labels(model):
         labels = torch.randint(_num_labels(model), own.shape, generator=generator)
@@ -73,7 +76,17 @@ def make_reference(model: PreTrainedModel) -> Reference:
         raise UnsupportedError(
             f"{type(model).__name__} returns nothing that has a row for each token; use its base model"
         )
-    return Reference(batch, unlabelled, outputs)
+    packed: dict[str, torch.Tensor] = {}
+    if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
+        positions = torch.arange(num_columns, device=model.device) % (num_columns // 2 - 1)
+        packed = {"input_ids": batch["input_ids"], "position_ids": positions[None]}
+        outputs |= {"packed": _packed_rows(model, packed)}
+    return Reference(batch, unlabelled, outputs, packed)
+
+
+def _packed_rows(model: PreTrainedModel, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+    with in_mode(model, training=False), torch.no_grad():
+        return next(iter(_rows(model(**packed, **without_cache(model))).values()))
 
 
 def find_random(model: PreTrainedModel, reference: Reference) -> bool:
@@ -122,8 +135,15 @@ def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
     return Loss(shifts_labels, _is_close(_errors(2 * halved, loss), model))
 
 
-def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Found, reference: Reference) -> None:
-    """Refuse the model if two ranks do not get the numbers it gets alone."""
+def compare(
+    model: PreTrainedModel,
+    wiring: Wiring,
+    options: Options,
+    found: Found,
+    reference: Reference,
+    world_size: int = 2,
+) -> None:
+    """Refuse the model if ranks do not get the numbers it gets alone."""
     options = options._replace(algorithm="pass_kv")  # neither measured nor dependent on a mesh
     batch = reference.unlabelled if found.shifts_labels is None else reference.batch
 
@@ -137,6 +157,9 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
             outputs["encoder_last_hidden_state alone"] = encoder.call(
                 **{name: x for name, x in reference.unlabelled.items() if not name.startswith("decoder_")}
             )[0]
+        if reference.packed:
+            packed = adapter.call(**reference.packed, use_cache=False)
+            outputs["packed documents on shards"] = next(iter(_rows(packed).values()))
         if not found.cached:
             return outputs
         parts = [_rows(adapter.call(**inputs)) for inputs in _turns(reference, outputs)]
@@ -146,10 +169,10 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
     hooks = tell_positions(wiring, found.counters)
     try:
         with in_mode(model, training=False), torch.no_grad():
-            results = run_in_process(run, 2)
+            results = run_in_process(run, world_size)
     except Exception as error:
         name = type(model).__name__
-        raise UnsupportedError(f"{name} fails on two ranks: {type(error).__name__}: {error}") from error
+        raise UnsupportedError(f"{name} fails on {_ranks(world_size)}: {type(error).__name__}: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -160,10 +183,14 @@ def compare(model: PreTrainedModel, wiring: Wiring, options: Options, found: Fou
             if not _is_close(errors, model):
                 raise UnsupportedError(
                     f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
-                    f"rank {rank} of two from one process: something besides attention joins tokens, such as a "
+                    f"rank {rank} of {world_size} from one process: something besides attention joins tokens, such as a "
                     "convolution, a recurrence, a scale to quantise by or positions it counts itself; verify=False "
                     "leaves out this check"
                 )
+
+
+def _ranks(world_size: int) -> str:
+    return "two ranks" if world_size == 2 else f"{world_size} ranks"
 
 
 def _turns(reference: Reference, outputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:

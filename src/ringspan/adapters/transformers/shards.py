@@ -19,6 +19,7 @@ from ringspan.adapters.transformers.crossing import Crossing
 from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
+from ringspan.algorithms import ALGORITHMS
 from ringspan.call import attention
 from ringspan.contract import describe
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
@@ -260,7 +261,12 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.T
     return cross_rank_mean_loss(losses.view(labels.shape), labels, group)
 
 
-def check_options(layout: str) -> None:
-    """A layout there is."""
+def check_options(layout: str, algorithm: str) -> None:
+    """Refuse names of no layout and no algorithm."""
+    known = ("auto", *ALGORITHMS)
+    if algorithm not in known:
+        meant = str(algorithm).replace("-", "_")
+        hint = f"did you mean {meant!r}?" if meant in known else f"use one of {', '.join(known)}"
+        raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; {hint}")
     if layout not in LAYOUTS:
         raise LayoutError(f"layout={layout!r}: there is no such layout; use one of {', '.join(LAYOUTS)}")

@@ -1,0 +1,79 @@
+"""How do the ranks of a training loop keep the same weights?
+
+Each rank's backward pass leaves its share of every gradient. The shares are summed here, in buckets, by a reduce-scatter
+and an all-gather, so that all ranks have the same bits. A digest of the weights shows whether anybody forgot it.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspan.adapters.transformers.shards import Options
+from ringspan.collectives import gather
+from ringspan.layout import contiguous
+
+_BUCKET = 2**22  # elements
+_EVERY = 100  # training forwards
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def reduce_gradients(model: nn.Module, options: Options) -> None:
+    """Sum the gradients of a model's parameters over the ranks, in place."""
+    session = options.session
+    if options.world_size == 1:
+        return
+    weights = [x for x in model.parameters() if x.requires_grad]
+    # An expert that got none of this rank's tokens has no gradient here, but may have one elsewhere.
+    has_grad = session.transport.all_gather_bytes(
+        bytes(x.grad is not None for x in weights), session.transport.timeout_s
+    )
+    for x, *have in zip(weights, *has_grad, strict=True):
+        if any(have) and x.grad is None:
+            x.grad = torch.zeros_like(x)
+    grads = [x.grad for x in weights if x.grad is not None]
+    for dtype, device in dict.fromkeys((x.dtype, x.device) for x in grads):
+        for bucket in _buckets([x for x in grads if (x.dtype, x.device) == (dtype, device)]):
+            flat = _sum(torch.cat([x.flatten() for x in bucket]), options)
+            for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+                x.copy_(part.view_as(x))
+
+
+def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for grad in grads:
+        if bucket and sum(x.numel() for x in bucket) + grad.numel() > _BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket
+
+
+def _sum(flat: torch.Tensor, options: Options) -> torch.Tensor:
+    size, group = options.world_size, options.group
+    length = flat.numel()
+    flat = torch.nn.functional.pad(flat.detach(), (0, -length % size))
+    layout = contiguous(flat.numel(), size)
+    with torch.enable_grad():
+        mine = flat.new_zeros(flat.numel() // size).requires_grad_()
+        (part,) = torch.autograd.grad(gather(mine, layout, group, dim=0), mine, flat)  # a reduce-scatter
+    with torch.no_grad():
+        return gather(part, layout, group, dim=0)[:length]
+
+
+def is_digest_due(num_forwards: int) -> bool:
+    """At training forward 0, 1, 2, 4 … 64, where a missing reduction shows first, and at every hundredth."""
+    return not num_forwards % _EVERY or (num_forwards < _EVERY and not num_forwards & (num_forwards - 1))
+
+
+def digest_weights(model: nn.Module) -> str:
+    """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
+    said: list[Any] = []
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        said.append(f"{name} {tuple(x.shape)} {x.dtype}")
+        if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
+            said.append(str(int(x.detach().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64))))
+    return f"#{hashlib.blake2b(str(said).encode(), digest_size=8).hexdigest()}"

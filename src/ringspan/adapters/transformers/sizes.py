@@ -1,0 +1,135 @@
+"""Does a model stay equal beyond every number of tokens that its config names?
+
+A window, a compression rate or a temperature floor of 8192 tokens does not show in a batch of twelve. So the model is
+built once more from a config in which these numbers are 8, with the same weights, and compared on tokens that cross them
+several times. A model that does not run so is compared at its real sizes if they are small, and refused otherwise.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ringspan.adapters.transformers.examine import examine
+from ringspan.adapters.transformers.reference import Reference, compare, make_reference
+from ringspan.adapters.transformers.shards import Options
+from ringspan.adapters.transformers.wiring import Wiring
+from ringspan.errors import UnsupportedError
+
+_SHRUNK = 8
+_COLUMNS = 41  # five times a shrunk size; no rank's part is a multiple of it
+_MOST_COLUMNS = 1024  # that are run at real sizes
+_WORLD_SIZE = 3  # two boundaries between ranks, in a contiguous layout too
+# Names of integers that count tokens or positions. The longest sequence (max_position_embeddings, n_positions) is not one:
+# RoPE that depends on it is refused, and a learned table ends there.
+_SIZE = re.compile(
+    "window|chunk|compress|block_size|floor|stride|context|local_attention|radius|topk_blocks|index_topk|distance"
+    "|original_max_position|_span|_len$|_length$|_tokens$"
+)
+_NO_SIZE = re.compile("layers|pattern|theta|_id$|_ids$|feed_forward|dropout|^(max|min)_length$|max_seq_len|experts")
+
+
+class Size(NamedTuple):
+    """An integer of a config that counts tokens."""
+
+    owner: Any  # the config, dict or list that has it
+    key: Any
+    name: str
+    value: int
+
+    def shrink(self) -> None:
+        if isinstance(self.owner, PreTrainedConfig):
+            setattr(self.owner, self.key, _SHRUNK)
+        else:
+            self.owner[self.key] = _SHRUNK
+
+
+def find_sizes(config: PreTrainedConfig) -> list[Size]:
+    """The sizes that a small batch does not cross, of a config and those within it."""
+    return [size for size in _integers(config, "") if size.value > _SHRUNK and _is_size(size.name)]
+
+
+def _is_size(name: str) -> bool:
+    parts = name.split(".")
+    return any(_SIZE.search(part) for part in parts) and not any(_NO_SIZE.search(part) for part in parts)
+
+
+def _integers(owner: Any, prefix: str) -> Iterator[Size]:
+    items = vars(owner) if isinstance(owner, PreTrainedConfig) else owner
+    for key, value in [*(items.items() if isinstance(items, dict) else enumerate(items))]:
+        name = f"{prefix}{key}"
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield Size(owner, key, name, value)
+        elif isinstance(value, PreTrainedConfig | dict | list) and not str(key).startswith("_"):
+            yield from _integers(value, f"{name}.")
+
+
+def check_sizes(model: PreTrainedModel, options: Options) -> None:
+    """Refuse a model that differs on ranks beyond one of its sizes, or cannot be run beyond them.
+
+    The model attends by its own implementation, and may be left with another.
+    """
+    sizes = find_sizes(model.config)
+    if not sizes:
+        return
+    name = type(model).__name__
+    told = ", ".join(f"{size.name}={size.value}" for size in sizes)
+    try:
+        subject = _shrunk_copy(model)
+        reference = make_reference(subject, _COLUMNS)
+    except Exception as error:
+        columns = 2 * max(size.value for size in sizes) + _COLUMNS
+        if columns > _MOST_COLUMNS:
+            raise UnsupportedError(
+                f"{name}: config has {told}, and a copy with {_SHRUNK} in their place, which a few tokens would cross, "
+                f"fails: {type(error).__name__}: {error}; verify=False leaves out this check"
+            ) from error
+        subject, reference = model, make_reference(model, columns)
+    try:
+        _compare(subject, options, reference)
+    except UnsupportedError as error:
+        how = "" if subject is model else f", here made {_SHRUNK},"
+        raise UnsupportedError(f"{name} beyond {told}{how} of its config: {error}") from error
+
+
+def _compare(model: PreTrainedModel, options: Options, reference: Reference) -> None:
+    wiring = Wiring()
+    model.set_attn_implementation(wiring.name)
+    compare(model, wiring, options, examine(model, wiring), reference, _WORLD_SIZE)
+
+
+def _shrunk_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of a config with small sizes. It shares the weights, so it takes no memory.
+
+    Weights that have another shape in it are random.
+    """
+    config = copy.deepcopy(model.config)
+    for size in find_sizes(config):
+        size.shrink()
+    with torch.device("meta"):
+        shrunk = type(model)(config)
+    generator = torch.Generator().manual_seed(0)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for path, module in shrunk.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, x in module._parameters.items():
+            if x is not None:
+                module._parameters[name] = _like(x, weights.get(prefix + name), model, generator)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffers[prefix + name]
+    return shrunk.eval()
+
+
+def _like(
+    x: nn.Parameter, own: nn.Parameter | None, model: PreTrainedModel, generator: torch.Generator
+) -> nn.Parameter:
+    if own is not None and own.shape == x.shape:
+        return own
+    drawn = torch.randn(x.shape, generator=generator) / max(1, x.shape[-1] if x.ndim else 1) ** 0.5
+    return nn.Parameter(drawn.to(model.device, model.dtype), requires_grad=False)
