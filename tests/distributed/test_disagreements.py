@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls import MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, outcome
-from ranks import run_ranks, values
 
 import ringspan as rs
+from support.calls import MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, outcome
+from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

@@ -13,11 +13,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import AMPLE_S, DEADLINE_S, MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, dies_at, outcome
-from ranks import Ended, run_interpreters, run_ranks, values
 
 import ringspan as rs
 from ringspan.session import session_of
+from support.calls import (
+    AMPLE_S,
+    DEADLINE_S,
+    MARGIN_S,
+    SEQ_LEN,
+    Arguments,
+    Outcome,
+    arguments,
+    attend,
+    dies_at,
+    outcome,
+)
+from support.ranks import Ended, run_interpreters, run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

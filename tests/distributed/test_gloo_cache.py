@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks, values
 
 import ringspan as rs
-from conversations import Story, live_through
+from support.conversations import Story, live_through
+from support.ranks import run_ranks, values
 
 pytestmark = pytest.mark.xdist_group("processes")
 

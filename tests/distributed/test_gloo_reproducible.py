@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, values
 
 import ringspan as rs
-from reproducible_layers import SEQ_LEN, run_layers
-from reproducible_training import SEQ_LEN as TRAINED
-from reproducible_training import train
 from ringspan.tree import TILE
+from support.ranks import run_ranks, values
+from support.reproducible_layers import SEQ_LEN, run_layers
+from support.reproducible_training import SEQ_LEN as TRAINED
+from support.reproducible_training import train
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, values
 
-from reproducible_cases import LAYOUTS, Call, alone, different, on_rank, options_of, together
+from support.ranks import run_ranks, values
+from support.reproducible_cases import LAYOUTS, Call, alone, different, on_rank, options_of, together
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

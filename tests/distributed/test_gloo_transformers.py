@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
-from families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
 from ringspan.adapters.transformers import crossing, shards, turns
+from support.families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
+from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 

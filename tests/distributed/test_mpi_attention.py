@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import ringspan as rs
-from attention_cases import covering_third, job_of_case, make_job
-from cases import select
-from reproducible_cases import LAYOUTS, SHORT, WAYS, Call, alone, on_rank
+from support.attention_cases import covering_third, job_of_case, make_job
+from support.cases import select
+from support.reproducible_cases import LAYOUTS, SHORT, WAYS, Call, alone, on_rank
 
 HARD_TIMEOUT_S = 110
 RANKS = 4

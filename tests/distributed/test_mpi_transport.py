@@ -26,7 +26,7 @@ at_each_world_size = pytest.mark.parametrize("world_size", range(2, RANKS + 1))
 
 
 def run_ranks(num_ranks, *arguments):
-    program = Path(__file__).with_name("mpi_program.py")
+    program = Path(__file__).parents[1] / "support" / "mpi_program.py"
     # mpirun ends its ranks itself when time is up; killed from outside, it could leave some behind.
     options = ["--timeout", HARD_TIMEOUT_S - 20, "--allow-run-as-root", "--oversubscribe", "-np", num_ranks]
     return subprocess.run(

@@ -10,10 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan as rs
 import ringspan.session
-from attention_cases import (
+from ringspan.transports.in_process import InProcessRank
+from support import oracle
+from support.attention_cases import (
     Job,
     check_gradients,
     covering_third,
@@ -25,9 +26,8 @@ from attention_cases import (
     run,
     run_both,
 )
-from cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, replicated, select
-from oracle import MaskSpec
-from ringspan.transports.in_process import InProcessRank
+from support.cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, replicated, select
+from support.oracle import MaskSpec
 
 torch.set_num_threads(1)
 

@@ -12,10 +12,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan as rs
 import ringspan.arithmetic
-from attention_cases import (
+from ringspan.execute import Event
+from ringspan.tiles import Problem, Shapes
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+from support import oracle
+from support.attention_cases import (
     Gradients,
     Job,
     check_gradients,
@@ -26,11 +30,7 @@ from attention_cases import (
     options_of,
     run_both,
 )
-from cases import ROWS, make_mask, replicated, select
-from ringspan.execute import Event
-from ringspan.tiles import Problem, Shapes
-from ringspan.transports.counting import CountingTransport
-from ringspan.transports.in_process import InProcessRank
+from support.cases import ROWS, make_mask, replicated, select
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ import torch
 
 import ringspan as rs
 import ringspan.collectives
-from cases import LAYOUTS
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.in_process import InProcessRank
+from support.cases import LAYOUTS
 
 torch.set_num_threads(1)
 

@@ -8,10 +8,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan.kernels.reference
 import ringspan.kernels.sdpa_cpu
-from kernel_cases import (
+from ringspan.errors import UnsupportedError
+from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
+from ringspan.kernels.base import Merged
+from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
+from ringspan.pieces import PieceKind
+from ringspan.softmax import Partial, accumulator_dtype
+from support import oracle
+from support.kernel_cases import (
     CUT,
     IN_RUNS,
     ODD_VALUES,
@@ -28,13 +35,6 @@ from kernel_cases import (
     random_qkv,
     take_short_runs,
 )
-from ringspan.errors import UnsupportedError
-from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
-from ringspan.kernels.base import Merged
-from ringspan.kernels.reference import MAX_SCORES, Reference
-from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
-from ringspan.pieces import PieceKind
-from ringspan.softmax import Partial, accumulator_dtype
 
 torch.set_num_threads(1)
 

@@ -6,9 +6,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan.kernels.reference
-from kernel_cases import (
+from ringspan.kernels import Kernel
+from ringspan.kernels.base import Gradients, Merged
+from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.sdpa_cpu import SdpaCpu
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import accumulator_dtype
+from support import oracle
+from support.kernel_cases import (
     CUT,
     IN_RUNS,
     ODD_VALUES,
@@ -25,12 +31,6 @@ from kernel_cases import (
     random_qkv,
     take_short_runs,
 )
-from ringspan.kernels import Kernel
-from ringspan.kernels.base import Gradients, Merged
-from ringspan.kernels.reference import MAX_SCORES, Reference
-from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import accumulator_dtype
 
 torch.set_num_threads(1)
 

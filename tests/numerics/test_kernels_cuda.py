@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import oracle
 from ringspan.kernels import sdpa_cuda
 from ringspan.kernels.base import Gradients, Merged, Request
 from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH, CudaKernel
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial
+from support import oracle
 
 torch.set_num_threads(1)
 

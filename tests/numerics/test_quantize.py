@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import ringspan as rs
-from conversations import Story, live_through
 from ringspan import quantize
 from ringspan.quantize import FORMATS
+from support.conversations import Story, live_through
 
 FORMAT_NAMES = list(FORMATS)
 

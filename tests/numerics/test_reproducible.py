@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-import attention_cases
 import ringspan as rs
 import ringspan.arithmetic
 import ringspan.attend
-from cases import make_mask
-from reproducible_cases import (
+from ringspan.execute import Event, Value
+from ringspan.grid import bind_grid
+from ringspan.kernels.sdpa_cpu import SdpaCpu
+from ringspan.nodes import TreeState
+from ringspan.schedule import Block
+from ringspan.softmax import steadily
+from ringspan.tiles import Exchange, Problem, Shapes
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+from support import attention_cases
+from support.cases import make_mask
+from support.reproducible_cases import (
     CAUSAL,
     LAYOUTS,
     MASKS,
@@ -31,15 +40,6 @@ from reproducible_cases import (
     product,
     run,
 )
-from ringspan.execute import Event, Value
-from ringspan.grid import bind_grid
-from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.nodes import TreeState
-from ringspan.schedule import Block
-from ringspan.softmax import steadily
-from ringspan.tiles import Exchange, Problem, Shapes
-from ringspan.transports.counting import CountingTransport
-from ringspan.transports.in_process import InProcessRank
 
 torch.set_num_threads(1)
 

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 import ringspan as rs
-from reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 from ringspan.transports.counting import CountingTransport
 from ringspan.tree import TILE
+from support.reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 
 torch.set_num_threads(1)
 

@@ -10,12 +10,12 @@ import torch
 
 import ringspan as rs
 import ringspan.attend
-from attention_cases import dense_sink_gradients, make_dout, make_job
-from oracle import MaskSpec
-from reproducible_cases import LAYOUTS, Call, alone, different, run
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.base import Transport
 from ringspan.transports.in_process import InProcessRank
+from support.attention_cases import dense_sink_gradients, make_dout, make_job
+from support.oracle import MaskSpec
+from support.reproducible_cases import LAYOUTS, Call, alone, different, run
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import ringspan as rs
-from reproducible_training import CAUSAL, SEQ_LEN, make_batches, train
 from ringspan.tree import TILE
-from transformer import Transformer, whole_loss
+from support.reproducible_training import CAUSAL, SEQ_LEN, make_batches, train
+from support.transformer import Transformer, whole_loss
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,6 @@ import torch
 import ringspan as rs
 import ringspan.arithmetic
 import ringspan.kernels
-from attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
-from cases import ROWS, make_mask, select
 from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Event
 from ringspan.kernels.base import Gradients, Merged
@@ -22,6 +20,8 @@ from ringspan.softmax import Partial, merge_
 from ringspan.tiles import Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
+from support.attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
+from support.cases import ROWS, make_mask, select
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import ringspan as rs
-from cases import LAYOUTS
 from ringspan.transports.in_process import InProcessRank
-from transformer import Transformer, make_tokens, plain, token_losses, whole_loss
+from support.cases import LAYOUTS
+from support.transformer import Transformer, make_tokens, plain, token_losses, whole_loss
 
 torch.set_num_threads(1)
 

@@ -12,10 +12,10 @@ from transformers import (
 )
 
 import ringspan as rs
-from adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
-from families import FAMILIES, MORE, table
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.bench.memory import LiveStorages
+from support.adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
+from support.families import FAMILIES, MORE, table
 
 # Masks
 

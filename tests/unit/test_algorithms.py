@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from cases import ROWS, WORLD_SIZES, Row, meshes
 from ringspan.algorithms import ALGORITHMS
 from ringspan.schedule import ALL, Block, Schedule, Step
 from ringspan.simulate import bytes_sent
+from support.cases import ROWS, WORLD_SIZES, Row, meshes
 
 SIDES = (None, "kv", "q")
 ONE_HEAD = rs.Heads(1, 1)

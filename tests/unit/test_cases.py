@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-import oracle
 import ringspan as rs
-from cases import (
+from ringspan.algorithms import ALGORITHMS
+from support import oracle
+from support.cases import (
     CASES,
     LAYOUTS,
     ROWS,
@@ -23,7 +24,6 @@ from cases import (
     replicated,
     select,
 )
-from ringspan.algorithms import ALGORITHMS
 
 EXACT = 1e-12  # float64
 SINGLE = 1e-5  # float32

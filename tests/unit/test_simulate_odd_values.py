@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import oracle
 import ringspan as rs
-from cases import ROWS, Arrays, make_arrays, make_mask, meshes, replicated
-from oracle import MaskSpec
+from support import oracle
+from support.cases import ROWS, Arrays, make_arrays, make_mask, meshes, replicated
+from support.oracle import MaskSpec
 
 HEADS = rs.Heads(8, 4)
 LENGTH = 24

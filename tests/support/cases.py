@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import oracle
 import ringspan as rs
-from oracle import MaskSpec
 from ringspan.algorithms import Direction, Side
+from support import oracle
+from support.oracle import MaskSpec
 
 Array = npt.NDArray[np.floating]
 

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 import ringspan as rs
-from families import VOCABULARY
 from ringspan.adapters.transformers import Handle, parallelize
+from support.families import VOCABULARY
 
 torch.set_num_threads(1)
 
