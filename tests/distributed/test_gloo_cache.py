@@ -32,7 +32,6 @@ def tell(storage: str) -> Story:
 
 
 def converse(rank: int) -> list[Any]:
-    torch.set_num_threads(1)
     told: list[Any] = []
     for storage in STORAGES:
         story = tell(storage)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,6 @@ def run_ranks(num_ranks, *arguments):
     options = ["--timeout", HARD_TIMEOUT_S - 20, "--allow-run-as-root", "--oversubscribe", "-np", num_ranks]
     return subprocess.run(
         ["mpirun", *map(str, options), sys.executable, "-m", "mpi4py", str(program), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=HARD_TIMEOUT_S,

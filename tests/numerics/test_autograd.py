@@ -23,8 +23,6 @@ from ringspan import autograd
 from ringspan.attend import Options
 from ringspan.transports.in_process import InProcessRank
 
-torch.set_num_threads(1)
-
 SEQ_LEN = 24
 CAUSAL = rs.causal()
 ALONE = rs.zigzag(SEQ_LEN, 1)

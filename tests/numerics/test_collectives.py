@@ -15,8 +15,6 @@ from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.in_process import InProcessRank
 from support.cases import LAYOUTS
 
-torch.set_num_threads(1)
-
 SEQ_LEN = 23
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
 each_world_size = pytest.mark.parametrize("world_size", [1, 2, 3, 5])

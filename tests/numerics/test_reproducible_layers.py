@@ -14,8 +14,6 @@ from ringspan.transports.counting import CountingTransport
 from ringspan.tree import TILE
 from support.reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 
-torch.set_num_threads(1)
-
 LAYOUTS: dict[str, Callable[[int], rs.Layout]] = {
     "contiguous": lambda world_size: rs.contiguous(SEQ_LEN, world_size, align=TILE),
     "zigzag": lambda world_size: rs.zigzag(SEQ_LEN, world_size, align=TILE),

@@ -17,8 +17,6 @@ from support.attention_cases import dense_sink_gradients, make_dout, make_job
 from support.oracle import MaskSpec
 from support.reproducible_cases import LAYOUTS, Call, alone, different, run
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("spec", [("causal",), ("sliding_window", -2, 900)], ids=str)
 def test_every_rank_has_the_gradient_of_all(spec: MaskSpec) -> None:

@@ -11,8 +11,6 @@ import ringspan as rs
 from ringspan.adapters.transformers import Handle, parallelize
 from support.families import VOCABULARY
 
-torch.set_num_threads(1)
-
 TOLERANCE = 1e-5
 Generated = tuple[torch.Tensor, torch.Tensor]
 """Tokens, and the logits they were chosen from."""

@@ -177,10 +177,8 @@ def _join_group(
     tell_port: Callable[[int], None],
     ask_port: Callable[[], int],
 ) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
