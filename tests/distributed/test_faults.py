@@ -348,7 +348,7 @@ def script_in_order(rank: int, world_size: int) -> None:
         attend(arguments(rank, world_size))
 
 
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_scripts_of_survivors_end_with_their_error(dead: int) -> None:
     """Each leaves the moment it fails, so that the others lose their peers and the store as well."""
     script = (script_killed_first, script_killed_last)[dead > 0]

@@ -37,6 +37,7 @@ def run_on_layouts(rank: int, layouts: list[rs.Layout]) -> list[dict[str, torch.
     return [run_layers(layout, rank, None, torch.float32) for layout in layouts]
 
 
+@pytest.mark.slow
 def test_twenty_steps_on_processes_end_in_the_weights_of_one(subtests: pytest.Subtests) -> None:
     alone = train(rs.contiguous(TRAINED, 1), None)
     assert len(alone["losses"]) == 20
@@ -51,7 +52,7 @@ def run_training(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     return train(rs.zigzag(TRAINED, world_size, align=TILE), None)
 
 
-@pytest.mark.parametrize("setting", [None, "AUTO,STRICT"])
+@pytest.mark.parametrize("setting", [None, pytest.param("AUTO,STRICT", marks=pytest.mark.slow)])
 def test_the_number_of_threads_does_not_change_a_bit(setting: str | None) -> None:
     """However MKL is set. It reads the variable when torch is loaded, so this is another interpreter."""
     here = Path(__file__).parent

@@ -134,7 +134,7 @@ def break_attention(rank: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family_is_equal_to_one_process(subtests: pytest.Subtests, world_size: int) -> None:
     """Logits, loss, gradients, and tokens with their logits after a prompt of odd length; on two ranks 64, else 16.
 

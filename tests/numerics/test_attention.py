@@ -26,7 +26,7 @@ from support.attention_cases import (
     run,
     run_both,
 )
-from support.cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, replicated, select
+from support.cases import CASES, LAYOUTS, ROWS, replicated, select, wide_from
 from support.oracle import MaskSpec
 
 HEADS = rs.Heads(8, 2)
@@ -53,7 +53,7 @@ def check_both(job: Job, what: object = "") -> None:
 
 
 @each_algorithm
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", wide_from(3))
 def test_the_table_in_float64(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
     """Forward and backward; all of it up to 3 ranks, of more a third, because they share one or two cores here."""
     cases = select(CASES if world_size <= 3 else covering_third(0), algorithm=algorithm, world_size=world_size)
@@ -63,6 +63,7 @@ def test_the_table_in_float64(subtests: pytest.Subtests, algorithm: str, world_s
             check_both(job_of_case(case), case)
 
 
+@pytest.mark.slow
 @each_algorithm
 def test_a_sixth_of_the_table_in_float32(subtests: pytest.Subtests, algorithm: str) -> None:
     cases = select(covering_third(1), algorithm=algorithm)[::2]

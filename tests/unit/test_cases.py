@@ -10,7 +10,6 @@ from support.cases import (
     CASES,
     LAYOUTS,
     ROWS,
-    WORLD_SIZES,
     Arrays,
     Expected,
     Row,
@@ -23,11 +22,14 @@ from support.cases import (
     product_cases,
     replicated,
     select,
+    wide_from,
 )
 
 EXACT = 1e-12  # float64
 SINGLE = 1e-5  # float32
 HEADS = rs.Heads(4, 2)
+
+each_world_size = pytest.mark.parametrize("world_size", wide_from(4))
 
 
 def options(row: Row, world_size: int) -> dict:
@@ -81,7 +83,7 @@ def test_the_table_covers_every_pair_of_values():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@each_world_size
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_case(subtests, algorithm, world_size, layout):
     cases = select(algorithm=algorithm, world_size=world_size, layout=layout)
@@ -93,7 +95,7 @@ def test_case(subtests, algorithm, world_size, layout):
             check(run_case(case, arrays), expect(case.spec, placed, placed, arrays), EXACT, case)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@each_world_size
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_float32_case(subtests, algorithm, world_size):
     for case in select(algorithm=algorithm, world_size=world_size)[::9]:
