@@ -4,14 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench mpi clean
+.PHONY: demo test test-fast test-slow check format bench mpi clean
 
 demo: $(STAMP)
 	$(BIN)/ringspan simulate
 
 # Tests that start processes of their own share one worker, so that no more than that many run at once.
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+
+# The edit loop: everything without torch, and the smallest cut of the numerics.
+FAST := tests/unit tests/architecture/test_imports.py \
+	$(addprefix tests/numerics/test_, attention.py contract.py softmax.py wire.py)
+
+test-fast: $(STAMP)
+	$(PYTEST) -m 'not slow and not wide' $(FAST)
+
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -45,15 +45,16 @@ def test_python_snippets_print_what_is_shown(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_print_what_is_shown(document):
+def test_commands_print_what_is_shown(subtests, document):
     commands = [block for kind, block in fences(document) if kind == "console"]
     assert commands
     for block in commands:
-        first, *shown = block.splitlines()
-        words = first.removeprefix("$ ringspan ").split()
-        result = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"}).invoke(main, words)
-        assert result.exit_code == 0, result.output
-        assert_shown(shown, [line.rstrip() for line in result.output.splitlines()])
+        with subtests.test(block.splitlines()[0]):
+            first, *shown = block.splitlines()
+            words = first.removeprefix("$ ringspan ").split()
+            result = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"}).invoke(main, words)
+            assert result.exit_code == 0, result.output
+            assert_shown(shown, [line.rstrip() for line in result.output.splitlines()])
 
 
 def assert_shown(shown: list[str], printed: list[str]) -> None:
@@ -89,7 +90,8 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
 
 
-def test_links_of_the_documents_lead_somewhere():
+def test_links_of_the_documents_lead_somewhere(subtests):
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+        with subtests.test(document.name):
+            for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+                assert (document.parent / target).exists(), f"{document.name}: {target}"

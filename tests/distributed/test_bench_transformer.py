@@ -60,6 +60,7 @@ def test_as_many_tokens_as_ranks() -> None:
     assert json.loads(done.stdout)["is_verified"]
 
 
+@pytest.mark.slow
 def test_half_types_on_gloo_for_people_to_read() -> None:
     done = run(*SMALL, "--ranks", "2", "--repeats", "1", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr

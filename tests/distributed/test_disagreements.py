@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls import MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, outcome
-from ranks import run_ranks, values
 
 import ringspan as rs
+from support.calls import MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, outcome
+from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
@@ -49,16 +49,17 @@ REFUSALS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
 
 @each_world_size
 @pytest.mark.parametrize("odd", ["first", "last"])
-def test_ranks_that_disagree(world_size: int, odd: str) -> None:
+def test_ranks_that_disagree(subtests: pytest.Subtests, world_size: int, odd: str) -> None:
     """Whatever it is about, all ranks raise the same, and the next call is in order again."""
     odd_rank = 0 if odd == "first" else world_size - 1
     results = values(run_ranks(run_disagreements, world_size, world_size, odd_rank))
     for (name, (_, value)), outcomes in zip(DISAGREEMENTS.items(), zip(*results, strict=True), strict=True):
-        assert {outcome.error for outcome in outcomes} == {"TransportError"}, name
-        assert len({outcome.message for outcome in outcomes}) == 1, name
-        assert f"{name}: rank" in outcomes[0].message
-        assert f"rank {odd_rank} has {value}" in outcomes[0].message
-        assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
+        with subtests.test(name):
+            assert {outcome.error for outcome in outcomes} == {"TransportError"}, name
+            assert len({outcome.message for outcome in outcomes}) == 1, name
+            assert f"{name}: rank" in outcomes[0].message
+            assert f"rank {odd_rank} has {value}" in outcomes[0].message
+            assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
 
 
 def run_disagreements(rank: int, world_size: int, odd_rank: int) -> list[Outcome]:
@@ -74,15 +75,16 @@ def run_disagreements(rank: int, world_size: int, odd_rank: int) -> list[Outcome
 
 @each_world_size
 @pytest.mark.parametrize("odd", ["first", "last"])
-def test_a_rank_whose_arguments_are_refused(world_size: int, odd: str) -> None:
+def test_a_rank_whose_arguments_are_refused(subtests: pytest.Subtests, world_size: int, odd: str) -> None:
     odd_rank = 0 if odd == "first" else world_size - 1
     results = values(run_ranks(run_refusals, world_size, world_size, odd_rank))
     for (name, (_, message)), outcomes in zip(REFUSALS.items(), zip(*results, strict=True), strict=True):
-        own = outcomes[odd_rank]
-        assert f"{own.error}: {own.message}".startswith(message), name
-        told = {outcome.message for rank, outcome in enumerate(outcomes) if rank != odd_rank}
-        assert told == {f"the call was refused, on rank {odd_rank}: {own.error}: {own.message}"}
-        assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
+        with subtests.test(name):
+            own = outcomes[odd_rank]
+            assert f"{own.error}: {own.message}".startswith(message), name
+            told = {outcome.message for rank, outcome in enumerate(outcomes) if rank != odd_rank}
+            assert told == {f"the call was refused, on rank {odd_rank}: {own.error}: {own.message}"}
+            assert max(outcome.seconds for outcome in outcomes) < MARGIN_S, name
 
 
 def run_refusals(rank: int, world_size: int, odd_rank: int) -> list[Outcome]:

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks, values
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
+from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

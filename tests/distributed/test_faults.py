@@ -13,11 +13,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import AMPLE_S, DEADLINE_S, MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, dies_at, outcome
-from ranks import Ended, run_interpreters, run_ranks, values
 
 import ringspan as rs
 from ringspan.session import session_of
+from support.calls import (
+    AMPLE_S,
+    DEADLINE_S,
+    MARGIN_S,
+    SEQ_LEN,
+    Arguments,
+    Outcome,
+    arguments,
+    attend,
+    dies_at,
+    outcome,
+)
+from support.ranks import Ended, run_interpreters, run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
@@ -337,7 +348,7 @@ def script_in_order(rank: int, world_size: int) -> None:
         attend(arguments(rank, world_size))
 
 
-@pytest.mark.parametrize("dead", [0, 2])
+@pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_scripts_of_survivors_end_with_their_error(dead: int) -> None:
     """Each leaves the moment it fails, so that the others lose their peers and the store as well."""
     script = (script_killed_first, script_killed_last)[dead > 0]

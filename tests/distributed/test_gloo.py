@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, values
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringspan as rs
-from attention_cases import Job, covering_third, job_of_case, make_job, options_of
-from cases import ROWS, replicated, select
 from ringspan.session import session_of
+from support.attention_cases import Job, covering_third, job_of_case, make_job, options_of
+from support.cases import ROWS, replicated, select
+from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

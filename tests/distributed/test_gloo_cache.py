@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks, values
 
 import ringspan as rs
-from conversations import Story, live_through
+from support.conversations import Story, live_through
+from support.ranks import run_ranks, values
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -32,7 +32,6 @@ def tell(storage: str) -> Story:
 
 
 def converse(rank: int) -> list[Any]:
-    torch.set_num_threads(1)
     told: list[Any] = []
     for storage in STORAGES:
         story = tell(storage)

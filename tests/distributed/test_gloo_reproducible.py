@@ -11,51 +11,52 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, values
 
 import ringspan as rs
-from reproducible_layers import SEQ_LEN, run_layers
-from reproducible_training import SEQ_LEN as TRAINED
-from reproducible_training import train
 from ringspan.steady import single_threads
 from ringspan.tree import TILE
+from support.ranks import run_ranks, values
+from support.reproducible_layers import SEQ_LEN, run_layers
+from support.reproducible_training import SEQ_LEN as TRAINED
+from support.reproducible_training import train
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_layers_on_processes_have_the_bits_of_one(world_size: int) -> None:
+def test_layers_on_processes_have_the_bits_of_one(subtests: pytest.Subtests, world_size: int) -> None:
     layouts = [rs.zigzag(SEQ_LEN, world_size, align=TILE), rs.striped(SEQ_LEN, world_size, block=TILE)]
     parts_by_rank = values(run_ranks(run_on_layouts, world_size, layouts))
     alone = run_layers(rs.contiguous(SEQ_LEN, 1), 0, None, torch.float32)
     for layout, parts in zip(layouts, zip(*parts_by_rank, strict=True), strict=True):
-        for field, expected in alone.items():
-            if field.startswith("token "):
-                assert torch.equal(layout.unshard([part[field] for part in parts], 1), expected), field
-            else:
-                assert all(torch.equal(part[field], expected) for part in parts), field
+        with subtests.test(layout=layout):
+            for field, expected in alone.items():
+                if field.startswith("token "):
+                    assert torch.equal(layout.unshard([part[field] for part in parts], 1), expected), field
+                else:
+                    assert all(torch.equal(part[field], expected) for part in parts), field
 
 
 def run_on_layouts(rank: int, layouts: list[rs.Layout]) -> list[dict[str, torch.Tensor]]:
     return [run_layers(layout, rank, None, torch.float32) for layout in layouts]
 
 
-def test_twenty_steps_on_processes_end_in_the_weights_of_one() -> None:
+@pytest.mark.slow
+def test_twenty_steps_on_processes_end_in_the_weights_of_one(subtests: pytest.Subtests) -> None:
     alone = train(rs.contiguous(TRAINED, 1), None)
     assert len(alone["losses"]) == 20
     assert alone["losses"][-1] < alone["losses"][0] - 0.1
     for world_size in (2, 4):
-        for weights in values(run_ranks(run_training, world_size, world_size)):
-            assert [name for name, x in alone.items() if not torch.equal(weights[name], x)] == []
+        with subtests.test(world_size=world_size):
+            for weights in values(run_ranks(run_training, world_size, world_size)):
+                assert [name for name, x in alone.items() if not torch.equal(weights[name], x)] == []
 
 
 def run_training(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     return train(rs.zigzag(TRAINED, world_size, align=TILE), None)
 
 
-@pytest.mark.parametrize("setting", [None, "AUTO,STRICT"])
+@pytest.mark.parametrize("setting", [None, pytest.param("AUTO,STRICT", marks=pytest.mark.slow)])
 def test_the_number_of_threads_does_not_change_a_bit(setting: str | None) -> None:
     """Whatever MKL_CBWR says."""
     digests = run_apart("print_digests", {"MKL_CBWR": setting} if setting else {})

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, values
 
-from reproducible_cases import LAYOUTS, Call, alone, different, on_rank, options_of, together
+from support.ranks import run_ranks, values
+from support.reproducible_cases import LAYOUTS, Call, alone, different, on_rank, options_of, together
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 
@@ -13,11 +13,12 @@ CALLS = (Call("causal", has_sinks=True), Call("rows", torch.bfloat16))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_outputs_and_gradients_are_those_of_one_device(world_size: int) -> None:
+def test_outputs_and_gradients_are_those_of_one_device(subtests: pytest.Subtests, world_size: int) -> None:
     of_ranks = values(run_ranks(attend, world_size, world_size))
     for i, (call, way) in enumerate((call, way) for call in CALLS for way in ("pass_kv", "pass_q", "double_ring")):
-        got = together(LAYOUTS["zigzag"](world_size), [each[i] for each in of_ranks])
-        assert different(got, alone(call)) == [], (call, way)
+        with subtests.test(call=call, way=way):
+            got = together(LAYOUTS["zigzag"](world_size), [each[i] for each in of_ranks])
+            assert different(got, alone(call)) == [], (call, way)
 
 
 def attend(rank: int, world_size: int) -> list[list[torch.Tensor]]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import ringspan as rs
-from transformer import Transformer, make_tokens, token_losses, whole_loss
+from support.ranks import run_ranks, values
+from support.transformer import Transformer, make_tokens, token_losses, whole_loss
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

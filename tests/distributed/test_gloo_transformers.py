@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
-from families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
 from ringspan.adapters.transformers import crossing, shards, turns
+from support.families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
+from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 
@@ -134,8 +134,8 @@ def break_attention(rank: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_family_is_equal_to_one_process(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_family_is_equal_to_one_process(subtests: pytest.Subtests, world_size: int) -> None:
     """Logits, loss, gradients, and tokens with their logits after a prompt of odd length; on two ranks 64, else 16.
 
     On two ranks once more with a ring that is broken on purpose: every comparison must fail.
@@ -143,16 +143,17 @@ def test_every_family_is_equal_to_one_process(world_size: int) -> None:
     first, *others = values(run_ranks(compare_families, world_size, world_size, timeout_s=200))
     assert first.keys() == {*EQUAL}
     for name, (measured, sound, broken) in first.items():
-        kinds = {"logits", "loss", "gradients"}
-        kinds |= {"tokens", "generated logits"} if FAMILIES[name].generates else set()
-        assert sound.keys() == kinds
-        assert max(sound.values()) < TOLERANCE, f"{name}: {sound}"
-        assert broken.keys() == (kinds if world_size == 2 else set())
-        assert all(value > 100 * TOLERANCE for value in broken.values()), f"{name}: {broken}"
-        for told in others:
-            same = differences(told[name].measured, measured)
-            assert same.keys() == kinds
-            assert max(same.values()) < TOLERANCE, f"{name}: {same}"
+        with subtests.test(name):
+            kinds = {"logits", "loss", "gradients"}
+            kinds |= {"tokens", "generated logits"} if FAMILIES[name].generates else set()
+            assert sound.keys() == kinds
+            assert max(sound.values()) < TOLERANCE, f"{name}: {sound}"
+            assert broken.keys() == (kinds if world_size == 2 else set())
+            assert all(value > 100 * TOLERANCE for value in broken.values()), f"{name}: {broken}"
+            for told in others:
+                same = differences(told[name].measured, measured)
+                assert same.keys() == kinds
+                assert max(same.values()) < TOLERANCE, f"{name}: {same}"
 
 
 # Sampling

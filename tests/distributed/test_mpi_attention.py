@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import ringspan as rs
-from attention_cases import covering_third, job_of_case, make_job
-from cases import select
-from reproducible_cases import LAYOUTS, SHORT, WAYS, Call, alone, on_rank
+from support.attention_cases import covering_third, job_of_case, make_job
+from support.cases import select
+from support.reproducible_cases import LAYOUTS, SHORT, WAYS, Call, alone, on_rank
 
 HARD_TIMEOUT_S = 110
 RANKS = 4
@@ -45,7 +45,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     run = subprocess.run(
         ["mpirun", *map(str, options), sys.executable, "-m", "mpi4py", __file__, str(directory)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=HARD_TIMEOUT_S,
@@ -155,7 +155,6 @@ def run_checks() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     outcome = run_checks()
     from mpi4py import MPI
 

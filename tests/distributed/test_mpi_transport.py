@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,12 +25,11 @@ at_each_world_size = pytest.mark.parametrize("world_size", range(2, RANKS + 1))
 
 
 def run_ranks(num_ranks, *arguments):
-    program = Path(__file__).with_name("mpi_program.py")
+    program = Path(__file__).parents[1] / "support" / "mpi_program.py"
     # mpirun ends its ranks itself when time is up; killed from outside, it could leave some behind.
     options = ["--timeout", HARD_TIMEOUT_S - 20, "--allow-run-as-root", "--oversubscribe", "-np", num_ranks]
     return subprocess.run(
         ["mpirun", *map(str, options), sys.executable, "-m", "mpi4py", str(program), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=HARD_TIMEOUT_S,

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from calls import MARGIN_S, Arguments, arguments, attend
-from ranks import run_ranks, values
 from test_faults import (
     assert_clear,
     reason_of,
@@ -31,13 +29,15 @@ from test_faults import (
 from test_gloo import CAUSAL, HEADS, check, run_overwrite, run_table
 
 import ringspan as rs
-from attention_cases import make_job
 from ringspan.session import session_of
 from ringspan.transports import neighbours
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.in_process import run_in_process
 from ringspan.transports.neighbours import SWITCH, find_peers
 from ringspan.transports.same_host import Memory, Peer, SameHost
+from support.attention_cases import make_job
+from support.calls import MARGIN_S, Arguments, arguments, attend
+from support.ranks import run_ranks, values
 
 pytestmark = [
     pytest.mark.xdist_group("processes"),

@@ -10,10 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan as rs
 import ringspan.session
-from attention_cases import (
+from ringspan.transports.in_process import InProcessRank
+from support import oracle
+from support.attention_cases import (
     Job,
     check_gradients,
     covering_third,
@@ -25,11 +26,8 @@ from attention_cases import (
     run,
     run_both,
 )
-from cases import CASES, LAYOUTS, ROWS, WORLD_SIZES, replicated, select
-from oracle import MaskSpec
-from ringspan.transports.in_process import InProcessRank
-
-torch.set_num_threads(1)
+from support.cases import CASES, LAYOUTS, ROWS, replicated, select, wide_from
+from support.oracle import MaskSpec
 
 HEADS = rs.Heads(8, 2)
 CAUSAL: MaskSpec = ("causal",)
@@ -55,21 +53,24 @@ def check_both(job: Job, what: object = "") -> None:
 
 
 @each_algorithm
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_table_in_float64(algorithm: str, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", wide_from(3))
+def test_the_table_in_float64(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
     """Forward and backward; all of it up to 3 ranks, of more a third, because they share one or two cores here."""
     cases = select(CASES if world_size <= 3 else covering_third(0), algorithm=algorithm, world_size=world_size)
     assert len(cases) >= 21
     for case in cases:
-        check_both(job_of_case(case), case)
+        with subtests.test(str(case)):
+            check_both(job_of_case(case), case)
 
 
+@pytest.mark.slow
 @each_algorithm
-def test_a_sixth_of_the_table_in_float32(algorithm: str) -> None:
+def test_a_sixth_of_the_table_in_float32(subtests: pytest.Subtests, algorithm: str) -> None:
     cases = select(covering_third(1), algorithm=algorithm)[::2]
     assert len(cases) >= 63
     for case in cases:
-        check_both(job_of_case(case, torch.float32), case)
+        with subtests.test(str(case)):
+            check_both(job_of_case(case, torch.float32), case)
 
 
 # What the table does not vary
@@ -77,15 +78,16 @@ def test_a_sixth_of_the_table_in_float32(algorithm: str) -> None:
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_sinks_are_one_more_logit_in_the_softmax(algorithm: str, world_size: int) -> None:
+def test_sinks_are_one_more_logit_in_the_softmax(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
     """Also where a row sees no key ("ahead"), and for sinks far above, far below and absent (-inf)."""
     layout = rs.zigzag(24, world_size)
     for spec in (CAUSAL, ("sliding_window", -2, 9)):
-        job = make_job("sinks", spec, layout, HEADS, **options_of(algorithm, world_size))
-        sinks = torch.tensor([0.0, 1.5, -2.0, 30.0, -30.0, -math.inf, 3.0, 0.5], dtype=torch.float64)
-        wanted = job._replace(**dense_with_sinks(job, sinks))
-        for rank, got in enumerate(run(job, sinks=sinks)):
-            wanted.check(rank, got, spec)
+        with subtests.test(spec=spec):
+            job = make_job("sinks", spec, layout, HEADS, **options_of(algorithm, world_size))
+            sinks = torch.tensor([0.0, 1.5, -2.0, 30.0, -30.0, -math.inf, 3.0, 0.5], dtype=torch.float64)
+            wanted = job._replace(**dense_with_sinks(job, sinks))
+            for rank, got in enumerate(run(job, sinks=sinks)):
+                wanted.check(rank, got, spec)
 
 
 def dense_with_sinks(job: Job, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -114,7 +116,7 @@ def test_without_return_lse_only_out_comes_back() -> None:
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_cross_attention(algorithm: str, world_size: int) -> None:
+def test_cross_attention(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
     """Queries and keys of different number, in different layouts; some ranks hold keys only or queries only."""
     heads = HEADS if world_size != 3 else rs.Heads(6, 3)
     pairs = [
@@ -125,8 +127,9 @@ def test_cross_attention(algorithm: str, world_size: int) -> None:
         (replicated(30, world_size), rs.contiguous(30, world_size)),
     ]
     for spec, (layout, kv_layout) in itertools.product((("full",), CAUSAL), pairs):
-        job = make_job("cross", spec, layout, heads, kv_layout=kv_layout, **options_of(algorithm, world_size))
-        check(job, (spec, layout, kv_layout))
+        with subtests.test(spec=spec, layout=layout, kv_layout=kv_layout):
+            job = make_job("cross", spec, layout, heads, kv_layout=kv_layout, **options_of(algorithm, world_size))
+            check(job, (spec, layout, kv_layout))
 
 
 @each_algorithm
@@ -169,16 +172,17 @@ def test_inputs_in_any_memory_order(algorithm: str, kernel: str) -> None:
 
 @each_algorithm
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_every_type(algorithm: str, dtype: torch.dtype) -> None:
+def test_every_type(subtests: pytest.Subtests, algorithm: str, dtype: torch.dtype) -> None:
     """out in the type of the inputs; lse in float32, or float64 for float64."""
     for world_size in (1, 3, 4):
-        heads = rs.Heads(6, 3) if world_size == 3 else HEADS
-        job = make_job(
-            "types", CAUSAL, rs.zigzag(37, world_size), heads, dtype=dtype, **options_of(algorithm, world_size)
-        )
-        for rank, got in enumerate(run(job)):
-            assert (got.out.dtype, got.lse.dtype) == (dtype, lse_dtype(dtype))
-            job.check(rank, got, world_size)
+        with subtests.test(world_size=world_size):
+            heads = rs.Heads(6, 3) if world_size == 3 else HEADS
+            job = make_job(
+                "types", CAUSAL, rs.zigzag(37, world_size), heads, dtype=dtype, **options_of(algorithm, world_size)
+            )
+            for rank, got in enumerate(run(job)):
+                assert (got.out.dtype, got.lse.dtype) == (dtype, lse_dtype(dtype))
+                job.check(rank, got, world_size)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.7, -1.3])
@@ -187,7 +191,7 @@ def test_any_finite_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (5, 9), (16, 3)])
-def test_any_head_dims(widths: tuple[int, int]) -> None:
+def test_any_head_dims(subtests: pytest.Subtests, widths: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, 24, width, generator=generator, dtype=torch.float64)
@@ -195,11 +199,12 @@ def test_any_head_dims(widths: tuple[int, int]) -> None:
     )
     layout = rs.zigzag(24, 4)
     for row in ROWS:
-        check(job_of(q, k, v, CAUSAL, layout, layout, options_of(row.algorithm, 4)), row.algorithm)
+        with subtests.test(row.algorithm):
+            check(job_of(q, k, v, CAUSAL, layout, layout, options_of(row.algorithm, 4)), row.algorithm)
 
 
 @each_algorithm
-def test_nothing_to_attend(algorithm: str) -> None:
+def test_nothing_to_attend(subtests: pytest.Subtests, algorithm: str) -> None:
     """No tokens, no batch rows, no keys: empty or zero, never a crash."""
     for layout, kv_layout, batch in (
         (rs.zigzag(0, 2), rs.zigzag(0, 2), 2),
@@ -207,8 +212,11 @@ def test_nothing_to_attend(algorithm: str) -> None:
         (rs.zigzag(5, 2), rs.zigzag(0, 2), 1),
         (rs.zigzag(0, 2), rs.zigzag(5, 2), 1),
     ):
-        job = make_job("empty", ("full",), layout, HEADS, kv_layout=kv_layout, batch=batch, **options_of(algorithm, 2))
-        check(job, (layout, kv_layout, batch))
+        with subtests.test(layout=layout, kv_layout=kv_layout, batch=batch):
+            job = make_job(
+                "empty", ("full",), layout, HEADS, kv_layout=kv_layout, batch=batch, **options_of(algorithm, 2)
+            )
+            check(job, (layout, kv_layout, batch))
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa_cpu"])
@@ -267,15 +275,18 @@ def errors_of(job: Job, out: torch.Tensor) -> torch.Tensor:
 @each_algorithm
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_odd_values_reach_only_the_rows_that_see_them(algorithm: str, value: float, dtype: torch.dtype) -> None:
+def test_odd_values_reach_only_the_rows_that_see_them(
+    subtests: pytest.Subtests, algorithm: str, value: float, dtype: torch.dtype
+) -> None:
     masks: list[MaskSpec] = [CAUSAL, ("sliding_window", 5, 0), ("documents", (7, 1, 12, 40))]
     for spec, layout in itertools.product(masks, (rs.zigzag(24, 4), rs.striped(24, 4), replicated(24, 4))):
-        clean = make_job("odd", spec, layout, HEADS, dtype=dtype, **options_of(algorithm, 4))
-        for name, at in (("q", (0, 5, 7, 1)), ("k", (1, 1, 3, 2)), ("v", (0, 0, 9, 1)), ("v", (1, 1, 20, 0))):
-            getattr(clean, name)[at] = value
-        job = clean._replace(**row_by_row(clean))
-        for rank, got in enumerate(run(job)):
-            check_odd(job, rank, got)
+        with subtests.test(spec=spec, layout=layout):
+            clean = make_job("odd", spec, layout, HEADS, dtype=dtype, **options_of(algorithm, 4))
+            for name, at in (("q", (0, 5, 7, 1)), ("k", (1, 1, 3, 2)), ("v", (0, 0, 9, 1)), ("v", (1, 1, 20, 0))):
+                getattr(clean, name)[at] = value
+            job = clean._replace(**row_by_row(clean))
+            for rank, got in enumerate(run(job)):
+                check_odd(job, rank, got)
 
 
 def row_by_row(job: Job) -> dict[str, torch.Tensor]:

@@ -23,8 +23,6 @@ from ringspan import autograd
 from ringspan.attend import Options
 from ringspan.transports.in_process import InProcessRank
 
-torch.set_num_threads(1)
-
 SEQ_LEN = 24
 CAUSAL = rs.causal()
 ALONE = rs.zigzag(SEQ_LEN, 1)
@@ -285,6 +283,7 @@ for source in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_programs_on_disk_are_taken_from_the_same_release_only(tmp_path: Path) -> None:
     """torch finds them by the name of the forward operator, and would run the backward operator of another release."""
     ours, other = Path(rs.__file__).parents[1], tmp_path / "other"

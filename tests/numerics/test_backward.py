@@ -12,10 +12,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan as rs
 import ringspan.arithmetic
-from attention_cases import (
+from ringspan.execute import Event
+from ringspan.tiles import Problem, Shapes
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+from support import oracle
+from support.attention_cases import (
     Gradients,
     Job,
     check_gradients,
@@ -26,13 +30,7 @@ from attention_cases import (
     options_of,
     run_both,
 )
-from cases import ROWS, make_mask, replicated, select
-from ringspan.execute import Event
-from ringspan.tiles import Problem, Shapes
-from ringspan.transports.counting import CountingTransport
-from ringspan.transports.in_process import InProcessRank
-
-torch.set_num_threads(1)
+from support.cases import ROWS, make_mask, replicated, select
 
 HEADS = rs.Heads(8, 2)
 CAUSAL = ("causal",)
@@ -46,13 +44,14 @@ def check(job: Job, what: object = "", tolerance: dict[str, float] | None = None
 
 @each_algorithm
 @pytest.mark.parametrize("heads", [HEADS, rs.Heads(8, 8)], ids=str)
-def test_cross_attention(algorithm: str, heads: rs.Heads) -> None:
+def test_cross_attention(subtests: pytest.Subtests, algorithm: str, heads: rs.Heads) -> None:
     """More keys than queries and fewer, so that either side is the lighter one and travels."""
     for q_len, kv_len in ((11, 40), (40, 11)):
-        for kv_layout in (rs.contiguous(kv_len, 4), replicated(kv_len, 4)):
-            layout = rs.zigzag(q_len, 4)
-            job = make_job("cross", ("full",), layout, heads, kv_layout=kv_layout, **options_of(algorithm, 4))
-            check(job, (q_len, kv_len))
+        with subtests.test(q_len=q_len, kv_len=kv_len):
+            for kv_layout in (rs.contiguous(kv_len, 4), replicated(kv_len, 4)):
+                layout = rs.zigzag(q_len, 4)
+                job = make_job("cross", ("full",), layout, heads, kv_layout=kv_layout, **options_of(algorithm, 4))
+                check(job, (q_len, kv_len))
 
 
 @each_algorithm
@@ -73,16 +72,17 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_sums_that_begin_with_their_first_piece(
-    dtype: torch.dtype, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, dtype: torch.dtype, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are never set to zero; with slabs smaller than a group of heads several of them add to the same keys."""
     monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
     coarse = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else None  # a slab too few or too many is more
     for heads in (rs.Heads(8, 8), rs.Heads(8, 2)):
-        for algorithm in ("pass_kv", "pass_q", "all_gather"):
-            for layout in (rs.zigzag(37, 4), rs.contiguous(37, 1)):
-                job = make_job("first", CAUSAL, layout, heads, dtype=dtype)
-                check(job, (heads, layout), coarse, algorithm=algorithm)
+        with subtests.test(heads=heads):
+            for algorithm in ("pass_kv", "pass_q", "all_gather"):
+                for layout in (rs.zigzag(37, 4), rs.contiguous(37, 1)):
+                    job = make_job("first", CAUSAL, layout, heads, dtype=dtype)
+                    check(job, (heads, layout), coarse, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
@@ -91,41 +91,50 @@ def test_any_scale_and_kernel(kernel: str, scale: float) -> None:
     check(make_job("scale", CAUSAL, rs.zigzag(24, 3), HEADS, scale=scale), kernel=kernel)
 
 
-def test_both_directions() -> None:
+def test_both_directions(subtests: pytest.Subtests) -> None:
     for direction in ("forward", "reverse"):
-        check(make_job("directions", CAUSAL, rs.zigzag(37, 4), HEADS), direction=direction)
+        with subtests.test(direction=direction):
+            check(make_job("directions", CAUSAL, rs.zigzag(37, 4), HEADS), direction=direction)
 
 
 @each_algorithm
-def test_nothing_to_attend(algorithm: str) -> None:
+def test_nothing_to_attend(subtests: pytest.Subtests, algorithm: str) -> None:
     for layout, kv_layout, batch in (
         (rs.zigzag(0, 2), rs.zigzag(0, 2), 2),
         (rs.zigzag(5, 2), rs.zigzag(5, 2), 0),
         (rs.zigzag(5, 2), rs.zigzag(0, 2), 1),
         (rs.zigzag(0, 2), rs.zigzag(5, 2), 1),
     ):
-        check(make_job("empty", ("full",), layout, HEADS, kv_layout=kv_layout, batch=batch, **options_of(algorithm, 2)))
+        with subtests.test(layout=layout, kv_layout=kv_layout, batch=batch):
+            check(
+                make_job(
+                    "empty", ("full",), layout, HEADS, kv_layout=kv_layout, batch=batch, **options_of(algorithm, 2)
+                )
+            )
 
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_sinks(algorithm: str, world_size: int) -> None:
+def test_sinks(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
     """By autograd on the definition: a sink is one more column beside the scores, whose weight is thrown away."""
     heads = rs.Heads(6, 3)
     for spec in (CAUSAL, ("sliding_window", -2, 9)):
-        job = make_job("sinks", spec, rs.zigzag(24, world_size), heads, **options_of(algorithm, world_size))
-        values = torch.tensor([0.0, 1.5, -2.0, 4.0, -30.0, -math.inf], dtype=torch.float64)
+        with subtests.test(spec=spec):
+            job = make_job("sinks", spec, rs.zigzag(24, world_size), heads, **options_of(algorithm, world_size))
+            values = torch.tensor([0.0, 1.5, -2.0, 4.0, -30.0, -math.inf], dtype=torch.float64)
 
-        def differentiate(group: InProcessRank, job: Job = job, values: torch.Tensor = values) -> list[torch.Tensor]:
-            leaves = [x.clone().requires_grad_() for x in (*job.shards(group.rank), values)]
-            out = job.attend(group, group.rank, tensors=leaves[:3], sinks=leaves[3]).out
-            return list(torch.autograd.grad(out, leaves, job.layout.shard(make_dout(job), group.rank, 2)))
+            def differentiate(
+                group: InProcessRank, job: Job = job, values: torch.Tensor = values
+            ) -> list[torch.Tensor]:
+                leaves = [x.clone().requires_grad_() for x in (*job.shards(group.rank), values)]
+                out = job.attend(group, group.rank, tensors=leaves[:3], sinks=leaves[3]).out
+                return list(torch.autograd.grad(out, leaves, job.layout.shard(make_dout(job), group.rank, 2)))
 
-        parts = rs.run_in_process(differentiate, world_size)
-        got = [job.layout.unshard([part[i] for part in parts], 2) for i in range(3)]
-        got.append(torch.stack([part[3] for part in parts]).sum(0))
-        for mine, wanted in zip(got, dense_sink_gradients(job, values), strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+            parts = rs.run_in_process(differentiate, world_size)
+            got = [job.layout.unshard([part[i] for part in parts], 2) for i in range(3)]
+            got.append(torch.stack([part[3] for part in parts]).sum(0))
+            for mine, wanted in zip(got, dense_sink_gradients(job, values), strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_tokens", [200, 600])
@@ -179,36 +188,39 @@ def error_of(mine: torch.Tensor, exact: np.ndarray[Any, Any]) -> float:
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_events_and_bytes_are_those_of_the_simulator(
-    algorithm: str, world_size: int, counted: dict[int, CountingTransport]
+    subtests: pytest.Subtests, algorithm: str, world_size: int, counted: dict[int, CountingTransport]
 ) -> None:
     for case in select(algorithm=algorithm, world_size=world_size)[::9]:
-        job = job_of_case(case, torch.float32)
-        recorded: list[list[Event]] = [[] for _ in range(world_size)]
+        with subtests.test(str(case)):
+            job = job_of_case(case, torch.float32)
+            recorded: list[list[Event]] = [[] for _ in range(world_size)]
 
-        def differentiate(group: InProcessRank, job: Job = job, recorded: Any = recorded) -> Gradients:
-            leaves = [x.clone().requires_grad_() for x in job.shards(group.rank)]
-            out = job.attend(group, group.rank, tensors=leaves, record=recorded[group.rank].append).out
-            recorded[group.rank].clear()
-            counted[group.rank].bytes_sent[:] = [0] * world_size
-            return Gradients(*torch.autograd.grad(out, leaves, torch.ones_like(out)))
+            def differentiate(group: InProcessRank, job: Job = job, recorded: Any = recorded) -> Gradients:
+                leaves = [x.clone().requires_grad_() for x in job.shards(group.rank)]
+                out = job.attend(group, group.rank, tensors=leaves, record=recorded[group.rank].append).out
+                recorded[group.rank].clear()
+                counted[group.rank].bytes_sent[:] = [0] * world_size
+                return Gradients(*torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
-        rs.run_in_process(differentiate, world_size)
-        arrays = [x.numpy() for x in (job.q, job.k, job.v)]
-        simulation = rs.simulate_attention(*arrays, mask=make_mask(case.spec), layout=job.layout, **case.options)
-        gradients = simulation.gradients(np.ones_like(simulation.out))
-        simulated = [[event for step in gradients.trace for event in step[rank].events] for rank in range(world_size)]
-        assert recorded == simulated, case
-        problem = Problem(
-            make_mask(case.spec),
-            job.layout,
-            job.layout,
-            Shapes((job.q.shape[0],), case.heads, job.q.shape[3], job.v.shape[3], 4, 4),
-        )
-        expected = np.zeros((world_size, world_size), dtype=int)
-        for step in gradients.schedule.steps:
-            for block, src, dst in step.transfers:
-                expected[src, dst] += problem.block_bytes(block)
-        assert (np.array([counted[rank].bytes_sent for rank in range(world_size)]) == expected).all(), case
+            rs.run_in_process(differentiate, world_size)
+            arrays = [x.numpy() for x in (job.q, job.k, job.v)]
+            simulation = rs.simulate_attention(*arrays, mask=make_mask(case.spec), layout=job.layout, **case.options)
+            gradients = simulation.gradients(np.ones_like(simulation.out))
+            simulated = [
+                [event for step in gradients.trace for event in step[rank].events] for rank in range(world_size)
+            ]
+            assert recorded == simulated, case
+            problem = Problem(
+                make_mask(case.spec),
+                job.layout,
+                job.layout,
+                Shapes((job.q.shape[0],), case.heads, job.q.shape[3], job.v.shape[3], 4, 4),
+            )
+            expected = np.zeros((world_size, world_size), dtype=int)
+            for step in gradients.schedule.steps:
+                for block, src, dst in step.transfers:
+                    expected[src, dst] += problem.block_bytes(block)
+            assert (np.array([counted[rank].bytes_sent for rank in range(world_size)]) == expected).all(), case
 
 
 def test_the_side_with_fewer_bytes_travels() -> None:

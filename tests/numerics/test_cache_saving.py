@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ringspan as rs
-from conversations import Story, live_through
 from ringspan.inference import storage
 from ringspan.transports.in_process import InProcessRank
+from support.conversations import Story, live_through
 
 HEADS = rs.Heads(4, 2)
 CAUSAL = ("causal",)

@@ -13,8 +13,6 @@ import ringspan.session
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 
-torch.set_num_threads(1)
-
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 8
 Arguments = dict[str, Any]
 
@@ -241,15 +239,16 @@ IN_ORDER_ALONE = (
 )
 
 
-def test_one_rank_alone() -> None:
+def test_one_rank_alone(subtests: pytest.Subtests) -> None:
     """Without a group, a refusal is a refusal too."""
     layout = rs.zigzag(SEQ_LEN, 1)
     for refusal in REFUSALS:
-        if refusal.what in IN_ORDER_ALONE:
-            continue
-        good = arguments(0, 1) | {"layout": layout}
-        with pytest.raises(refusal.error):
-            call(good | refusal.change(good))
+        with subtests.test(refusal.what):
+            if refusal.what in IN_ORDER_ALONE:
+                continue
+            good = arguments(0, 1) | {"layout": layout}
+            with pytest.raises(refusal.error):
+                call(good | refusal.change(good))
 
 
 @pytest.mark.parametrize("group", ["gloo", 3, [], object()])

@@ -11,11 +11,9 @@ import torch
 
 import ringspan as rs
 import ringspan.collectives
-from cases import LAYOUTS
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.in_process import InProcessRank
-
-torch.set_num_threads(1)
+from support.cases import LAYOUTS
 
 SEQ_LEN = 23
 each_layout = pytest.mark.parametrize("name", LAYOUTS)

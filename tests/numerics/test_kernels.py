@@ -8,10 +8,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan.kernels.reference
 import ringspan.kernels.sdpa_cpu
-from kernel_cases import (
+from ringspan.errors import UnsupportedError
+from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
+from ringspan.kernels.base import Merged
+from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
+from ringspan.pieces import PieceKind
+from ringspan.softmax import Partial, accumulator_dtype
+from support import oracle
+from support.kernel_cases import (
     CUT,
     IN_RUNS,
     ODD_VALUES,
@@ -28,15 +35,6 @@ from kernel_cases import (
     random_qkv,
     take_short_runs,
 )
-from ringspan.errors import UnsupportedError
-from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
-from ringspan.kernels.base import Merged
-from ringspan.kernels.reference import MAX_SCORES, Reference
-from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
-from ringspan.pieces import PieceKind
-from ringspan.softmax import Partial, accumulator_dtype
-
-torch.set_num_threads(1)
 
 
 def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
@@ -51,11 +49,14 @@ def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
 @each_dtype
 @pytest.mark.parametrize("kind", PieceKind)
 @each_ratio
-def test_pieces_of_any_size(kernel: Kernel, dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_pieces_of_any_size(
+    subtests: pytest.Subtests, kernel: Kernel, dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]
+) -> None:
     for n, m in SIZES[kind]:
-        qkv = random_qkv(n, m, heads, dtype=dtype)
-        piece, allowed = piece_of(kind, n, m)
-        assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(n=n, m=m):
+            qkv = random_qkv(n, m, heads, dtype=dtype)
+            piece, allowed = piece_of(kind, n, m)
+            assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
@@ -69,11 +70,14 @@ def test_pieces_of_several_inner_blocks(kernel: Kernel, kind: PieceKind) -> None
 @each_kernel
 @each_dtype
 @pytest.mark.parametrize("kind", PieceKind)
-def test_any_head_dim_and_v_head_dim(kernel: Kernel, dtype: torch.dtype, kind: PieceKind) -> None:
+def test_any_head_dim_and_v_head_dim(
+    subtests: pytest.Subtests, kernel: Kernel, dtype: torch.dtype, kind: PieceKind
+) -> None:
     for head_dim, v_head_dim in [(1, 1), (7, 7), (24, 16), (16, 24), (5, 1), (1, 9), (80, 300)]:
-        qkv = random_qkv(33, 33, (4, 2), head_dim, v_head_dim, dtype)
-        piece, allowed = piece_of(kind, 33, 33)
-        assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(head_dim=head_dim, v_head_dim=v_head_dim):
+            qkv = random_qkv(33, 33, (4, 2), head_dim, v_head_dim, dtype)
+            piece, allowed = piece_of(kind, 33, 33)
+            assert_right(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
@@ -163,14 +167,15 @@ def assert_plain(part: Partial, qkv: QKV, allowed: Allowed) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("value", ODD_VALUES)
 def test_odd_values_reach_only_rows_that_see_them(
-    kernel: Kernel, kind: PieceKind, dtype: torch.dtype, value: float
+    subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind, dtype: torch.dtype, value: float
 ) -> None:
     for n, column in [(1, 0), (6, 3), (40, 0), (40, 17), (40, 39)]:
-        piece, allowed = piece_of(kind, n, n)
-        for which in (0, 1, 2):
-            qkv = random_qkv(n, n, dtype=dtype)
-            qkv[which][0, 1, column, 2] = value
-            assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(n=n, column=column):
+            piece, allowed = piece_of(kind, n, n)
+            for which in (0, 1, 2):
+                qkv = random_qkv(n, n, dtype=dtype)
+                qkv[which][0, 1, column, 2] = value
+                assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
@@ -188,27 +193,29 @@ def test_odd_values_in_a_later_inner_block(kernel: Kernel, kind: PieceKind) -> N
 
 @each_kernel
 @pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
-def test_odd_values_of_all_kinds_at_once(kernel: Kernel, kind: PieceKind) -> None:
+def test_odd_values_of_all_kinds_at_once(subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind) -> None:
     random = np.random.default_rng(0)
     for trial in range(12):
-        n = (4, 21, 64)[trial % 3]
-        piece, allowed = piece_of(kind, n, n)
-        qkv = random_qkv(n, n)
-        for x in qkv[1:]:
-            for value in ODD_VALUES:
-                x[torch.from_numpy(random.random(tuple(x.shape[:3])) < 0.1), trial % 8] = value
-        assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(trial=trial):
+            n = (4, 21, 64)[trial % 3]
+            piece, allowed = piece_of(kind, n, n)
+            qkv = random_qkv(n, n)
+            for x in qkv[1:]:
+                for value in ODD_VALUES:
+                    x[torch.from_numpy(random.random(tuple(x.shape[:3])) < 0.1), trial % 8] = value
+            assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
 @pytest.mark.parametrize("value", ODD_VALUES)
-def test_odd_values_before_and_after_a_cut(kernel: Kernel, value: float) -> None:
+def test_odd_values_before_and_after_a_cut(subtests: pytest.Subtests, kernel: Kernel, value: float) -> None:
     piece, allowed = piece_of(PieceKind.CAUSAL, CUT, CUT)
     for column in (0, 255, 256, CUT - 1):
-        for which in (0, 1, 2):
-            qkv = random_qkv(CUT, CUT, batch=1)
-            qkv[which][0, 1, column, 2] = value
-            assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(column=column):
+            for which in (0, 1, 2):
+                qkv = random_qkv(CUT, CUT, batch=1)
+                qkv[which][0, 1, column, 2] = value
+                assert_plain(kernel.forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
@@ -235,14 +242,17 @@ def test_runs_of_keys(
 
 @pytest.mark.parametrize("kind", IN_RUNS)
 @pytest.mark.parametrize("value", ODD_VALUES)
-def test_odd_values_in_runs_of_keys(kind: PieceKind, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_values_in_runs_of_keys(
+    subtests: pytest.Subtests, kind: PieceKind, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_short_runs(monkeypatch)
     piece, allowed = piece_of(kind, *IN_RUNS[kind])
     for row in (0, RUN - 1, RUN, 69):
-        for which in (0, 1, 2):
-            qkv = random_qkv(*IN_RUNS[kind])
-            qkv[which][1, 1, row, 2] = value
-            assert_plain(SdpaCpu().forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(row=row):
+            for which in (0, 1, 2):
+                qkv = random_qkv(*IN_RUNS[kind])
+                qkv[which][1, 1, row, 2] = value
+                assert_plain(SdpaCpu().forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @pytest.mark.parametrize("kind", IN_RUNS)
@@ -260,16 +270,17 @@ def test_a_run_whose_scores_are_all_minus_infinity(
 
 @each_kernel
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 33, 512, 513, 530, 1030])
-def test_no_nan_is_lost_however_the_keys_fall_into_blocks(kernel: Kernel, m: int) -> None:
+def test_no_nan_is_lost_however_the_keys_fall_into_blocks(subtests: pytest.Subtests, kernel: Kernel, m: int) -> None:
     """Where every score is NaN or -inf the CPU operator takes the row for one that sees nothing."""
     piece, allowed = piece_of(PieceKind.FULL, 3, m)
     for nans in (slice(None), slice(0, 1), slice(-1, None), slice(0, 512), slice(512, None)):
-        for others in (1.0, -torch.inf):
-            q, k, v = random_qkv(3, m)
-            q = q.abs()
-            k[:] = others
-            k[:, :, nans] = torch.nan
-            assert_plain(kernel.forward(q, k, v, piece, SCALE), (q, k, v), allowed)
+        with subtests.test(nans=nans):
+            for others in (1.0, -torch.inf):
+                q, k, v = random_qkv(3, m)
+                q = q.abs()
+                k[:] = others
+                k[:, :, nans] = torch.nan
+                assert_plain(kernel.forward(q, k, v, piece, SCALE), (q, k, v), allowed)
 
 
 @each_kernel
@@ -357,7 +368,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 @each_kernel
 @pytest.mark.parametrize("kind", PieceKind)
 @each_dtype
-def test_strided_views(kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> None:
+def test_strided_views(subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> None:
     n = m = 40
     piece, allowed = piece_of(kind, n, m)
     qkv = random_qkv(n, m, (4, 2), dtype=dtype)
@@ -368,21 +379,23 @@ def test_strided_views(kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> N
         "rows of a longer tensor": [torch.cat([x, x], 2)[:, :, n:] for x in qkv],
     }
     for name, strided in views.items():
-        assert all(torch.equal(x, view) for x, view in zip(qkv, strided, strict=True)), name
-        assert_right(kernel.forward(*strided, piece, SCALE), qkv, allowed)
+        with subtests.test(name):
+            assert all(torch.equal(x, view) for x, view in zip(qkv, strided, strict=True)), name
+            assert_right(kernel.forward(*strided, piece, SCALE), qkv, allowed)
     one_for_all = [x[:1].expand(2, -1, -1, -1) for x in qkv]
     assert_right(kernel.forward(*one_for_all, piece, SCALE), tuple(one_for_all), allowed)
 
 
 @pytest.mark.parametrize("n", [1, 2, FOLD_ROWS, FOLD_ROWS + 1])
 @pytest.mark.parametrize("m", [FOLD_KEYS - 1, FOLD_KEYS, 600])
-def test_few_rows_against_many_keys(n: int, m: int) -> None:
+def test_few_rows_against_many_keys(subtests: pytest.Subtests, n: int, m: int) -> None:
     """Where the heads of a group go through as rows of one head, and where they just do not."""
     piece, allowed = piece_of(PieceKind.FULL, n, m)
     for heads in [(6, 2), (4, 1), (4, 4)]:
-        q, k, v = random_qkv(n, m, heads)
-        for queries in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
-            assert_right(SdpaCpu().forward(queries, k, v, piece, SCALE), (q, k, v), allowed)
+        with subtests.test(heads=heads):
+            q, k, v = random_qkv(n, m, heads)
+            for queries in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+                assert_right(SdpaCpu().forward(queries, k, v, piece, SCALE), (q, k, v), allowed)
 
 
 @pytest.mark.parametrize("kind", [PieceKind.FULL, PieceKind.CAUSAL])
@@ -397,25 +410,27 @@ def test_the_reference_holds_few_scores(kind: PieceKind) -> None:
     assert_right(part, qkv, allowed)
 
 
-def test_the_reference_in_blocks_of_any_height(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_in_blocks_of_any_height(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in PieceKind:
-        piece, allowed = piece_of(kind, 33, 33)
-        qkv = random_qkv(33, 33, (4, 2))
-        for max_scores in (1, 700, 2000):
-            monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
-            assert_right(Reference().forward(*qkv, piece, SCALE), qkv, allowed)
+        with subtests.test(kind=kind):
+            piece, allowed = piece_of(kind, 33, 33)
+            qkv = random_qkv(33, 33, (4, 2))
+            for max_scores in (1, 700, 2000):
+                monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
+                assert_right(Reference().forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
-def test_keys_and_values_are_never_copied(kernel: Kernel) -> None:
+def test_keys_and_values_are_never_copied(subtests: pytest.Subtests, kernel: Kernel) -> None:
     """Let alone repeated for the heads that share them; q, out and some scores are all that is made."""
     for n in (1, 200):
-        q, k, v = random_qkv(n, 4000, (4, 1), head_dim=64, batch=1)
-        piece, _ = piece_of(PieceKind.FULL, n, 4000)
-        with LargestTensor() as largest:
-            kernel.forward(q, k, v, piece, SCALE)
-        assert largest.numel < (k.numel() if n == 1 else MAX_SCORES)
-        assert largest.numel >= q.numel()
+        with subtests.test(n=n):
+            q, k, v = random_qkv(n, 4000, (4, 1), head_dim=64, batch=1)
+            piece, _ = piece_of(PieceKind.FULL, n, 4000)
+            with LargestTensor() as largest:
+                kernel.forward(q, k, v, piece, SCALE)
+            assert largest.numel < (k.numel() if n == 1 else MAX_SCORES)
+            assert largest.numel >= q.numel()
 
 
 # Choice

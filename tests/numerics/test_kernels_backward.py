@@ -6,9 +6,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import oracle
 import ringspan.kernels.reference
-from kernel_cases import (
+from ringspan.kernels import Kernel
+from ringspan.kernels.base import Gradients, Merged
+from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.sdpa_cpu import SdpaCpu
+from ringspan.pieces import Piece, PieceKind
+from ringspan.softmax import accumulator_dtype
+from support import oracle
+from support.kernel_cases import (
     CUT,
     IN_RUNS,
     ODD_VALUES,
@@ -25,14 +31,6 @@ from kernel_cases import (
     random_qkv,
     take_short_runs,
 )
-from ringspan.kernels import Kernel
-from ringspan.kernels.base import Gradients, Merged
-from ringspan.kernels.reference import MAX_SCORES, Reference
-from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import accumulator_dtype
-
-torch.set_num_threads(1)
 
 each_kind = pytest.mark.parametrize("kind", PieceKind)
 
@@ -76,9 +74,12 @@ def assert_right(kernel: Kernel, qkv: QKV, piece: Piece, allowed: Allowed) -> No
 @each_dtype
 @each_kind
 @each_ratio
-def test_pieces_of_any_size(kernel: Kernel, dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_pieces_of_any_size(
+    subtests: pytest.Subtests, kernel: Kernel, dtype: torch.dtype, kind: PieceKind, heads: tuple[int, int]
+) -> None:
     for n, m in SIZES[kind]:
-        assert_right(kernel, random_qkv(n, m, heads, dtype=dtype), *piece_of(kind, n, m))
+        with subtests.test(n=n, m=m):
+            assert_right(kernel, random_qkv(n, m, heads, dtype=dtype), *piece_of(kind, n, m))
 
 
 @each_kernel
@@ -90,9 +91,12 @@ def test_pieces_of_several_inner_blocks(kernel: Kernel, kind: PieceKind) -> None
 @each_kernel
 @each_dtype
 @each_kind
-def test_any_head_dim_and_v_head_dim(kernel: Kernel, dtype: torch.dtype, kind: PieceKind) -> None:
+def test_any_head_dim_and_v_head_dim(
+    subtests: pytest.Subtests, kernel: Kernel, dtype: torch.dtype, kind: PieceKind
+) -> None:
     for head_dim, v_head_dim in [(1, 1), (7, 7), (24, 16), (16, 24), (5, 1), (1, 9), (80, 300)]:
-        assert_right(kernel, random_qkv(33, 33, (4, 2), head_dim, v_head_dim, dtype), *piece_of(kind, 33, 33))
+        with subtests.test(head_dim=head_dim, v_head_dim=v_head_dim):
+            assert_right(kernel, random_qkv(33, 33, (4, 2), head_dim, v_head_dim, dtype), *piece_of(kind, 33, 33))
 
 
 @each_kernel
@@ -143,18 +147,19 @@ def test_half_types_lose_at_most_twice_what_plain_attention_loses(
 
 
 @each_kernel
-def test_rows_that_see_nothing(kernel: Kernel) -> None:
+def test_rows_that_see_nothing(subtests: pytest.Subtests, kernel: Kernel) -> None:
     """Whatever comes back for them: they give nothing and get nothing."""
     qkv = random_qkv(5, 9)
     piece, allowed = piece_of(PieceKind.MASKED, 5, 9)
     dout = random_dout(qkv)
     for value in (1.0, *ODD_VALUES):
-        dout[:, :, 1] = value
-        merged = merged_of(qkv, allowed, dout)
-        assert merged.lse[:, :, 1].isposinf().all()
-        found = kernel.backward(*qkv, merged, piece, SCALE)
-        assert torch.equal(found.dq[:, :, 1], torch.zeros(2, 2, 8))
-        assert_near(found, truth(qkv, allowed, dout.nan_to_num(0.0, 0.0, 0.0)), dout.dtype)
+        with subtests.test(value=value):
+            dout[:, :, 1] = value
+            merged = merged_of(qkv, allowed, dout)
+            assert merged.lse[:, :, 1].isposinf().all()
+            found = kernel.backward(*qkv, merged, piece, SCALE)
+            assert torch.equal(found.dq[:, :, 1], torch.zeros(2, 2, 8))
+            assert_near(found, truth(qkv, allowed, dout.nan_to_num(0.0, 0.0, 0.0)), dout.dtype)
     nowhere = np.zeros((5, 9), np.bool_)
     found = kernel.backward(*qkv, merged_of(qkv, nowhere, dout), piece._replace(allowed=nowhere), SCALE)
     assert [x.any().item() for x in found] == [False] * 3
@@ -207,48 +212,52 @@ def assert_reaches_only_what_sees_it(kernel: Kernel, qkv: QKV, dout: torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("value", ODD_VALUES)
 def test_odd_values_reach_only_what_sees_them(
-    kernel: Kernel, kind: PieceKind, dtype: torch.dtype, value: float
+    subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind, dtype: torch.dtype, value: float
 ) -> None:
     for n, column in [(1, 0), (6, 3), (40, 0), (40, 17), (40, 39)]:
-        for which in range(4):
-            qkv = random_qkv(n, n, dtype=dtype)
+        with subtests.test(n=n, column=column):
+            for which in range(4):
+                qkv = random_qkv(n, n, dtype=dtype)
+                dout = random_dout(qkv)
+                (*qkv, dout)[which][0, 1, column, 2] = value
+                assert_reaches_only_what_sees_it(kernel, qkv, dout, kind)
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
+def test_odd_values_of_all_kinds_at_once(subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind) -> None:
+    random = np.random.default_rng(0)
+    for trial in range(12):
+        with subtests.test(trial=trial):
+            n = (4, 21, 64)[trial % 3]
+            qkv = random_qkv(n, n)
+            tensors = (*qkv, random_dout(qkv))
+            for value in ODD_VALUES:
+                x = tensors[trial % 4]
+                x[torch.from_numpy(random.random(tuple(x.shape)) < 0.01)] = value
+            assert_reaches_only_what_sees_it(kernel, qkv, tensors[3], kind)
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
+def test_odd_values_in_a_later_inner_block(subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind) -> None:
+    for which in range(4):
+        with subtests.test(which=which):
+            qkv = random_qkv(530, 530, batch=1)
             dout = random_dout(qkv)
-            (*qkv, dout)[which][0, 1, column, 2] = value
+            (*qkv, dout)[which][:, :, 520] = torch.nan
             assert_reaches_only_what_sees_it(kernel, qkv, dout, kind)
 
 
 @each_kernel
-@pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
-def test_odd_values_of_all_kinds_at_once(kernel: Kernel, kind: PieceKind) -> None:
-    random = np.random.default_rng(0)
-    for trial in range(12):
-        n = (4, 21, 64)[trial % 3]
-        qkv = random_qkv(n, n)
-        tensors = (*qkv, random_dout(qkv))
-        for value in ODD_VALUES:
-            x = tensors[trial % 4]
-            x[torch.from_numpy(random.random(tuple(x.shape)) < 0.01)] = value
-        assert_reaches_only_what_sees_it(kernel, qkv, tensors[3], kind)
-
-
-@each_kernel
-@pytest.mark.parametrize("kind", [PieceKind.CAUSAL, PieceKind.MASKED])
-def test_odd_values_in_a_later_inner_block(kernel: Kernel, kind: PieceKind) -> None:
-    for which in range(4):
-        qkv = random_qkv(530, 530, batch=1)
-        dout = random_dout(qkv)
-        (*qkv, dout)[which][:, :, 520] = torch.nan
-        assert_reaches_only_what_sees_it(kernel, qkv, dout, kind)
-
-
-@each_kernel
-def test_odd_values_before_and_after_a_cut(kernel: Kernel) -> None:
+def test_odd_values_before_and_after_a_cut(subtests: pytest.Subtests, kernel: Kernel) -> None:
     for row in (0, 255, 256, CUT - 1):
-        for which in range(4):
-            qkv = random_qkv(CUT, CUT, batch=1)
-            dout = random_dout(qkv)
-            (*qkv, dout)[which][0, 1, row, 2] = torch.nan
-            assert_reaches_only_what_sees_it(kernel, qkv, dout, PieceKind.CAUSAL)
+        with subtests.test(row=row):
+            for which in range(4):
+                qkv = random_qkv(CUT, CUT, batch=1)
+                dout = random_dout(qkv)
+                (*qkv, dout)[which][0, 1, row, 2] = torch.nan
+                assert_reaches_only_what_sees_it(kernel, qkv, dout, PieceKind.CAUSAL)
 
 
 @each_dtype
@@ -262,14 +271,15 @@ def test_runs_of_keys(
     assert_right(SdpaCpu(), qkv, *piece_of(kind, *IN_RUNS[kind]))
 
 
-def test_odd_values_in_runs_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_values_in_runs_of_keys(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     take_short_runs(monkeypatch)
     for row in (0, RUN - 1, RUN, 2 * RUN):
-        for which in range(4):
-            qkv = random_qkv(*IN_RUNS[PieceKind.CAUSAL])
-            dout = random_dout(qkv)
-            (*qkv, dout)[which][1, 1, row, 2] = torch.nan
-            assert_reaches_only_what_sees_it(SdpaCpu(), qkv, dout, PieceKind.CAUSAL)
+        with subtests.test(row=row):
+            for which in range(4):
+                qkv = random_qkv(*IN_RUNS[PieceKind.CAUSAL])
+                dout = random_dout(qkv)
+                (*qkv, dout)[which][1, 1, row, 2] = torch.nan
+                assert_reaches_only_what_sees_it(SdpaCpu(), qkv, dout, PieceKind.CAUSAL)
 
 
 @each_kernel
@@ -287,7 +297,7 @@ def test_an_infinity_without_weight_reaches_only_what_sees_it(kernel: Kernel, wh
 @each_kernel
 @each_kind
 @each_dtype
-def test_strided_views(kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> None:
+def test_strided_views(subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> None:
     n = m = 40
     piece, allowed = piece_of(kind, n, m)
     qkv = random_qkv(n, m, (4, 2), dtype=dtype)
@@ -304,21 +314,25 @@ def test_strided_views(kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> N
         "every other row": [x.repeat_interleave(2, 2)[:, :, ::2] for x in tensors],
     }
     for name, (q, k, v, a, b, lse) in views.items():
-        assert all(torch.equal(x, y) for x, y in zip(tensors, (q, k, v, a, b, lse), strict=True)), name
-        assert_near(kernel.backward(q, k, v, Merged(a, b, lse.squeeze(-1)), piece, SCALE), expected, dtype)
+        with subtests.test(name):
+            assert all(torch.equal(x, y) for x, y in zip(tensors, (q, k, v, a, b, lse), strict=True)), name
+            assert_near(kernel.backward(q, k, v, Merged(a, b, lse.squeeze(-1)), piece, SCALE), expected, dtype)
 
 
 @each_kernel
 @each_kind
 @each_dtype
-def test_the_gradient_of_a_sum_has_no_strides(kernel: Kernel, kind: PieceKind, dtype: torch.dtype) -> None:
+def test_the_gradient_of_a_sum_has_no_strides(
+    subtests: pytest.Subtests, kernel: Kernel, kind: PieceKind, dtype: torch.dtype
+) -> None:
     piece, allowed = piece_of(kind, 40, 40)
     for v_head_dim in (1, 8, 12):
-        qkv = random_qkv(40, 40, (4, 2), v_head_dim=v_head_dim, dtype=dtype)
-        dout = torch.ones((), dtype=dtype).expand(2, 4, 40, v_head_dim)
-        assert set(dout.stride()) == {0}
-        found = kernel.backward(*qkv, merged_of(qkv, allowed, dout), piece, SCALE)
-        assert_near(found, truth(qkv, allowed, dout), dtype)
+        with subtests.test(v_head_dim=v_head_dim):
+            qkv = random_qkv(40, 40, (4, 2), v_head_dim=v_head_dim, dtype=dtype)
+            dout = torch.ones((), dtype=dtype).expand(2, 4, 40, v_head_dim)
+            assert set(dout.stride()) == {0}
+            found = kernel.backward(*qkv, merged_of(qkv, allowed, dout), piece, SCALE)
+            assert_near(found, truth(qkv, allowed, dout), dtype)
 
 
 @each_kernel
@@ -347,11 +361,12 @@ def test_the_reference_holds_few_scores(kind: PieceKind) -> None:
     assert_near(found, truth(qkv, allowed, dout), dout.dtype)
 
 
-def test_the_reference_in_blocks_of_any_height(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_in_blocks_of_any_height(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in PieceKind:
-        for max_scores in (1, 700, 2000):
-            monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
-            assert_right(Reference(), random_qkv(33, 33, (4, 2)), *piece_of(kind, 33, 33))
+        with subtests.test(kind=kind):
+            for max_scores in (1, 700, 2000):
+                monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
+                assert_right(Reference(), random_qkv(33, 33, (4, 2)), *piece_of(kind, 33, 33))
 
 
 def test_the_fused_operator_repeats_no_keys_and_values() -> None:

@@ -14,14 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import oracle
 from ringspan.kernels import sdpa_cuda
 from ringspan.kernels.base import Gradients, Merged, Request
 from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH, CudaKernel
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial
-
-torch.set_num_threads(1)
+from support import oracle
 
 SCALE = 0.3
 HALF = Request(torch.device("cuda"), torch.bfloat16, 64, 64)
@@ -129,17 +127,20 @@ def fake_qkv(n: int, m: int, heads: tuple[int, int], dtype: torch.dtype, v_head_
 @each_kernel
 @each_kind
 @each_ratio
-def test_shapes_and_types(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_shapes_and_types(
+    subtests: pytest.Subtests, kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]
+) -> None:
     for dtype in kernel.dtypes:
-        for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (2, 1)]:
-            with FakeTensorMode():
-                q, k, v = fake_qkv(n, m, heads, dtype)
-                part = kernel.forward(q, k, v, piece_of(kind, n, m), SCALE)
-                assert part.out.shape == q.shape
-                assert part.out.dtype == dtype
-                assert part.lse.shape == q.shape[:3]
-                assert part.lse.dtype == torch.float32
-                assert {part.out.device.type, part.lse.device.type} == {"cuda"}
+        with subtests.test(dtype=dtype):
+            for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (2, 1)]:
+                with FakeTensorMode():
+                    q, k, v = fake_qkv(n, m, heads, dtype)
+                    part = kernel.forward(q, k, v, piece_of(kind, n, m), SCALE)
+                    assert part.out.shape == q.shape
+                    assert part.out.dtype == dtype
+                    assert part.lse.shape == q.shape[:3]
+                    assert part.lse.dtype == torch.float32
+                    assert {part.out.device.type, part.lse.device.type} == {"cuda"}
 
 
 @each_kernel
@@ -195,16 +196,19 @@ def fake_merged(q: torch.Tensor, v: torch.Tensor) -> Merged:
 @each_kernel
 @each_kind
 @each_ratio
-def test_shapes_and_types_of_gradients(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_shapes_and_types_of_gradients(
+    subtests: pytest.Subtests, kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]
+) -> None:
     for dtype in kernel.dtypes:
-        for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (2, 1)]:
-            with FakeTensorMode():
-                q, k, v = fake_qkv(n, m, heads, dtype)
-                found = kernel.backward(q, k, v, fake_merged(q, v), piece_of(kind, n, m), SCALE)
-                assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
-                assert {x.dtype for x in found} <= {dtype, torch.float32}
-                assert found.dq.dtype == dtype
-                assert {x.device.type for x in found} == {"cuda"}
+        with subtests.test(dtype=dtype):
+            for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (2, 1)]:
+                with FakeTensorMode():
+                    q, k, v = fake_qkv(n, m, heads, dtype)
+                    found = kernel.backward(q, k, v, fake_merged(q, v), piece_of(kind, n, m), SCALE)
+                    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+                    assert {x.dtype for x in found} <= {dtype, torch.float32}
+                    assert found.dq.dtype == dtype
+                    assert {x.device.type for x in found} == {"cuda"}
 
 
 @each_kernel
@@ -365,33 +369,39 @@ def random_qkv(heads: tuple[int, int], n: int, m: int) -> list[torch.Tensor]:
 @each_kernel
 @each_kind
 @each_ratio
-def test_results_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_results_are_put_together_rightly(
+    subtests: pytest.Subtests, kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]
+) -> None:
     for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (4, 1)]:
-        qkv = random_qkv(heads, n, m)
-        piece = piece_of(kind, n, m)
-        out, lse = oracle.dense_attention(*(x.numpy() for x in qkv), visible(piece).numpy(), SCALE)
-        for inputs in (qkv, [x.mT.contiguous().mT for x in qkv]):
-            part = kernel.forward(*inputs, piece, SCALE)
-            torch.testing.assert_close(part.out, torch.from_numpy(out).float())
-            torch.testing.assert_close(part.lse, torch.from_numpy(lse).float())
+        with subtests.test(n=n, m=m):
+            qkv = random_qkv(heads, n, m)
+            piece = piece_of(kind, n, m)
+            out, lse = oracle.dense_attention(*(x.numpy() for x in qkv), visible(piece).numpy(), SCALE)
+            for inputs in (qkv, [x.mT.contiguous().mT for x in qkv]):
+                part = kernel.forward(*inputs, piece, SCALE)
+                torch.testing.assert_close(part.out, torch.from_numpy(out).float())
+                torch.testing.assert_close(part.lse, torch.from_numpy(lse).float())
 
 
 @pytest.mark.usefixtures("stand_ins")
 @each_kernel
 @each_kind
 @each_ratio
-def test_gradients_are_put_together_rightly(kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]) -> None:
+def test_gradients_are_put_together_rightly(
+    subtests: pytest.Subtests, kernel: CudaKernel, kind: PieceKind, heads: tuple[int, int]
+) -> None:
     for n, m in [(33, 33), (64, 64)] if kind.is_triangle else [(33, 50), (4, 1)]:
-        qkv = random_qkv(heads, n, m)
-        piece = piece_of(kind, n, m)
-        allowed = visible(piece).numpy()
-        out, lse = (torch.from_numpy(x).float() for x in oracle.dense_attention(*qkv, allowed, SCALE))
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-        expected = oracle.dense_gradients(*qkv, allowed, dout, SCALE)
-        by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*qkv, dout, out, lse)]
-        by_columns = [x.mT.contiguous().mT for x in (*qkv, dout, out, lse)]
-        for q, k, v, *merged in ([*qkv, dout, out, lse], by_rows, by_columns):
-            found = kernel.backward(q, k, v, Merged(*merged), piece, SCALE)
-            for x, y in zip(found, expected, strict=True):
-                torch.testing.assert_close(x, torch.from_numpy(y).float())
+        with subtests.test(n=n, m=m):
+            qkv = random_qkv(heads, n, m)
+            piece = piece_of(kind, n, m)
+            allowed = visible(piece).numpy()
+            out, lse = (torch.from_numpy(x).float() for x in oracle.dense_attention(*qkv, allowed, SCALE))
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+            expected = oracle.dense_gradients(*qkv, allowed, dout, SCALE)
+            by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*qkv, dout, out, lse)]
+            by_columns = [x.mT.contiguous().mT for x in (*qkv, dout, out, lse)]
+            for q, k, v, *merged in ([*qkv, dout, out, lse], by_rows, by_columns):
+                found = kernel.backward(q, k, v, Merged(*merged), piece, SCALE)
+                for x, y in zip(found, expected, strict=True):
+                    torch.testing.assert_close(x, torch.from_numpy(y).float())

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from conversations import Story, attend, live_through
 from ringspan import arithmetic
 from ringspan.inference import storage
 from ringspan.transports.in_process import InProcessRank
+from support.conversations import Story, attend, live_through
 
 CAUSAL = ("causal",)
 WINDOW = ("and", CAUSAL, ("sliding_window", 5, 0))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from conversations import HEAD_DIM, V_HEAD_DIM, Story, attend, live_through
 from ringspan.transports.in_process import InProcessRank
+from support.conversations import HEAD_DIM, V_HEAD_DIM, Story, attend, live_through
 
 HEADS = rs.Heads(4, 2)
 CAUSAL = ("causal",)

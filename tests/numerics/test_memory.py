@@ -15,8 +15,6 @@ import ringspan.arithmetic
 from ringspan.bench.memory import LiveStorages
 from ringspan.transports.in_process import InProcessRank
 
-torch.set_num_threads(1)
-
 BATCH, HEADS, HEAD_DIM, SHARD_LEN = 2, 8, 64, 64
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import ringspan as rs
-from conversations import Story, live_through
 from ringspan import quantize
 from ringspan.quantize import FORMATS
+from support.conversations import Story, live_through
 
 FORMAT_NAMES = list(FORMATS)
 
@@ -62,20 +62,22 @@ def test_bytes_on_the_wire(head_dim: int) -> None:
     assert nbytes <= 0.53 * 2 * x.numel()
 
 
-def test_the_bound_of_the_output_holds_and_is_not_absurd() -> None:
+def test_the_bound_of_the_output_holds_and_is_not_absurd(subtests: pytest.Subtests) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, form in FORMATS.items():
-        q, k, v = (torch.randn(1, heads, 200, 32, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-        ks, vs = quantize.encode(k, form), quantize.encode(v, form)
-        k2, v2 = (quantize.decode(*x, torch.float64) for x in (ks, vs))
-        exact, close = (
-            torch.nn.functional.scaled_dot_product_attention(q, a, b, enable_gqa=True) for a, b in ((k, v), (k2, v2))
-        )
-        error = (exact - close).abs().amax((0, 2, 3))
-        largest = [x[1].float().amax((0, 2, 3)) for x in (ks, vs)]
-        bound = quantize.output_bound(q, *largest, form, 32**-0.5)
-        assert (error <= bound).all(), name
-        assert (error > 0).all()
+        with subtests.test(name):
+            q, k, v = (torch.randn(1, heads, 200, 32, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+            ks, vs = quantize.encode(k, form), quantize.encode(v, form)
+            k2, v2 = (quantize.decode(*x, torch.float64) for x in (ks, vs))
+            exact, close = (
+                torch.nn.functional.scaled_dot_product_attention(q, a, b, enable_gqa=True)
+                for a, b in ((k, v), (k2, v2))
+            )
+            error = (exact - close).abs().amax((0, 2, 3))
+            largest = [x[1].float().amax((0, 2, 3)) for x in (ks, vs)]
+            bound = quantize.output_bound(q, *largest, form, 32**-0.5)
+            assert (error <= bound).all(), name
+            assert (error > 0).all()
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", *FORMAT_NAMES])

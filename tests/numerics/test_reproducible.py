@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-import attention_cases
 import ringspan as rs
 import ringspan.arithmetic
 import ringspan.attend
-from cases import make_mask
-from reproducible_cases import (
+from ringspan.execute import Event, Value
+from ringspan.grid import bind_grid
+from ringspan.kernels.sdpa_cpu import SdpaCpu
+from ringspan.nodes import TreeState
+from ringspan.schedule import Block
+from ringspan.softmax import steadily
+from ringspan.tiles import Exchange, Problem, Shapes
+from ringspan.transports.counting import CountingTransport
+from ringspan.transports.in_process import InProcessRank
+from support import attention_cases
+from support.cases import make_mask
+from support.reproducible_cases import (
     CAUSAL,
     LAYOUTS,
     MASKS,
@@ -31,17 +40,6 @@ from reproducible_cases import (
     product,
     run,
 )
-from ringspan.execute import Event, Value
-from ringspan.grid import bind_grid
-from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.nodes import TreeState
-from ringspan.schedule import Block
-from ringspan.softmax import steadily
-from ringspan.tiles import Exchange, Problem, Shapes
-from ringspan.transports.counting import CountingTransport
-from ringspan.transports.in_process import InProcessRank
-
-torch.set_num_threads(1)
 
 each_way = pytest.mark.parametrize("way", list(WAYS))
 
@@ -51,43 +49,47 @@ each_way = pytest.mark.parametrize("way", list(WAYS))
 
 @each_way
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_outputs_and_gradients_are_those_of_one_device(way: str, world_size: int) -> None:
+def test_outputs_and_gradients_are_those_of_one_device(subtests: pytest.Subtests, way: str, world_size: int) -> None:
     """All of them: every number of ranks, every way to share the work, every mask, every dtype."""
     for call, layout in product(way, world_size):
-        got = run(call, LAYOUTS[layout](world_size, SHORT), **options_of(way, world_size))
-        assert different(got, alone(call)) == [], (call, layout)
+        with subtests.test(call=call, layout=layout):
+            got = run(call, LAYOUTS[layout](world_size, SHORT), **options_of(way, world_size))
+            assert different(got, alone(call)) == [], (call, layout)
 
 
 @each_way
-def test_with_more_tiles_and_heads(way: str) -> None:
+def test_with_more_tiles_and_heads(subtests: pytest.Subtests, way: str) -> None:
     for world_size in (3, 5) if way == "ulysses" else (3, 5, 8):
-        call, layout = longer(way, world_size)
-        got = run(call, LAYOUTS[layout](world_size), **options_of(way, world_size))
-        assert different(got, alone(call)) == [], (call, layout)
+        with subtests.test(world_size=world_size):
+            call, layout = longer(way, world_size)
+            got = run(call, LAYOUTS[layout](world_size), **options_of(way, world_size))
+            assert different(got, alone(call)) == [], (call, layout)
 
 
 @pytest.mark.parametrize("spec", [*MASKS.values(), ("frame_causal", 130, 7)], ids=str)
-def test_the_numbers_are_right(spec: attention_cases.MaskSpec) -> None:
+def test_the_numbers_are_right(subtests: pytest.Subtests, spec: attention_cases.MaskSpec) -> None:
     """Against dense float64 attention."""
     if spec[0] == "documents":
         spec = ("documents", (300, 801))
     for dtype in (torch.float64, torch.float32):
-        layout = rs.zigzag(2 * rs.TILE + 77, 2, align=rs.TILE)
-        job = attention_cases.make_job("right", spec, layout, rs.Heads(2, 1), dtype=dtype)
-        both = attention_cases.run_both(job, reproducible=True)
-        for rank, (got, _) in enumerate(both):
-            job.check(rank, got)
-        attention_cases.check_gradients(job, [gradients for _, gradients in both])
+        with subtests.test(dtype=dtype):
+            layout = rs.zigzag(2 * rs.TILE + 77, 2, align=rs.TILE)
+            job = attention_cases.make_job("right", spec, layout, rs.Heads(2, 1), dtype=dtype)
+            both = attention_cases.run_both(job, reproducible=True)
+            for rank, (got, _) in enumerate(both):
+                job.check(rank, got)
+            attention_cases.check_gradients(job, [gradients for _, gradients in both])
 
 
 @pytest.mark.parametrize("head_dim", [5, 64])
-def test_float64_and_odd_head_dims(head_dim: int) -> None:
+def test_float64_and_odd_head_dims(subtests: pytest.Subtests, head_dim: int) -> None:
     call = Call("causal", torch.float64, rs.Heads(2, 2), head_dim)
     for world_size, way in ((2, "ulysses"), (3, "pass_q")):
-        assert different(run(call, LAYOUTS["zigzag"](world_size), **options_of(way, world_size)), alone(call)) == []
+        with subtests.test(world_size=world_size, way=way):
+            assert different(run(call, LAYOUTS["zigzag"](world_size), **options_of(way, world_size)), alone(call)) == []
 
 
-def test_keys_in_a_layout_of_their_own() -> None:
+def test_keys_in_a_layout_of_their_own(subtests: pytest.Subtests) -> None:
     """Cross-attention: more keys than queries, from another position on."""
 
     def attend(world_size: int) -> list[torch.Tensor]:
@@ -110,7 +112,8 @@ def test_keys_in_a_layout_of_their_own() -> None:
 
     expected = attend(1)
     for world_size in (2, 3):
-        assert all(map(torch.equal, attend(world_size), expected))
+        with subtests.test(world_size=world_size):
+            assert all(map(torch.equal, attend(world_size), expected))
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "batch"), [(0, 0, 1), (600, 600, 0), (600, 0, 1), (0, 600, 1)])
@@ -181,17 +184,18 @@ def test_the_tiles_of_one_kernel_call_do_not_matter(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("head_dim", [64, 20])
-def test_where_the_tensors_lie_does_not_matter(head_dim: int) -> None:
+def test_where_the_tensors_lie_does_not_matter(subtests: pytest.Subtests, head_dim: int) -> None:
     """A matrix product may have other bits where a row begins in the midst of a vector."""
     call = Call("causal", torch.float64, rs.Heads(2, 2), head_dim, seq_len=SHORT)
     for place in (one_number_on, between_others):
-        q, k, v, dout = map(place, call.tensors())
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        layout = rs.contiguous(SHORT, 1)
-        got = rs.attention(*leaves, mask=rs.causal(), layout=layout, return_lse=True, reproducible=True)
-        assert isinstance(got, rs.Attention)
-        results = [*(x.detach() for x in got), *torch.autograd.grad(got.out, leaves, dout)]
-        assert different(results, alone(call)) == [], place
+        with subtests.test(place=place.__name__):
+            q, k, v, dout = map(place, call.tensors())
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            layout = rs.contiguous(SHORT, 1)
+            got = rs.attention(*leaves, mask=rs.causal(), layout=layout, return_lse=True, reproducible=True)
+            assert isinstance(got, rs.Attention)
+            results = [*(x.detach() for x in got), *torch.autograd.grad(got.out, leaves, dout)]
+            assert different(results, alone(call)) == [], place
 
 
 def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,16 +300,19 @@ def bound_bytes(problem: Problem, way: str, side: str | None) -> tuple[int, int,
 
 @pytest.mark.parametrize("layout", [rs.zigzag, rs.contiguous])
 @pytest.mark.parametrize("spec", [CAUSAL, ("full",)], ids=str)
-def test_sums_that_travel_and_nodes_that_wait_are_few(layout: Any, spec: attention_cases.MaskSpec) -> None:
+def test_sums_that_travel_and_nodes_that_wait_are_few(
+    subtests: pytest.Subtests, layout: Any, spec: attention_cases.MaskSpec
+) -> None:
     num_tiles = 32
     for world_size in (2, 3, 4, 8):
-        held = layout(num_tiles * rs.TILE, world_size, align=rs.TILE)
-        problem = Problem(make_mask(spec), held, held, Shapes((1,), rs.Heads(8, 8), 64, 64, 4, 4))
-        for way, side in (("pass_kv", None), ("pass_kv", "kv"), ("pass_q", None), ("pass_kv reverse", "q")):
-            nbytes, default, pending = bound_bytes(problem, way, side)
-            assert pending <= 2 * math.log2(num_tiles) + 8, (world_size, way, side)
-            if world_size != 3:
-                assert nbytes <= 2 * default, (world_size, way, side)
+        with subtests.test(world_size=world_size):
+            held = layout(num_tiles * rs.TILE, world_size, align=rs.TILE)
+            problem = Problem(make_mask(spec), held, held, Shapes((1,), rs.Heads(8, 8), 64, 64, 4, 4))
+            for way, side in (("pass_kv", None), ("pass_kv", "kv"), ("pass_q", None), ("pass_kv reverse", "q")):
+                nbytes, default, pending = bound_bytes(problem, way, side)
+                assert pending <= 2 * math.log2(num_tiles) + 8, (world_size, way, side)
+                if world_size != 3:
+                    assert nbytes <= 2 * default, (world_size, way, side)
 
 
 # The simulator
@@ -324,13 +331,14 @@ simulate_alone = functools.cache(functools.partial(simulate, world_size=1))
 
 
 @each_way
-def test_the_simulator_has_the_same_bits_for_any_number_of_devices(way: str) -> None:
+def test_the_simulator_has_the_same_bits_for_any_number_of_devices(subtests: pytest.Subtests, way: str) -> None:
     heads, sizes = (rs.Heads(4, 4), (2, 4)) if way == "ulysses" else (rs.Heads(2, 1), (2, 3, 5))
     for world_size in sizes:
-        found = simulate(heads, world_size, **options_of(way, world_size))
-        for mine, wanted in zip(found, simulate_alone(heads), strict=True):
-            assert mine.dtype == np.float64
-            assert np.array_equal(mine, wanted), world_size
+        with subtests.test(world_size=world_size):
+            found = simulate(heads, world_size, **options_of(way, world_size))
+            for mine, wanted in zip(found, simulate_alone(heads), strict=True):
+                assert mine.dtype == np.float64
+                assert np.array_equal(mine, wanted), world_size
 
 
 # Refused

@@ -14,8 +14,6 @@ import ringspan as rs
 from ringspan.transports.base import Transport
 from ringspan.tree import TILE
 
-torch.set_num_threads(1)
-
 TWO = rs.contiguous(2 * TILE, 2, align=TILE)
 
 

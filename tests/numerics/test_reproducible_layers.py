@@ -10,11 +10,9 @@ import torch
 from torch.nn import functional as F
 
 import ringspan as rs
-from reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 from ringspan.transports.counting import CountingTransport
 from ringspan.tree import TILE
-
-torch.set_num_threads(1)
+from support.reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 
 LAYOUTS: dict[str, Callable[[int], rs.Layout]] = {
     "contiguous": lambda world_size: rs.contiguous(SEQ_LEN, world_size, align=TILE),

@@ -10,14 +10,12 @@ import torch
 
 import ringspan as rs
 import ringspan.attend
-from attention_cases import dense_sink_gradients, make_dout, make_job
-from oracle import MaskSpec
-from reproducible_cases import LAYOUTS, Call, alone, different, run
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.base import Transport
 from ringspan.transports.in_process import InProcessRank
-
-torch.set_num_threads(1)
+from support.attention_cases import dense_sink_gradients, make_dout, make_job
+from support.oracle import MaskSpec
+from support.reproducible_cases import LAYOUTS, Call, alone, different, run
 
 
 @pytest.mark.parametrize("spec", [("causal",), ("sliding_window", -2, 900)], ids=str)

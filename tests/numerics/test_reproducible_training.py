@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 import ringspan as rs
-from reproducible_training import CAUSAL, SEQ_LEN, make_batches, train
 from ringspan.tree import TILE
-from transformer import Transformer, whole_loss
-
-torch.set_num_threads(1)
+from support.reproducible_training import CAUSAL, SEQ_LEN, make_batches, train
+from support.transformer import Transformer, whole_loss
 
 ALONE = rs.contiguous(SEQ_LEN, 1)
 
@@ -28,11 +26,12 @@ def differing(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Te
 # Training
 
 
-def test_a_few_steps_end_in_the_same_weights() -> None:
+def test_a_few_steps_end_in_the_same_weights(subtests: pytest.Subtests) -> None:
     """Twenty are taken on processes: tests/distributed/test_gloo_reproducible.py."""
     alone = train(ALONE, None, steps=6)
     for layout in (rs.zigzag(SEQ_LEN, 2, align=TILE), rs.contiguous(SEQ_LEN, 4, align=TILE)):
-        assert differing(on_ranks(layout, steps=6), alone) == []
+        with subtests.test(layout=layout):
+            assert differing(on_ranks(layout, steps=6), alone) == []
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -192,14 +191,15 @@ def test_activations_of_torch_have_the_same_bits_anywhere_or_are_refused(name: s
         check_bits(OF_TORCH[name])
 
 
-def test_activations_of_transformers_have_the_same_bits_anywhere_or_are_refused() -> None:
+def test_activations_of_transformers_have_the_same_bits_anywhere_or_are_refused(subtests: pytest.Subtests) -> None:
     activations = pytest.importorskip("transformers.activations")
     for name in activations.ACT2CLS:
-        if name in ("prelu", "xielu"):
-            with pytest.raises(rs.UnsupportedError, match="with weights of its own"):
-                rs.reproducible.convert(activations.ACT2FN[name], layout=rs.contiguous(5, 1))
-        else:
-            check_bits(activations.ACT2FN[name])
+        with subtests.test(name):
+            if name in ("prelu", "xielu"):
+                with pytest.raises(rs.UnsupportedError, match="with weights of its own"):
+                    rs.reproducible.convert(activations.ACT2FN[name], layout=rs.contiguous(5, 1))
+            else:
+                check_bits(activations.ACT2FN[name])
 
 
 def check_bits(module: nn.Module) -> None:

@@ -11,8 +11,6 @@ import torch
 import ringspan as rs
 import ringspan.arithmetic
 import ringspan.kernels
-from attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
-from cases import ROWS, make_mask, select
 from ringspan.arithmetic import TorchArithmetic
 from ringspan.execute import Event
 from ringspan.kernels.base import Gradients, Merged
@@ -22,8 +20,8 @@ from ringspan.softmax import Partial, merge_
 from ringspan.tiles import Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
-
-torch.set_num_threads(1)
+from support.attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
+from support.cases import ROWS, make_mask, select
 
 HEADS = rs.Heads(8, 2)
 CAUSAL = ("causal",)
@@ -42,19 +40,24 @@ def record(job: Job, **options: Any) -> list[list[Event]]:
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_the_recorded_events_are_those_of_the_simulator(algorithm: str, world_size: int) -> None:
+def test_the_recorded_events_are_those_of_the_simulator(
+    subtests: pytest.Subtests, algorithm: str, world_size: int
+) -> None:
     cases = select(algorithm=algorithm, world_size=world_size)[::5]
     for case in cases:
-        job = job_of_case(case, torch.float32)
-        simulation = rs.simulate_attention(
-            *(x.numpy() for x in (job.q, job.k, job.v)),
-            mask=make_mask(case.spec),
-            layout=job.layout,
-            **case.options,
-        )
-        simulated = [[event for step in simulation.trace for event in step[rank].events] for rank in range(world_size)]
-        assert record(job) == simulated, case
-        assert any(simulated), case
+        with subtests.test(str(case)):
+            job = job_of_case(case, torch.float32)
+            simulation = rs.simulate_attention(
+                *(x.numpy() for x in (job.q, job.k, job.v)),
+                mask=make_mask(case.spec),
+                layout=job.layout,
+                **case.options,
+            )
+            simulated = [
+                [event for step in simulation.trace for event in step[rank].events] for rank in range(world_size)
+            ]
+            assert record(job) == simulated, case
+            assert any(simulated), case
 
 
 def test_auto_is_pass_kv() -> None:
@@ -65,19 +68,20 @@ def test_auto_is_pass_kv() -> None:
 @each_algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bytes_on_the_wire_are_those_of_the_schedule(
-    algorithm: str, dtype: torch.dtype, counted: dict[int, CountingTransport]
+    subtests: pytest.Subtests, algorithm: str, dtype: torch.dtype, counted: dict[int, CountingTransport]
 ) -> None:
     for case in [case for size in (2, 3, 4, 5) for case in select(algorithm=algorithm, world_size=size)[::7]]:
-        job = job_of_case(case, dtype)
-        run(job)
-        problem = problem_of(job)
-        visible = rs.visible_blocks(problem.mask, job.layout, job.layout)
-        expected = np.zeros((case.world_size, case.world_size), dtype=int)
-        for step in case.make_schedule(visible).steps:
-            for block, src, dst in step.transfers:
-                expected[src, dst] += problem.block_bytes(block)
-        got = np.array([counted[rank].bytes_sent for rank in range(case.world_size)])
-        assert (got == expected).all(), case
+        with subtests.test(str(case)):
+            job = job_of_case(case, dtype)
+            run(job)
+            problem = problem_of(job)
+            visible = rs.visible_blocks(problem.mask, job.layout, job.layout)
+            expected = np.zeros((case.world_size, case.world_size), dtype=int)
+            for step in case.make_schedule(visible).steps:
+                for block, src, dst in step.transfers:
+                    expected[src, dst] += problem.block_bytes(block)
+            got = np.array([counted[rank].bytes_sent for rank in range(case.world_size)])
+            assert (got == expected).all(), case
 
 
 def problem_of(job: Job) -> Problem:
@@ -87,7 +91,7 @@ def problem_of(job: Job) -> Problem:
     return Problem(make_mask(job.spec), job.layout, job.kv_layout, shapes)
 
 
-def test_bytes_on_the_wire_by_hand(counted: dict[int, CountingTransport]) -> None:
+def test_bytes_on_the_wire_by_hand(subtests: pytest.Subtests, counted: dict[int, CountingTransport]) -> None:
     """Full mask, 4 ranks of 6 tokens, batch 2, 8 heads over 2, dims 4 and 3, bfloat16."""
     layout = rs.contiguous(24, 4)
     kv, q, out, lse = 2 * 2 * 6 * (4 + 3) * 2, 2 * 8 * 6 * 4 * 2, 2 * 8 * 6 * 3 * 4, 2 * 8 * 6 * 4
@@ -100,8 +104,9 @@ def test_bytes_on_the_wire_by_hand(counted: dict[int, CountingTransport]) -> Non
         "ulysses": 3 * (q // 4) + 3 * a_head_of_kv + 3 * (out + lse) // 4,
     }
     for algorithm, nbytes in expected.items():
-        run(make_job("bytes", ("full",), layout, HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4)))
-        assert [sum(counted[rank].bytes_sent) for rank in range(4)] == [nbytes] * 4, algorithm
+        with subtests.test(algorithm):
+            run(make_job("bytes", ("full",), layout, HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4)))
+            assert [sum(counted[rank].bytes_sent) for rank in range(4)] == [nbytes] * 4, algorithm
 
 
 @each_algorithm
@@ -145,16 +150,21 @@ def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None
 
 @pytest.mark.parametrize("slab_bytes", [1, 3000, 20_000])
 @each_algorithm
-def test_pieces_in_slabs_of_any_size(algorithm: str, slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_in_slabs_of_any_size(
+    subtests: pytest.Subtests, algorithm: str, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
     rows = ("per_row", (CAUSAL, ("documents", (13, 24))))
     for heads in (rs.Heads(8, 8), rs.Heads(8, 4), rs.Heads(8, 1)):
-        for spec in (("full",), CAUSAL, rows):
-            job = make_job("slabs", spec, rs.zigzag(37, 4), heads, **options_of(algorithm, 4))
-            halves = make_job("halves", spec, rs.zigzag(37, 4), heads, dtype=torch.float16, **options_of(algorithm, 4))
-            for one in (job, halves):
-                for rank, got in enumerate(run(one)):
-                    one.check(rank, got, (heads, spec))
+        with subtests.test(heads=heads):
+            for spec in (("full",), CAUSAL, rows):
+                job = make_job("slabs", spec, rs.zigzag(37, 4), heads, **options_of(algorithm, 4))
+                halves = make_job(
+                    "halves", spec, rs.zigzag(37, 4), heads, dtype=torch.float16, **options_of(algorithm, 4)
+                )
+                for one in (job, halves):
+                    for rank, got in enumerate(run(one)):
+                        one.check(rank, got, (heads, spec))
 
 
 class InTypeOfKeys(Reference):
@@ -169,7 +179,9 @@ class InTypeOfKeys(Reference):
 
 
 @each_algorithm
-def test_sums_are_wide_whatever_a_kernel_returns(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_wide_whatever_a_kernel_returns(
+    subtests: pytest.Subtests, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     added_to = []
 
     def merge_and_note(into: Partial, part: Partial) -> None:
@@ -185,12 +197,13 @@ def test_sums_are_wide_whatever_a_kernel_returns(algorithm: str, monkeypatch: py
     monkeypatch.setattr(ringspan.arithmetic.TorchArithmetic, "merge_parts", staticmethod(merge_and_note))
     monkeypatch.setattr(ringspan.kernels, "KERNELS", (InTypeOfKeys(),))
     for spec in (CAUSAL, ("full",)):
-        job = make_job("wide", spec, rs.zigzag(37, 4), HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4))
-        results = run_both(job)
-        check_gradients(job, [gradients for _, gradients in results], algorithm, {"rtol": 0.02, "atol": 0.02})
-        for rank, (got, _) in enumerate(results):
-            out = job.layout.shard(job.out, rank, 2)
-            torch.testing.assert_close(got.out.double(), out, rtol=0.02, atol=0.02)
+        with subtests.test(spec=spec):
+            job = make_job("wide", spec, rs.zigzag(37, 4), HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4))
+            results = run_both(job)
+            check_gradients(job, [gradients for _, gradients in results], algorithm, {"rtol": 0.02, "atol": 0.02})
+            for rank, (got, _) in enumerate(results):
+                out = job.layout.shard(job.out, rank, 2)
+                torch.testing.assert_close(got.out.double(), out, rtol=0.02, atol=0.02)
     assert set(added_to) == {torch.float32}
 
 

@@ -12,13 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
 import ringspan.scratch
-from oracle import dense_attention, dense_mask
 from ringspan.kernels.reference import Reference
 from ringspan.scratch import Scratch, ScratchPool
 from ringspan.session import session_of
 from ringspan.softmax import Partial
 from ringspan.steady import tiles_at_once
 from ringspan.transports.in_process import InProcessRank
+from support.oracle import dense_attention, dense_mask
 
 SHAPE = (2, 4, 33, 5)  # no multiple of anything
 

@@ -12,8 +12,6 @@ from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.pieces import Piece, PieceKind
 from ringspan.softmax import Partial
 
-torch.set_num_threads(1)
-
 FORWARD, BACKWARD = "kernel sdpa_cpu, float32, cpu", "kernel sdpa_cpu backward, float32, cpu"
 
 

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from ringspan.softmax import Partial, accumulator_dtype, merge_, merge_steadily
 from ringspan.softmax import merged as merged_two
 
-torch.set_num_threads(1)
-
 SHAPE = (2, 3, 5, 4)
 
 

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 import ringspan as rs
-from cases import LAYOUTS
 from ringspan.transports.in_process import InProcessRank
-from transformer import Transformer, make_tokens, plain, token_losses, whole_loss
-
-torch.set_num_threads(1)
+from support.cases import LAYOUTS
+from support.transformer import Transformer, make_tokens, plain, token_losses, whole_loss
 
 SEQ_LEN = 23
 IGNORED = -100
@@ -425,7 +423,7 @@ def train(
     return losses
 
 
-def test_fifty_steps_of_training_are_the_same_on_any_number_of_ranks() -> None:
+def test_fifty_steps_of_training_are_the_same_on_any_number_of_ranks(subtests: pytest.Subtests) -> None:
     seq_len = 48
     batches = [make_tokens(step, 4, seq_len) for step in range(STEPS)]
 
@@ -440,5 +438,6 @@ def test_fifty_steps_of_training_are_the_same_on_any_number_of_ranks() -> None:
     expected = train(model, lambda step: whole_loss(model, batches[step]), lambda grads: grads)
     assert expected[-1] < 0.5 * expected[0]
     for world_size in (1, 2, 3):
-        for losses in on_ranks(world_size, on_rank):
-            assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+        with subtests.test(world_size=world_size):
+            for losses in on_ranks(world_size, on_rank):
+                assert losses == pytest.approx(expected, rel=0, abs=1e-5)

@@ -12,10 +12,10 @@ from transformers import (
 )
 
 import ringspan as rs
-from adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
-from families import FAMILIES, MORE, table
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.bench.memory import LiveStorages
+from support.adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
+from support.families import FAMILIES, MORE, table
 
 # Masks
 
@@ -257,10 +257,11 @@ def kv_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
 
 
 @pytest.mark.parametrize("measure", [step_bytes, kv_bytes])
-def test_memory_falls_with_the_number_of_ranks(measure: Callable[..., int]) -> None:
+def test_memory_falls_with_the_number_of_ranks(subtests: pytest.Subtests, measure: Callable[..., int]) -> None:
     """Activations and gradients of a step, and keys and values: 1/P of one rank's, within 15 %."""
     model = FAMILIES["Llama"].make(max_position_embeddings=8192)
     (alone,) = on_ranks(model, measure, 1, algorithm="pass_kv")
     for world_size in (2, 4):
-        for found in on_ranks(model, measure, world_size, algorithm="pass_kv"):
-            assert found == pytest.approx(alone / world_size, rel=0.15)
+        with subtests.test(world_size=world_size):
+            for found in on_ranks(model, measure, world_size, algorithm="pass_kv"):
+                assert found == pytest.approx(alone / world_size, rel=0.15)

@@ -13,11 +13,11 @@ from transformers import BartForCausalLM, DynamicCache, EncoderDecoderCache, Pre
 from transformers.modeling_outputs import BaseModelOutput
 
 import ringspan as rs
-from adapted import IDS, TOLERANCE, check_ways, difference, generate, sharded_logits, tokens
-from adapted import on_ranks as on_ranks_that_verify
-from families import FAMILIES
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.adapters.transformers.wiring import tell_positions
+from support.adapted import IDS, TOLERANCE, check_ways, difference, generate, sharded_logits, tokens
+from support.adapted import on_ranks as on_ranks_that_verify
+from support.families import FAMILIES
 
 LABELS = tokens(2, 13, seed=1)
 

@@ -9,11 +9,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import ringspan as rs
-from adapted import IDS, TOLERANCE, difference, on_ranks
-from families import FAMILIES
 from ringspan import inference
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.adapters.transformers.turns import Keep
+from support.adapted import IDS, TOLERANCE, difference, on_ranks
+from support.families import FAMILIES
 
 
 def test_a_rank_that_fails_within_a_layer_leaves_the_cache_as_it_was() -> None:

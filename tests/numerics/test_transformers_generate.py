@@ -10,8 +10,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from adapted import GREEDY, TOLERANCE, check_ways, difference, generate, on_ranks, tokens
-from families import FAMILIES
+from support.adapted import GREEDY, TOLERANCE, check_ways, difference, generate, on_ranks, tokens
+from support.families import FAMILIES
 
 WITH_AND_WITHOUT_WINDOWS = ["Llama", "gpt-oss"]
 

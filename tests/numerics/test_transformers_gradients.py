@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import GREEDY, IDS, on_ranks
+from families import FAMILIES
 from transformers import PreTrainedModel
 
 import ringspan as rs
-from adapted import GREEDY, IDS, on_ranks
-from families import FAMILIES
 from ringspan.adapters.transformers import Handle, parallelize
 
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 import ringspan as rs
-from adapted import GREEDY, IDS, TOLERANCE, difference, on_ranks, sharded_logits, tokens
-from families import FAMILIES, MORE
 from ringspan.adapters.transformers import Handle, parallelize
+from support.adapted import GREEDY, IDS, TOLERANCE, difference, on_ranks, sharded_logits, tokens
+from support.families import FAMILIES, MORE
 
 
 def refusal(name: str, **options: Any) -> str:

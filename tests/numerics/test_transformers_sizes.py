@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
+from families import FAMILIES, MORE, Family, _decoder
 from transformers import (
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
@@ -21,8 +23,6 @@ from transformers import (
 )
 
 import ringspan as rs
-from adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
-from families import FAMILIES, MORE, Family, _decoder
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.adapters.transformers import sizes as sizes_module
 from ringspan.adapters.transformers.sizes import find_sizes

@@ -6,16 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-import oracle
 import ringspan as rs
 import ringspan.attend
-from attention_cases import make_job
-from conversations import Story, attend, live_through
 from ringspan.choose import Choice, RingMachine, RingWork, choose_by_time
 from ringspan.execute import Event
 from ringspan.quantize import FORMATS, encode, output_bound
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
+from support import oracle
+from support.attention_cases import make_job
+from support.conversations import Story, attend, live_through
 
 CAUSAL = ("causal",)
 HEADS = rs.Heads(4, 2)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from cases import ROWS, WORLD_SIZES, Row, meshes
 from ringspan.algorithms import ALGORITHMS
 from ringspan.schedule import ALL, Block, Schedule, Step
 from ringspan.simulate import bytes_sent
+from support.cases import ROWS, WORLD_SIZES, Row, meshes
 
 SIDES = (None, "kv", "q")
 ONE_HEAD = rs.Heads(1, 1)
@@ -139,11 +139,12 @@ def test_no_sum_travels_where_queries_rest(algorithm):
     assert {transfer.block.kind for transfer in transfers(build(algorithm, everyone(4), mesh=mesh))} == {"kv"}
 
 
-def test_rings_run_backward_on_the_named_side():
+def test_rings_run_backward_on_the_named_side(subtests):
     for algorithm in ("pass_kv", "pass_q"):
-        for side, moved in (("kv", {"kv", "dkv"}), ("q", {"q_grad", "dq"})):
-            kinds = {transfer.block.kind for transfer in transfers(build(algorithm, everyone(4), backward=side))}
-            assert kinds == moved
+        with subtests.test(algorithm=algorithm):
+            for side, moved in (("kv", {"kv", "dkv"}), ("q", {"q_grad", "dq"})):
+                kinds = {transfer.block.kind for transfer in transfers(build(algorithm, everyone(4), backward=side))}
+                assert kinds == moved
 
 
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q", "all_gather"])
@@ -186,24 +187,28 @@ def test_nobody_is_sent_what_is_not_needed(case):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
 @pytest.mark.parametrize("backward", SIDES)
-def test_nothing_is_sent_where_all_is_local(row, backward):
+def test_nothing_is_sent_where_all_is_local(subtests, row, backward):
     for mesh in meshes(row, 4):
-        inner = 4 if mesh is None else mesh.inner
-        schedule = build(row.algorithm, rs.Visible.of(np.eye(4)), heads_for(row, 4, mesh), mesh=mesh, backward=backward)
-        moved = transfers(schedule)
-        if row.splits_heads:  # heads are exchanged all the same, but not beyond the group
-            assert all(transfer.src // inner == transfer.dst // inner for transfer in moved)
-        else:
-            assert not moved
+        with subtests.test(mesh=mesh):
+            inner = 4 if mesh is None else mesh.inner
+            schedule = build(
+                row.algorithm, rs.Visible.of(np.eye(4)), heads_for(row, 4, mesh), mesh=mesh, backward=backward
+            )
+            moved = transfers(schedule)
+            if row.splits_heads:  # heads are exchanged all the same, but not beyond the group
+                assert all(transfer.src // inner == transfer.dst // inner for transfer in moved)
+            else:
+                assert not moved
 
 
-def test_replicated_keys_are_never_sent():
+def test_replicated_keys_are_never_sent(subtests):
     for row in ROWS:
-        for mesh in meshes(row, 4):
-            for backward in SIDES:
-                visible = everyone(4, replicated=True)
-                schedule = build(row.algorithm, visible, heads_for(row, 4, mesh), mesh=mesh, backward=backward)
-                assert all(transfer.block.owner != ALL for transfer in transfers(schedule))
+        with subtests.test(row.algorithm):
+            for mesh in meshes(row, 4):
+                for backward in SIDES:
+                    visible = everyone(4, replicated=True)
+                    schedule = build(row.algorithm, visible, heads_for(row, 4, mesh), mesh=mesh, backward=backward)
+                    assert all(transfer.block.owner != ALL for transfer in transfers(schedule))
 
 
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 2)], ids=str)
@@ -217,11 +222,12 @@ def test_double_ring_crosses_nodes_once_per_block_and_phase(mesh, backward):
     assert len(transfers(schedule)) == len(transfers(flat))
 
 
-def test_ulysses_exchanges_twice_whatever_the_number_of_ranks():
+def test_ulysses_exchanges_twice_whatever_the_number_of_ranks(subtests):
     for world_size in (2, 4, 8):
-        schedule = build("ulysses", everyone(world_size), rs.Heads(8, 8))
-        assert [len(step.transfers) > 0 for step in schedule.steps] == [True, False, True]
-        assert [sum(map(len, step.attends)) for step in schedule.steps] == [0, world_size, 0]
+        with subtests.test(world_size=world_size):
+            schedule = build("ulysses", everyone(world_size), rs.Heads(8, 8))
+            assert [len(step.transfers) > 0 for step in schedule.steps] == [True, False, True]
+            assert [sum(map(len, step.attends)) for step in schedule.steps] == [0, world_size, 0]
 
 
 # Refusals.
@@ -252,15 +258,16 @@ def test_ulysses_names_no_more_ranks_than_anyone_has(num_heads):
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (15, 5), (15, 15), (6, 3), (12, 4)], ids=str)
-def test_ulysses_takes_exactly_the_sizes_it_names(heads):
+def test_ulysses_takes_exactly_the_sizes_it_names(subtests, heads):
     query_heads, kv_heads = heads
     for world_size in range(1, query_heads + 1):
-        divides = query_heads % world_size == 0 and (kv_heads % world_size == 0 or world_size % kv_heads == 0)
-        if divides:
-            assert build("ulysses", everyone(world_size), rs.Heads(*heads)).world_size == world_size
-        else:
-            with pytest.raises(rs.UnsupportedError, match="the ranks must divide the query heads"):
-                build("ulysses", everyone(world_size), rs.Heads(*heads))
+        with subtests.test(world_size=world_size):
+            divides = query_heads % world_size == 0 and (kv_heads % world_size == 0 or world_size % kv_heads == 0)
+            if divides:
+                assert build("ulysses", everyone(world_size), rs.Heads(*heads)).world_size == world_size
+            else:
+                with pytest.raises(rs.UnsupportedError, match="the ranks must divide the query heads"):
+                    build("ulysses", everyone(world_size), rs.Heads(*heads))
 
 
 @pytest.mark.parametrize("algorithm", [name for name, row in ALGORITHMS.items() if "mesh" not in row.options])

@@ -104,12 +104,13 @@ def test_shorter_sequences_keep_the_promises_and_are_no_worse_than_contiguous(
 
 
 @pytest.mark.parametrize("seq_len", [0, 1, 3, 100, 511])
-def test_without_a_block_per_rank_the_better_of_contiguous_and_zigzag(seq_len: int) -> None:
+def test_without_a_block_per_rank_the_better_of_contiguous_and_zigzag(subtests: pytest.Subtests, seq_len: int) -> None:
     plain = [contiguous(seq_len, 4), zigzag(seq_len, 4)]
     for mask in (causal(), sliding_window(3, 0)):
-        best = min(layout.work(mask).imbalance for layout in plain)
-        assert balanced(mask, seq_len, 4) in plain
-        assert balanced(mask, seq_len, 4).work(mask).imbalance == best
+        with subtests.test(mask=mask):
+            best = min(layout.work(mask).imbalance for layout in plain)
+            assert balanced(mask, seq_len, 4) in plain
+            assert balanced(mask, seq_len, 4).work(mask).imbalance == best
 
 
 def test_smaller_blocks_are_tried_where_the_sequence_allows_them() -> None:

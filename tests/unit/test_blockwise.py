@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import ringspan.blockwise as blockwise
-from oracle import dense_attention, dense_gradients
 from ringspan.blockwise import KV_ROWS, Q_ROWS, Blockwise
 from ringspan.pieces import Piece, PieceKind
 from ringspan.schedule import Block
+from support.oracle import dense_attention, dense_gradients
 
 OUT, DQ, DKV = Block("out", 0), Block("dq", 0), Block("dkv", 0)
 SCALE = 0.3

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-import oracle
 import ringspan as rs
-from cases import (
+from ringspan.algorithms import ALGORITHMS
+from support import oracle
+from support.cases import (
     CASES,
     LAYOUTS,
     ROWS,
-    WORLD_SIZES,
     Arrays,
     Expected,
     Row,
@@ -22,12 +22,14 @@ from cases import (
     product_cases,
     replicated,
     select,
+    wide_from,
 )
-from ringspan.algorithms import ALGORITHMS
 
 EXACT = 1e-12  # float64
 SINGLE = 1e-5  # float32
 HEADS = rs.Heads(4, 2)
+
+each_world_size = pytest.mark.parametrize("world_size", wide_from(4))
 
 
 def options(row: Row, world_size: int) -> dict:
@@ -65,12 +67,13 @@ def run_case(case, arrays: Arrays) -> tuple:
     return run(arrays, backward, mask=mask, layout=layout, **case.options)
 
 
-def test_the_table_has_every_algorithm():
+def test_the_table_has_every_algorithm(subtests):
     assert {row.algorithm for row in ROWS} == set(ALGORITHMS)
     for row in ROWS:
-        assert ("direction" in ALGORITHMS[row.algorithm].options) == (len(row.directions) == 2)
-        assert ("mesh" in ALGORITHMS[row.algorithm].options) == row.has_mesh
-        assert ("heads" in ALGORITHMS[row.algorithm].options) == row.splits_heads
+        with subtests.test(row.algorithm):
+            assert ("direction" in ALGORITHMS[row.algorithm].options) == (len(row.directions) == 2)
+            assert ("mesh" in ALGORITHMS[row.algorithm].options) == row.has_mesh
+            assert ("heads" in ALGORITHMS[row.algorithm].options) == row.splits_heads
 
 
 def test_the_table_covers_every_pair_of_values():
@@ -80,26 +83,28 @@ def test_the_table_covers_every_pair_of_values():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@each_world_size
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_case(algorithm, world_size, layout):
+def test_case(subtests, algorithm, world_size, layout):
     cases = select(algorithm=algorithm, world_size=world_size, layout=layout)
     assert cases
     for case in cases:
-        arrays = case.make_arrays()
-        placed = case.make_layout()
-        check(run_case(case, arrays), expect(case.spec, placed, placed, arrays), EXACT, case)
+        with subtests.test(str(case)):
+            arrays = case.make_arrays()
+            placed = case.make_layout()
+            check(run_case(case, arrays), expect(case.spec, placed, placed, arrays), EXACT, case)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@each_world_size
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_float32_case(algorithm, world_size):
+def test_float32_case(subtests, algorithm, world_size):
     for case in select(algorithm=algorithm, world_size=world_size)[::9]:
-        arrays = case.make_arrays(np.float32)
-        placed = case.make_layout()
-        got = run_case(case, arrays)
-        assert {x.dtype for x in got} == {np.dtype(np.float32)}, case
-        check(got, expect(case.spec, placed, placed, arrays), SINGLE, case)
+        with subtests.test(str(case)):
+            arrays = case.make_arrays(np.float32)
+            placed = case.make_layout()
+            got = run_case(case, arrays)
+            assert {x.dtype for x in got} == {np.dtype(np.float32)}, case
+            check(got, expect(case.spec, placed, placed, arrays), SINGLE, case)
 
 
 CROSS_LAYOUTS = {
@@ -116,12 +121,13 @@ CROSS_MASKS = (("full",), ("causal",), ("sliding_window", 4, 2), ("documents", (
 
 @pytest.mark.parametrize("name", CROSS_LAYOUTS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_queries_and_keys_of_different_layouts(row, name):
+def test_queries_and_keys_of_different_layouts(subtests, row, name):
     layout, kv_layout = CROSS_LAYOUTS[name]
     for spec in CROSS_MASKS:
-        arrays = make_arrays(name, rs.Heads(8, 4), layout.num_positions, kv_layout.num_positions)
-        got = run(arrays, mask=make_mask(spec), layout=layout, kv_layout=kv_layout, **options(row, 4))
-        check(got, expect(spec, layout, kv_layout, arrays), EXACT, (row.algorithm, name, spec))
+        with subtests.test(spec=spec):
+            arrays = make_arrays(name, rs.Heads(8, 4), layout.num_positions, kv_layout.num_positions)
+            got = run(arrays, mask=make_mask(spec), layout=layout, kv_layout=kv_layout, **options(row, 4))
+            check(got, expect(spec, layout, kv_layout, arrays), EXACT, (row.algorithm, name, spec))
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 2)], ids=str)
@@ -147,25 +153,27 @@ ROW_SPECS = (("causal",), ("sliding_window", 4, 0), ("documents", (6, 40)), ("ca
 
 @pytest.mark.parametrize("batch", [(4,), (4, 2)], ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_masks_that_differ_between_batch_rows(row, batch):
+def test_masks_that_differ_between_batch_rows(subtests, row, batch):
     for layout in (rs.zigzag(21, 4), irregular(21, 4), replicated(21, 4)):
-        arrays = make_arrays("per_row", rs.Heads(8, 2), layout.num_positions, layout.num_positions, batch=batch)
-        spec = ("per_row", ROW_SPECS)
-        got = run(arrays, mask=make_mask(spec), layout=layout, **options(row, 4))
-        check(got, expect(spec, layout, layout, arrays), EXACT, (row.algorithm, layout))
+        with subtests.test(layout=layout):
+            arrays = make_arrays("per_row", rs.Heads(8, 2), layout.num_positions, layout.num_positions, batch=batch)
+            spec = ("per_row", ROW_SPECS)
+            got = run(arrays, mask=make_mask(spec), layout=layout, **options(row, 4))
+            check(got, expect(spec, layout, layout, arrays), EXACT, (row.algorithm, layout))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_new_tokens_against_a_cache(row):
+def test_new_tokens_against_a_cache(subtests, row):
     cached, new = 20, 11
     layout = rs.zigzag(new, 4, start=cached)
     old = rs.contiguous(cached, 4)
     both = rs.Layout(tuple((*a, *b) for a, b in zip(old.spans_by_rank, layout.spans_by_rank, strict=True)))
     for kv_layout in (both, rs.striped(cached + new, 4), rs.striped(cached + new, 4, block=4)):
         for spec in (("causal",), ("sliding_window", 12, 0), ("prefix", 25)):
-            arrays = make_arrays("turn", rs.Heads(8, 2), new, cached + new)
-            got = run(arrays, mask=make_mask(spec), layout=layout, kv_layout=kv_layout, **options(row, 4))
-            check(got, expect(spec, layout, kv_layout, arrays), EXACT, (row.algorithm, kv_layout, spec))
+            with subtests.test(kv_layout=kv_layout, spec=spec):
+                arrays = make_arrays("turn", rs.Heads(8, 2), new, cached + new)
+                got = run(arrays, mask=make_mask(spec), layout=layout, kv_layout=kv_layout, **options(row, 4))
+                check(got, expect(spec, layout, kv_layout, arrays), EXACT, (row.algorithm, kv_layout, spec))
 
 
 CACHES = {
@@ -194,30 +202,33 @@ def check_decode(layout: rs.Layout, kv_layout: rs.Layout, spec: tuple, query: st
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("num_new", [1, 2, 6])
-def test_decode_with_sharded_queries(cache, num_new):
+def test_decode_with_sharded_queries(subtests, cache, num_new):
     layout = rs.striped(num_new, 4, start=23)
     for spec in (("causal",), ("sliding_window", 9, 0), ("documents", (12, 30))):
-        check_decode(layout, with_new_tokens(CACHES[cache], layout), spec, "sharded")
+        with subtests.test(spec=spec):
+            check_decode(layout, with_new_tokens(CACHES[cache], layout), spec, "sharded")
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_decode_with_replicated_queries(cache, num_new):
+def test_decode_with_replicated_queries(subtests, cache, num_new):
     layout = rs.Layout(((),) * 4, replicated=(rs.Span(23, 23 + num_new),))
     owned = rs.Layout(((), (), (rs.Span(23, 23 + num_new),), ()))
     for spec in (("causal",), ("sliding_window", 9, 0), ("documents", (12, 30))):
         for kv_layout in (with_new_tokens(CACHES[cache], layout), with_new_tokens(CACHES[cache], owned)):
-            check_decode(layout, kv_layout, spec, "replicated")
+            with subtests.test(spec=spec, kv_layout=kv_layout):
+                check_decode(layout, kv_layout, spec, "replicated")
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_fewer_tokens_than_ranks(row, length):
+def test_fewer_tokens_than_ranks(subtests, row, length):
     for layout in (rs.contiguous(length, 8), rs.zigzag(length, 8), rs.striped(length, 8)):
         for spec in (("full",), ("causal",)):
-            arrays = make_arrays("few", rs.Heads(8, 2), length, length)
-            got = run(arrays, mask=make_mask(spec), layout=layout, **options(row, 8))
-            check(got, expect(spec, layout, layout, arrays), EXACT, (layout, spec))
+            with subtests.test(layout=layout, spec=spec):
+                arrays = make_arrays("few", rs.Heads(8, 2), length, length)
+                got = run(arrays, mask=make_mask(spec), layout=layout, **options(row, 8))
+                check(got, expect(spec, layout, layout, arrays), EXACT, (layout, spec))
 
 
 @pytest.mark.parametrize("spec", [("causal",), ("sliding_window", 700, 3), ("prefix", 600)], ids=str)
@@ -239,17 +250,21 @@ def test_balanced_layout_that_deals_blocks():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_scale_and_scores_too_large_for_exp(row):
+def test_scale_and_scores_too_large_for_exp(subtests, row):
     layout = rs.zigzag(19, 4)
     q, k, v, dout = make_arrays("scale", rs.Heads(8, 2), 19, 19)
     allowed = oracle.dense_mask(("causal",), range(19), range(19))
     for scale in (0.0, 0.3, 2000.0):
-        got = rs.simulate_attention(q, k, v, mask=rs.causal(), layout=layout, scale=scale, **options(row, 4))
-        gradients = got.gradients(dout)
-        wanted = oracle.dense_attention(q, k, v, allowed, scale), oracle.dense_gradients(q, k, v, allowed, dout, scale)
-        tolerance = EXACT * max(1.0, scale)
-        found = got.out, got.lse, gradients.dq, gradients.dk, gradients.dv
-        check(found, (*wanted[0], *wanted[1]), tolerance, (row.algorithm, scale))
+        with subtests.test(scale=scale):
+            got = rs.simulate_attention(q, k, v, mask=rs.causal(), layout=layout, scale=scale, **options(row, 4))
+            gradients = got.gradients(dout)
+            wanted = (
+                oracle.dense_attention(q, k, v, allowed, scale),
+                oracle.dense_gradients(q, k, v, allowed, dout, scale),
+            )
+            tolerance = EXACT * max(1.0, scale)
+            found = got.out, got.lse, gradients.dq, gradients.dk, gradients.dv
+            check(found, (*wanted[0], *wanted[1]), tolerance, (row.algorithm, scale))
 
 
 POISONED = 13  # the position of the key that is broken
@@ -266,34 +281,36 @@ def poisoned_arrays(name: str, value: float) -> tuple[Arrays, Arrays]:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_a_broken_key_reaches_only_the_rows_that_see_it(row, name, value):
+def test_a_broken_key_reaches_only_the_rows_that_see_it(subtests, row, name, value):
     clean, broken = poisoned_arrays(name, value)
     for spec in (("causal",), ("sliding_window", 4, 0), ("documents", (11, 6, 7)), ("prefix", 5)):
         for layout in (rs.contiguous(24, 4), rs.zigzag(24, 4), rs.striped(24, 4), replicated(24, 4)):
-            with np.errstate(invalid="ignore"):  # inf - inf, in the rows that see it
-                got = rs.simulate_attention(*broken[:3], mask=make_mask(spec), layout=layout, **options(row, 4))
-            wanted = expect(spec, layout, layout, clean)
-            spared = ~oracle.dense_mask(spec, range(24), [POISONED])[:, 0]
-            found = got.out[:, spared], got.lse[:, spared]
-            what = (row.algorithm, layout, spec)
-            check(found, (wanted.out[:, spared], wanted.lse[:, spared]), EXACT, what)
-            if name == "v" or np.isnan(value):
-                assert not np.isfinite(got.out[:, ~spared]).any(axis=-1).any(), f"{what}: a broken row looks sound"
+            with subtests.test(spec=spec, layout=layout):
+                with np.errstate(invalid="ignore"):  # inf - inf, in the rows that see it
+                    got = rs.simulate_attention(*broken[:3], mask=make_mask(spec), layout=layout, **options(row, 4))
+                wanted = expect(spec, layout, layout, clean)
+                spared = ~oracle.dense_mask(spec, range(24), [POISONED])[:, 0]
+                found = got.out[:, spared], got.lse[:, spared]
+                what = (row.algorithm, layout, spec)
+                check(found, (wanted.out[:, spared], wanted.lse[:, spared]), EXACT, what)
+                if name == "v" or np.isnan(value):
+                    assert not np.isfinite(got.out[:, ~spared]).any(axis=-1).any(), f"{what}: a broken row looks sound"
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
-def test_a_broken_key_reaches_only_the_gradients_that_depend_on_it(row, name):
+def test_a_broken_key_reaches_only_the_gradients_that_depend_on_it(subtests, row, name):
     clean, broken = poisoned_arrays(name, np.nan)
     for spec in (("causal",), ("documents", (11, 6, 7))):
         for layout in (rs.contiguous(24, 4), rs.zigzag(24, 4), rs.striped(24, 4)):
-            got = run(broken, mask=make_mask(spec), layout=layout, **options(row, 4))[2:]
-            wanted = expect(spec, layout, layout, clean)[2:]
-            allowed = oracle.dense_mask(spec, range(24), range(24))
-            spared_rows = ~allowed[:, POISONED]
-            spared_keys = ~allowed[~spared_rows].any(axis=0)  # those that no broken row sees
-            for x, y, spared in zip(got, wanted, (spared_rows, spared_keys, spared_keys), strict=True):
-                assert largest_error(x[:, spared], y[:, spared]) < EXACT, (row.algorithm, layout, spec)
+            with subtests.test(spec=spec, layout=layout):
+                got = run(broken, mask=make_mask(spec), layout=layout, **options(row, 4))[2:]
+                wanted = expect(spec, layout, layout, clean)[2:]
+                allowed = oracle.dense_mask(spec, range(24), range(24))
+                spared_rows = ~allowed[:, POISONED]
+                spared_keys = ~allowed[~spared_rows].any(axis=0)  # those that no broken row sees
+                for x, y, spared in zip(got, wanted, (spared_rows, spared_keys, spared_keys), strict=True):
+                    assert largest_error(x[:, spared], y[:, spared]) < EXACT, (row.algorithm, layout, spec)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)

@@ -48,7 +48,7 @@ def test_a_plan_answers_all_questions():
     assert re.search(r"to first token +\S+ m?s to \S+ m?s", result.output)
 
 
-def test_the_examples_of_the_help_run(tmp_path, monkeypatch):
+def test_the_examples_of_the_help_run(subtests, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from test_catalog import LLAMA
 
@@ -57,8 +57,9 @@ def test_the_examples_of_the_help_run(tmp_path, monkeypatch):
     examples = [line for line in lines if "mine.toml" not in line]
     assert len(examples) == 5
     for line in examples:
-        result = run(*line.split()[2:])
-        assert result.exit_code == 0, (line, result.output)
+        with subtests.test(line):
+            result = run(*line.split()[2:])
+            assert result.exit_code == 0, (line, result.output)
 
 
 def test_explain_shows_numbers_in_formulas():

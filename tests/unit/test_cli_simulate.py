@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from oracle import dense_attention as oracle_attention
-from oracle import dense_mask
 from ringspan import causal, documents, frame_causal, full, parse_schedule, prefix, sliding_window
 from ringspan.cli import main
 from ringspan.cli.values import parse_mask
 from ringspan.lesson.dense import check, dense_attention
 from ringspan.report.page import explain_grid
+from support.oracle import dense_attention as oracle_attention
+from support.oracle import dense_mask
 
 ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
 

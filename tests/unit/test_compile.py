@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from cases import ROWS, WORLD_SIZES, legal_heads, meshes
-from faults import make_samples
 from ringspan.schedule import AllMerged, Arrived, Block, Do, Drop, Post, Program, Schedule, Sent, Transfer, compile_rank
 from ringspan.tiles import Compute, Problem, Shapes, bind
+from support.cases import ROWS, WORLD_SIZES, legal_heads, meshes
+from support.faults import make_samples
 
 SIDES = (None, "kv", "q")
 
@@ -93,15 +93,16 @@ def test_every_step_is_posted_once_and_its_attends_follow(schedules):
         assert [i.step for i in program if isinstance(i, Post)] == list(range(schedule.num_steps)), name
 
 
-def test_every_send_of_one_rank_is_a_receive_of_another(schedules):
+def test_every_send_of_one_rank_is_a_receive_of_another(subtests, schedules):
     for name, schedule in schedules.items():
-        ranks = range(schedule.world_size)
-        sent = [message for rank in ranks for message in sends_of(compile_rank(schedule, rank))]
-        received = [message for rank in ranks for message in receives_of(compile_rank(schedule, rank))]
-        assert sorted(sent, key=str) == sorted(received, key=str), name
-        planned = sum(len(step.transfers) for step in schedule.steps)
-        merged = sum(len(step.merges) for step in schedule.steps) * len(ranks) * (len(ranks) - 1)
-        assert len(sent) == planned + merged, name
+        with subtests.test(name):
+            ranks = range(schedule.world_size)
+            sent = [message for rank in ranks for message in sends_of(compile_rank(schedule, rank))]
+            received = [message for rank in ranks for message in receives_of(compile_rank(schedule, rank))]
+            assert sorted(sent, key=str) == sorted(received, key=str), name
+            planned = sum(len(step.transfers) for step in schedule.steps)
+            merged = sum(len(step.merges) for step in schedule.steps) * len(ranks) * (len(ranks) - 1)
+            assert len(sent) == planned + merged, name
 
 
 def test_an_input_is_waited_for_at_its_first_reader(schedules):
@@ -186,13 +187,14 @@ def most_buffers(program: Program) -> int:
 @pytest.mark.parametrize("backward", SIDES)
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
-def test_a_ring_needs_two_buffers(algorithm, direction, backward):
+def test_a_ring_needs_two_buffers(subtests, algorithm, direction, backward):
     for world_size in (2, 3, 4, 5, 8, 16):
-        visible = rs.Visible.of(np.ones((world_size, world_size)))
-        options = {"heads": rs.Heads(1, 1), "direction": direction, "backward": backward}
-        schedule = rs.build_schedule(algorithm, visible, **options)
-        for rank in range(world_size):
-            assert most_buffers(compile_rank(schedule, rank)) == min(2, world_size - 1), f"{world_size} ranks"
+        with subtests.test(world_size=world_size):
+            visible = rs.Visible.of(np.ones((world_size, world_size)))
+            options = {"heads": rs.Heads(1, 1), "direction": direction, "backward": backward}
+            schedule = rs.build_schedule(algorithm, visible, **options)
+            for rank in range(world_size):
+                assert most_buffers(compile_rank(schedule, rank)) == min(2, world_size - 1), f"{world_size} ranks"
 
 
 @pytest.mark.parametrize("backward", SIDES)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mask_cases import NUM_POSITIONS, MaskCase, basic_masks, masks
 from ringspan.errors import MaskError
 from ringspan.mask import Coverage, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 from ringspan.span import Span
+from support.mask_cases import NUM_POSITIONS, MaskCase, basic_masks, masks
 
 NAMES = {f.__name__: f for f in (full, causal, sliding_window, prefix, documents, frame_causal, per_row)}
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-import oracle
+from support import oracle
 
 RNG_SEED = 20
 

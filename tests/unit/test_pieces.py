@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringspan.pieces
-from mask_cases import NUM_POSITIONS, MaskCase, masks
 from ringspan.errors import MaskError
 from ringspan.mask import Band, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 from ringspan.pieces import LEAF, Piece, PieceKind, cut_pieces
 from ringspan.span import Positions, Span
+from support.mask_cases import NUM_POSITIONS, MaskCase, masks
 
 FULL, CAUSAL, ANTICAUSAL, MASKED = PieceKind
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from faults import make_samples
 from ringspan.schedule import ALL, AllMerge, Attend, Block, Step, Transfer
+from support.faults import make_samples
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -6,11 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-import oracle
 import ringspan as rs
-from cases import ROWS, expect, make_arrays, meshes, replicated
 from ringspan.schedule import ALL, Block, Transfer, validate
 from ringspan.simulate import bytes_sent
+from support import oracle
+from support.cases import ROWS, expect, make_arrays, meshes, replicated
 
 HEADS = rs.Heads(8, 2)
 LENGTH = 24

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import oracle
 import ringspan as rs
-from cases import ROWS, Arrays, make_arrays, make_mask, meshes, replicated
-from oracle import MaskSpec
+from support import oracle
+from support.cases import ROWS, Arrays, make_arrays, make_mask, meshes, replicated
+from support.oracle import MaskSpec
 
 HEADS = rs.Heads(8, 4)
 LENGTH = 24
@@ -56,28 +56,32 @@ def row_by_row(arrays: Arrays, allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np
 
 @each_algorithm
 @each_value
-def test_odd_values_reach_only_the_rows_that_see_them(options: dict, value: float) -> None:
+def test_odd_values_reach_only_the_rows_that_see_them(subtests: pytest.Subtests, options: dict, value: float) -> None:
     for spec, layout in itertools.product(MASKS, LAYOUTS):
-        odd = with_odd_values(make_arrays("odd", HEADS, LENGTH, LENGTH), value)
-        got = rs.simulate_attention(*odd[:3], mask=make_mask(spec), layout=layout, **options)
-        expected = row_by_row(odd, oracle.dense_mask(spec, range(LENGTH), range(LENGTH)))
-        assert not np.isfinite(expected).all()
-        np.testing.assert_allclose(got.out, expected, rtol=1e-12, atol=1e-12, err_msg=f"{spec}, {layout}")
+        with subtests.test(spec=spec, layout=layout):
+            odd = with_odd_values(make_arrays("odd", HEADS, LENGTH, LENGTH), value)
+            got = rs.simulate_attention(*odd[:3], mask=make_mask(spec), layout=layout, **options)
+            expected = row_by_row(odd, oracle.dense_mask(spec, range(LENGTH), range(LENGTH)))
+            assert not np.isfinite(expected).all()
+            np.testing.assert_allclose(got.out, expected, rtol=1e-12, atol=1e-12, err_msg=f"{spec}, {layout}")
 
 
 @each_algorithm
 @each_value
-def test_odd_values_reach_only_the_gradients_they_are_in(options: dict, value: float) -> None:
+def test_odd_values_reach_only_the_gradients_they_are_in(
+    subtests: pytest.Subtests, options: dict, value: float
+) -> None:
     for spec, layout in itertools.product(MASKS, LAYOUTS):
-        arrays = make_arrays("odd", HEADS, LENGTH, LENGTH)
-        odd = with_odd_values(arrays, value)
-        got = rs.simulate_attention(*odd[:3], mask=make_mask(spec), layout=layout, **options).gradients(odd.dout)
-        allowed = oracle.dense_mask(spec, range(LENGTH), range(LENGTH))
-        dq, dk, dv = oracle.dense_gradients(*arrays[:3], allowed, arrays.dout)
-        fine_queries = ~allowed[:, ODD_KEYS].any(axis=1)
-        fine_queries[ODD_QUERIES] = False
-        fine_keys = ~allowed[~fine_queries].any(axis=0)
-        assert fine_queries.any()
-        assert fine_keys.any() or spec == ("causal",)
-        for mine, clean, fine in ((got.dq, dq, fine_queries), (got.dk, dk, fine_keys), (got.dv, dv, fine_keys)):
-            np.testing.assert_allclose(mine[:, fine], clean[:, fine], atol=1e-12, err_msg=f"{spec}, {layout}")
+        with subtests.test(spec=spec, layout=layout):
+            arrays = make_arrays("odd", HEADS, LENGTH, LENGTH)
+            odd = with_odd_values(arrays, value)
+            got = rs.simulate_attention(*odd[:3], mask=make_mask(spec), layout=layout, **options).gradients(odd.dout)
+            allowed = oracle.dense_mask(spec, range(LENGTH), range(LENGTH))
+            dq, dk, dv = oracle.dense_gradients(*arrays[:3], allowed, arrays.dout)
+            fine_queries = ~allowed[:, ODD_KEYS].any(axis=1)
+            fine_queries[ODD_QUERIES] = False
+            fine_keys = ~allowed[~fine_queries].any(axis=0)
+            assert fine_queries.any()
+            assert fine_keys.any() or spec == ("causal",)
+            for mine, clean, fine in ((got.dq, dq, fine_queries), (got.dk, dk, fine_keys), (got.dv, dv, fine_keys)):
+                np.testing.assert_allclose(mine[:, fine], clean[:, fine], atol=1e-12, err_msg=f"{spec}, {layout}")

@@ -145,7 +145,7 @@ def real_timeline(algorithm, size, per_node, inner, layout_name, mask, *, is_bac
         ("double_ring", 8, 2, 2),
     ],
 )
-def test_regular_loads_are_those_of_the_real_schedule(algorithm, size, per_node, inner, layout, mask):
+def test_regular_loads_are_those_of_the_real_schedule(subtests, algorithm, size, per_node, inner, layout, mask):
     """Forward within 4 %: only which half of a zigzag tile is merged is not told apart.
 
     Backward rings of one kind exactly, others within 10 % of time, since the two put the messages of a step in another
@@ -153,14 +153,15 @@ def test_regular_loads_are_those_of_the_real_schedule(algorithm, size, per_node,
     """
     sequence = Sequence(size * 4096, 0, mask == rs.causal(), layout)
     for is_backward in (False, True):
-        real = real_timeline(algorithm, size, per_node, inner, layout, mask, is_backward=is_backward)
-        ring = Ring(size, per_node, inner)
-        regular = attention_timeline(algorithm, ring, sequence, SHARD, DEVICE, is_backward=is_backward)
-        within = 0.04
-        if is_backward:
-            is_rough = layout == "contiguous" and mask == rs.causal()
-            within = 0.001 if algorithm in ("pass_kv", "pass_q") else 0.34 if is_rough else 0.1
-        assert regular.makespan_s == pytest.approx(real.makespan_s, rel=within)
+        with subtests.test(is_backward=is_backward):
+            real = real_timeline(algorithm, size, per_node, inner, layout, mask, is_backward=is_backward)
+            ring = Ring(size, per_node, inner)
+            regular = attention_timeline(algorithm, ring, sequence, SHARD, DEVICE, is_backward=is_backward)
+            within = 0.04
+            if is_backward:
+                is_rough = layout == "contiguous" and mask == rs.causal()
+                within = 0.001 if algorithm in ("pass_kv", "pass_q") else 0.34 if is_rough else 0.1
+            assert regular.makespan_s == pytest.approx(real.makespan_s, rel=within)
 
 
 def test_a_window_that_no_regular_load_knows_is_timed_from_its_schedule():
@@ -236,7 +237,7 @@ def test_k_and_v_travel_no_further_than_a_window_reaches(algorithm, window):
 @pytest.mark.parametrize("window", [512, 4096, 10_000])
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize(("algorithm", "size", "inner"), WINDOWED)
-def test_a_window_is_priced_like_its_real_schedule(algorithm, size, inner, layout, window):
+def test_a_window_is_priced_like_its_real_schedule(subtests, algorithm, size, inner, layout, window):
     """Compute is between 0.88 of the real schedule's and it; or half, where a window of 512 is 64 keys of each rank.
 
     So few are computed in masked pieces, which hold as many unseen pairs.
@@ -247,12 +248,13 @@ def test_a_window_is_priced_like_its_real_schedule(algorithm, size, inner, layou
     mask = rs.causal() & rs.sliding_window(window - 1, 0)
     sequence, ring = Sequence(size * 4096, 0, True, layout, window), Ring(size, 4, inner)
     for is_backward in (False, True):
-        real = real_timeline(algorithm, size, 4, inner, layout, mask, is_backward=is_backward, device=PLAIN)
-        regular = attention_timeline(algorithm, ring, sequence, SHARD, PLAIN, is_backward=is_backward)
-        least = 0.49 if layout == "striped" and window == 512 else 0.88
-        assert least < regular.compute_s.max() / real.compute_s.max() < 1.01
-        if not is_backward:
-            assert 0.9 < regular.makespan_s / real.makespan_s < (1.8 if algorithm == "hybrid" else 1.4)
+        with subtests.test(is_backward=is_backward):
+            real = real_timeline(algorithm, size, 4, inner, layout, mask, is_backward=is_backward, device=PLAIN)
+            regular = attention_timeline(algorithm, ring, sequence, SHARD, PLAIN, is_backward=is_backward)
+            least = 0.49 if layout == "striped" and window == 512 else 0.88
+            assert least < regular.compute_s.max() / real.compute_s.max() < 1.01
+            if not is_backward:
+                assert 0.9 < regular.makespan_s / real.makespan_s < (1.8 if algorithm == "hybrid" else 1.4)
 
 
 DECODES = [("all_merge", 8), ("pass_q", 8), ("pass_kv", 1)]

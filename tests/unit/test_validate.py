@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from faults import FAULTS, Draft, Sample, harm, inject, make_samples
 from ringspan.schedule import Attend, Block, Step, Transfer, compile_rank, validate
+from support.faults import FAULTS, Draft, Sample, harm, inject, make_samples
 
 FULL = ((1, 1), (1, 1))
 LOCAL = ((1, 0), (0, 1))  # every rank sees itself

@@ -8,7 +8,7 @@ import torch
 
 import ringspan as rs
 from ringspan.tree import TILE
-from transformer import Transformer, make_tokens
+from support.transformer import Transformer, make_tokens
 
 SEQ_LEN = 3 * TILE + 100
 STEPS = 20

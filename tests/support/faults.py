@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ringspan as rs
-from cases import ROWS, Arrays, Expected, expect, make_arrays, meshes
-from oracle import MaskSpec
 from ringspan.schedule import ALL, AllMerge, Attend, Block, Step, Transfer
 from ringspan.simulate import bytes_sent
+from support.cases import ROWS, Arrays, Expected, expect, make_arrays, meshes
+from support.oracle import MaskSpec
 
 TOLERANCE = 1e-11
 

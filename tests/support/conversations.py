@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import oracle
 import ringspan as rs
-from cases import make_mask
-from oracle import MaskSpec
+from support import oracle
+from support.cases import make_mask
+from support.oracle import MaskSpec
 
 HEAD_DIM = 8
 V_HEAD_DIM = 6

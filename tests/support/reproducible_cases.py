@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 import ringspan as rs
-from cases import make_mask
-from oracle import MaskSpec
 from ringspan.transports.in_process import InProcessRank
+from support.cases import make_mask
+from support.oracle import MaskSpec
 
 SEQ_LEN = 6 * rs.TILE + 77  # the last tile is short
 SHORT = 3 * rs.TILE + 77

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-import oracle
 import ringspan as rs
-from oracle import MaskSpec
 from ringspan.algorithms import Direction, Side
+from support import oracle
+from support.oracle import MaskSpec
 
 Array = npt.NDArray[np.floating]
 
@@ -270,3 +271,8 @@ CASES = tuple(_covering_cases())
 def select(cases: Iterable[Case] = CASES, **values: Any) -> list[Case]:
     """The cases with these values, such as select(algorithm="ulysses", world_size=4)."""
     return [case for case in cases if all(getattr(case, name) == value for name, value in values.items())]
+
+
+def wide_from(first: int) -> list[Any]:
+    """WORLD_SIZES as parameters of a test; those from `first` on are left out of `make test-fast`."""
+    return [pytest.param(size, marks=[pytest.mark.wide] if size >= first else []) for size in WORLD_SIZES]

@@ -8,10 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 import ringspan as rs
-from families import VOCABULARY
 from ringspan.adapters.transformers import Handle, parallelize
-
-torch.set_num_threads(1)
+from support.families import VOCABULARY
 
 TOLERANCE = 1e-5
 Generated = tuple[torch.Tensor, torch.Tensor]

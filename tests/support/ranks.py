@@ -35,14 +35,14 @@ _CONTEXT.set_forkserver_preload(
         "ringspan.collectives",
         "ringspan.training",
         "ringspan.adapters.transformers",
-        "attention_cases",
-        "families",
+        "support.attention_cases",
+        "support.families",
         "pytest",
     ]
 )
 
-_HERE = Path(__file__).parent
-_PYTHONPATH = os.pathsep.join([str(_HERE), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+_TESTS = Path(__file__).parents[1]
+_PYTHONPATH = os.pathsep.join([str(_TESTS), str(_TESTS / "distributed"), *filter(None, [os.environ.get("PYTHONPATH")])])
 _EXIT_S = 20.0  # for a rank to exit, once all are through
 
 
@@ -177,10 +177,8 @@ def _join_group(
     tell_port: Callable[[int], None],
     ask_port: Callable[[], int],
 ) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -205,7 +203,7 @@ def run_interpreters(
 ) -> list[Exited]:
     """Run fn(rank, world_size) as the whole of a script, one interpreter for each rank."""
     began = time.monotonic()
-    command = [sys.executable, "-c", "import ranks; ranks._script()", fn.__module__, fn.__qualname__]
+    command = [sys.executable, "-c", "from support import ranks; ranks._script()", fn.__module__, fn.__qualname__]
     processes: list[Any] = []
     try:
         for rank in range(world_size):

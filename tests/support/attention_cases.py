@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import oracle
 import ringspan as rs
-from cases import CASES, ROWS, Case, make_arrays, make_mask, meshes
-from oracle import MaskSpec
+from support import oracle
+from support.cases import CASES, ROWS, Case, make_arrays, make_mask, meshes
+from support.oracle import MaskSpec
 
 BATCH = 2
 DOUBLE_TOLERANCE = 1e-12
