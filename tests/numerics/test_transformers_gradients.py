@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import GREEDY, IDS, on_ranks
-from families import FAMILIES
 from transformers import PreTrainedModel
 
 import ringspan as rs
 from ringspan.adapters.transformers import Handle, parallelize
+from support.adapted import GREEDY, IDS, on_ranks
+from support.families import FAMILIES
 
 BATCH = {"input_ids": IDS, "labels": IDS}
 

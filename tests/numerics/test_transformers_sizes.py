@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
-from families import FAMILIES, MORE, Family, _decoder
 from transformers import (
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
@@ -26,6 +24,8 @@ import ringspan as rs
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.adapters.transformers import sizes as sizes_module
 from ringspan.adapters.transformers.sizes import find_sizes
+from support.adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
+from support.families import FAMILIES, MORE, Family, _decoder
 
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GRANITE = {
@@ -105,7 +105,7 @@ def test_a_model_that_does_not_run_with_small_sizes(monkeypatch: pytest.MonkeyPa
     with parallelize(FAMILIES["Mistral"].make(sliding_window=20)) as handle:
         assert {layer.mask for layer in handle.layers} == {rs.sliding_window(19, 0)}
     with pytest.raises(
-        rs.UnsupportedError, match="sliding_window=4096, and a copy with 8 .* fails: ValueError: no copy"
+        rs.UnsupportedError, match=r"sliding_window=4096, and a copy with 8 .* fails: ValueError: no copy"
     ):
         parallelize(FAMILIES["Mistral"].make(sliding_window=4096))
 

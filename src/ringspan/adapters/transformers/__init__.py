@@ -70,8 +70,8 @@ class Handle:
 
         Returns:
             Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
-            of the whole batch, on every rank. The gradients of the ranks are to be summed, by
-            `reduce_gradients` or as with `rs.cross_rank_mean_loss`. Labels come out as those of each position's own logits, shifted already.
+            of the whole batch, on every rank. Sum the gradients over the ranks with `reduce_gradients`, or as with
+            `rs.cross_rank_mean_loss`. Labels are shifted already: each stands at the position that predicts it.
         """
         if not self._hooks:
             name = type(self._adapter.model).__name__

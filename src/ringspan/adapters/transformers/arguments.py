@@ -53,7 +53,8 @@ class Arguments:
         self._takes = inspect.signature(model.forward).parameters
         self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - self._takes.keys())
         self.takes_use_cache = takes_use_cache(model)
-        # Other modules may hold copies of the config, which set_attn_implementation does not reach and nobody attends by.
+        # Other modules may hold copies of the config, which set_attn_implementation does not reach. No attention
+        # layer reads those.
         configs = [
             getattr(module, "config", None)
             for module in model.modules()

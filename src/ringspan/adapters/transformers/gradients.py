@@ -1,7 +1,7 @@
 """How do the ranks of a training loop keep the same weights?
 
-Each rank's backward pass leaves its share of every gradient. The shares are summed here, in buckets, by a reduce-scatter
-and an all-gather, so that all ranks have the same bits. A digest of the weights shows whether anybody forgot it.
+Each rank's backward pass leaves its share of every gradient. The shares are summed here, in buckets, by a
+reduce-scatter and an all-gather, so that all ranks have the same bits. A digest of the weights shows a missing sum.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def reduce_gradients(model: nn.Module, options: Options) -> None:
     for dtype, device in dict.fromkeys((x.dtype, x.device) for x in grads):
         for bucket in _buckets([x for x in grads if (x.dtype, x.device) == (dtype, device)]):
             flat = _sum(torch.cat([x.flatten() for x in bucket]), options)
-            for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+            for x, part in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
 
 

@@ -183,8 +183,8 @@ def compare(
             if not _is_close(errors, model):
                 raise UnsupportedError(
                     f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
-                    f"rank {rank} of {world_size} from one process: something besides attention joins tokens, such as a "
-                    "convolution, a recurrence, a scale to quantise by or positions it counts itself; verify=False "
+                    f"rank {rank} of {world_size} from one process: something besides attention joins tokens, such as "
+                    "a convolution, a recurrence, a scale to quantise by or positions it counts itself; verify=False "
                     "leaves out this check"
                 )
 

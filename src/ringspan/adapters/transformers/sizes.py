@@ -1,8 +1,8 @@
 """Does a model stay equal beyond every number of tokens that its config names?
 
 A window, a compression rate or a temperature floor of 8192 tokens does not show in a batch of twelve. So the model is
-built once more from a config in which these numbers are 8, with the same weights, and compared on tokens that cross them
-several times. A model that does not run so is compared at its real sizes if they are small, and refused otherwise.
+built once more from a config in which these numbers are 8, with the same weights, and compared on tokens that cross
+them several times. A model that does not run so is compared at its real sizes if they are small, and refused otherwise.
 """
 
 import copy
@@ -24,8 +24,8 @@ _SHRUNK = 8
 _COLUMNS = 41  # five times a shrunk size; no rank's part is a multiple of it
 _MOST_COLUMNS = 1024  # that are run at real sizes
 _WORLD_SIZE = 3  # two boundaries between ranks, in a contiguous layout too
-# Names of integers that count tokens or positions. The longest sequence (max_position_embeddings, n_positions) is not one:
-# RoPE that depends on it is refused, and a learned table ends there.
+# Names of integers that count tokens or positions. The longest sequence (max_position_embeddings, n_positions) is left
+# out: RoPE that depends on it is refused, and a learned table ends there.
 _SIZE = re.compile(
     "window|chunk|compress|block_size|floor|stride|context|local_attention|radius|topk_blocks|index_topk|distance"
     "|original_max_position|_span|_len$|_length$|_tokens$"
@@ -42,6 +42,7 @@ class Size(NamedTuple):
     value: int
 
     def shrink(self) -> None:
+        """Set it to a number that a small batch crosses."""
         if isinstance(self.owner, PreTrainedConfig):
             setattr(self.owner, self.key, _SHRUNK)
         else:
@@ -123,7 +124,8 @@ def _shrunk_copy(model: PreTrainedModel) -> PreTrainedModel:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffers[prefix + name]
-    return shrunk.eval()
+    shrunk.train(False)
+    return shrunk
 
 
 def _like(
