@@ -24,7 +24,7 @@ from results import describe_machine, format_table, write_section
 import ringspan as rs
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
-from ringspan.pieces import Piece, PieceKind
+from ringspan.program.pieces import Piece, PieceKind
 
 HEAD_DIM = 64
 LAYERS = 2

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-import ringspan.catalog
-from ringspan.catalog.files import read_data
-from ringspan.published.check import fitted_parameters
-from ringspan.published.predict import predict_row
-from ringspan.published.rows import Row, read_rows
+import ringspan.planner.catalog
+from ringspan.planner.catalog.files import read_data
+from ringspan.planner.published.check import fitted_parameters
+from ringspan.planner.published.predict import predict_row
+from ringspan.planner.published.rows import Row, read_rows
 
-FILE = Path(ringspan.catalog.__file__).parent / "data" / "curves.toml"
+FILE = Path(ringspan.planner.catalog.__file__).parent / "data" / "curves.toml"
 ROUNDS = 40
 
 ABOUT = {

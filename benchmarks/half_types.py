@@ -89,7 +89,7 @@ def fresh_memory() -> Iterator[None]:
     """As if a session kept none: each tensor is converted into memory of its own."""
     import torch
 
-    from ringspan.scratch import Scratch
+    from ringspan.runtime.scratch import Scratch
 
     def widened(_: Scratch, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(x.to(torch.float32) for x in tensors)

@@ -25,15 +25,15 @@ import torch
 from results import describe_machine, format_median, format_table, run_checkout, write_section
 
 import ringspan as rs
-from ringspan.arithmetic import TorchArithmetic
-from ringspan.contract import Contract
-from ringspan.pieces import Piece
-from ringspan.scratch import ScratchPool
-from ringspan.session import Session, lend_session
-from ringspan.softmax import Partial
+from ringspan.kernels.softmax import Partial
+from ringspan.program.pieces import Piece
+from ringspan.runtime.arithmetic import TorchArithmetic
+from ringspan.runtime.contract import Contract
+from ringspan.runtime.scratch import ScratchPool
+from ringspan.runtime.session import Session, lend_session
+from ringspan.runtime.wire import Buffers
 from ringspan.transports.base import Posted, Receive, Send
 from ringspan.transports.single import Single
-from ringspan.wire import Buffers
 
 ALLOWED_US = {2: 60, 4: None, 8: 200}
 TOKENS, HEADS, HEAD_DIM = 32, 2, 8  # of one rank
@@ -138,7 +138,7 @@ def call_us(world_size: int, repeats: int) -> float:
     mask, layout = rs.causal(), rs.zigzag(TOKENS * world_size, world_size)
     x = torch.zeros(1, HEADS, TOKENS, HEAD_DIM)
     kernel = Ready()
-    with lend_session(None, session), patch("ringspan.attend.choose_kernel", lambda *_: kernel):
+    with lend_session(None, session), patch("ringspan.runtime.engine.choose_kernel", lambda *_: kernel):
         calls = timeit.repeat(lambda: rs.attention(x, x, x, mask=mask, layout=layout), number=NUMBER, repeat=repeats)
     return 1e6 * min(calls) / NUMBER
 

@@ -98,7 +98,7 @@ def measure(rank: int, rounds: int) -> Measured:  # noqa: ARG001
     import torch.distributed as dist
 
     import ringspan as rs
-    import ringspan.session
+    import ringspan.runtime.session
     from ringspan.transports import open_transport
     from ringspan.transports.counting import CountingTransport
 
@@ -108,7 +108,7 @@ def measure(rank: int, rounds: int) -> Measured:  # noqa: ARG001
         transports.append(CountingTransport(open_transport(group)))
         return transports[-1]
 
-    ringspan.session.open_transport = open_counted
+    ringspan.runtime.session.open_transport = open_counted
     layout = rs.zigzag(SEQ_LEN, dist.get_world_size(), align=rs.TILE)
     tokens = torch.randint(VOCABULARY, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     batch = rs.shard_batch({"input_ids": tokens}, layout)

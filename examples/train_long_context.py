@@ -165,7 +165,7 @@ def compare(losses: list[float], others: list[float], limit: float, plot: str | 
     apart = [abs(a - b) for a, b in zip(losses, others, strict=False)]
     tell(f"largest difference of {len(apart)} losses from the other run: {max(apart):.1e}")
     if plot:
-        from ringspan.report.svg import Chart, Line, draw_charts
+        from ringspan.cli.svg import Chart, Line, draw_charts
 
         lines = [Line(name, list(zip(steps, run, strict=False))) for name, run in (("this", losses), ("other", others))]
         apart_line = [Line("difference", [(step, max(x, LEAST)) for step, x in zip(steps, apart, strict=True)])]

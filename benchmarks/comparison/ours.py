@@ -15,10 +15,10 @@ from ringspan.bench.ideal import attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
-from ringspan.runtime import prepare
+from ringspan.kernels.softmax import accumulator_dtype
+from ringspan.program.bind import Problem, Shapes
+from ringspan.runtime.passes import prepare
 from ringspan.schedule import Heads
-from ringspan.softmax import accumulator_dtype
-from ringspan.tiles import Problem, Shapes
 
 
 def _mask(case: Case) -> rs.Mask:

@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ringspan.algorithms import Mesh, build_decode, build_schedule
-from ringspan.balance import balanced
-from ringspan.choose import RingMachine
+from ringspan.algorithms.choose import RingMachine
 from ringspan.errors import (
     CacheError,
     LayoutError,
@@ -20,47 +19,50 @@ from ringspan.errors import (
     TransportError,
     UnsupportedError,
 )
-from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.layout import Layout, Work, balanced, contiguous, striped, zigzag
 from ringspan.mask import Coverage, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
+from ringspan.program.reproducible.tree import TILE
 from ringspan.schedule import Heads, Schedule, Visible, format_schedule, parse_schedule, validate, visible_blocks
-from ringspan.simulate import Gradients, RankStep, Simulation, simulate_attention
+from ringspan.simulate import (
+    Gradients,
+    RankStep,
+    Simulation,
+    ring_attention_context_parallel,
+    ring_attention_simulate,
+    simulate_attention,
+)
 from ringspan.span import Span
-from ringspan.teaching import ring_attention_context_parallel, ring_attention_simulate
-from ringspan.tree import TILE
-from ringspan.work import Work
 
 if TYPE_CHECKING:
     from ringspan import adapters, reproducible
-    from ringspan.attend import Attention
-    from ringspan.calibrate import measure_machine, use_machine
-    from ringspan.call import attention
-    from ringspan.collectives import gather, shard
-    from ringspan.inference import Turn, decode, error_bound, prefill, store
-    from ringspan.kv_cache import KVCache
-    from ringspan.training import cross_rank_mean_loss, next_token_labels, position_ids, shard_batch
+    from ringspan.cache import KVCache, Turn, decode, error_bound, prefill, store
+    from ringspan.runtime.api import attention
+    from ringspan.runtime.calibrate import measure_machine, use_machine
+    from ringspan.runtime.engine import Attention
+    from ringspan.training import cross_rank_mean_loss, gather, next_token_labels, position_ids, shard, shard_batch
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
 
 _NEED_TORCH = {
-    "Attention": "ringspan.attend",
-    "KVCache": "ringspan.kv_cache",
-    "Turn": "ringspan.inference",
-    "attention": "ringspan.call",
-    "cross_rank_mean_loss": "ringspan.training",
-    "decode": "ringspan.inference",
-    "error_bound": "ringspan.inference",
-    "gather": "ringspan.collectives",
-    "measure_machine": "ringspan.calibrate",
-    "next_token_labels": "ringspan.training",
-    "position_ids": "ringspan.training",
-    "prefill": "ringspan.inference",
+    "Attention": "ringspan.runtime.engine",
+    "KVCache": "ringspan.cache.kv_cache",
+    "Turn": "ringspan.cache.calls",
+    "attention": "ringspan.runtime.api",
+    "cross_rank_mean_loss": "ringspan.training.batches",
+    "decode": "ringspan.cache.calls",
+    "error_bound": "ringspan.cache.calls",
+    "gather": "ringspan.training.collectives",
+    "measure_machine": "ringspan.runtime.calibrate",
+    "next_token_labels": "ringspan.training.batches",
+    "position_ids": "ringspan.training.batches",
+    "prefill": "ringspan.cache.calls",
     "reproducible": "ringspan.reproducible",
     "run_in_process": "ringspan.transports.in_process",
-    "shard": "ringspan.collectives",
-    "shard_batch": "ringspan.training",
-    "store": "ringspan.inference",
-    "use_machine": "ringspan.calibrate",
+    "shard": "ringspan.training.collectives",
+    "shard_batch": "ringspan.training.batches",
+    "store": "ringspan.cache.calls",
+    "use_machine": "ringspan.runtime.calibrate",
 }
 
 __all__ = [

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 from test_bench_cli import invoke, run
 
-from ringspan.catalog import load_device
 from ringspan.cli import main
+from ringspan.planner.catalog import load_device
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

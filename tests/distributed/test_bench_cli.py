@@ -21,9 +21,10 @@ from ringspan.bench import result as results
 from ringspan.bench.breakdown import judge
 from ringspan.bench.launch import Done, Ended, Launched, Progress, RanksFailed, _collect, find_launcher
 from ringspan.bench.settings import Job
-from ringspan.cli import bench_ranks, main
+from ringspan.cli import main
+from ringspan.cli.bench import ranks as bench_ranks
 
-command = importlib.import_module("ringspan.cli.bench")  # the attribute of that name is the command itself
+command = importlib.import_module("ringspan.cli.bench.command")  # the attribute of that name is the command itself
 
 PROGRAM = [
     sys.executable,

@@ -18,7 +18,7 @@ from ringspan.bench import inference
 from ringspan.bench.inference_result import MISS_RATES, PARTS, WAYS
 from ringspan.bench.settings import InferenceSettings, Job
 from ringspan.cli import main
-from ringspan.cli.bench_inference import show_inference
+from ringspan.cli.bench.inference import show_inference
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.session import session_of
+from ringspan.runtime.session import session_of
 from support.calls import (
     AMPLE_S,
     DEADLINE_S,

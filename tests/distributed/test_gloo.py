@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringspan as rs
-from ringspan.session import session_of
+from ringspan.runtime.session import session_of
 from support.attention_cases import Job, covering_third, job_of_case, make_job, options_of
 from support.cases import ROWS, replicated, select
 from support.ranks import run_ranks, values

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.steady import single_threads
-from ringspan.tree import TILE
+from ringspan.program.reproducible.tree import TILE
+from ringspan.runtime.reproducible_arithmetic import single_threads
 from support.ranks import run_ranks, values
 from support.reproducible_layers import SEQ_LEN, run_layers
 from support.reproducible_training import SEQ_LEN as TRAINED

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
-from ringspan.adapters.transformers import crossing, shards, turns
+from ringspan.adapters.transformers import cross_attention, shards, turns
 from support.families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
 from support.ranks import run_ranks, values
 
@@ -127,7 +127,7 @@ def break_attention(rank: int) -> Iterator[None]:
 
     with (
         mock.patch.object(shards, "attention", lose(shards.attention)),
-        mock.patch.object(crossing, "attention", lose(crossing.attention)),
+        mock.patch.object(cross_attention, "attention", lose(cross_attention.attention)),
         mock.patch.object(turns, "prefill", lose(turns.prefill)),
         mock.patch.object(turns, "decode", lose(turns.decode)),
     ):

@@ -29,7 +29,7 @@ from test_faults import (
 from test_gloo import CAUSAL, HEADS, check, run_overwrite, run_table
 
 import ringspan as rs
-from ringspan.session import session_of
+from ringspan.runtime.session import session_of
 from ringspan.transports import neighbours
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.in_process import run_in_process

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import ringspan.session
+import ringspan.runtime.session
 from ringspan.transports import open_transport
 from ringspan.transports.counting import CountingTransport
 
@@ -19,5 +19,5 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, CountingTransport]:
         by_rank[transport.rank] = transport
         return transport
 
-    monkeypatch.setattr(ringspan.session, "open_transport", open_counted)
+    monkeypatch.setattr(ringspan.runtime.session, "open_transport", open_counted)
     return by_rank

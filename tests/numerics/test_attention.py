@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
-import ringspan.session
+import ringspan.runtime.session
 from ringspan.transports.in_process import InProcessRank
 from support import oracle
 from support.attention_cases import (

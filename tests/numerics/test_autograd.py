@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
-from ringspan import autograd
-from ringspan.attend import Options
+from ringspan.runtime import autograd
+from ringspan.runtime.engine import Options
 from ringspan.transports.in_process import InProcessRank
 
 SEQ_LEN = 24

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
-import ringspan.arithmetic
-from ringspan.execute import Event
-from ringspan.tiles import Problem, Shapes
+import ringspan.runtime.arithmetic
+from ringspan.program.bind import Problem, Shapes
+from ringspan.program.execute import Event
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 from support import oracle
@@ -75,7 +75,7 @@ def test_sums_that_begin_with_their_first_piece(
     subtests: pytest.Subtests, dtype: torch.dtype, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are never set to zero; with slabs smaller than a group of heads several of them add to the same keys."""
-    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
     coarse = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else None  # a slab too few or too many is more
     for heads in (rs.Heads(8, 8), rs.Heads(8, 2)):
         with subtests.test(heads=heads):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.inference import storage
+from ringspan.cache import storage
 from ringspan.transports.in_process import InProcessRank
 from support.conversations import Story, live_through
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.session
+import ringspan.runtime.session
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ringspan as rs
-from ringspan.contract import Contract, Signature
+from ringspan.runtime.contract import Contract, Signature
 from ringspan.transports.base import Posted, Receive, Send
 from ringspan.transports.in_process import InProcessRank
 

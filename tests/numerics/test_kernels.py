@@ -15,8 +15,8 @@ from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
 from ringspan.kernels.base import Merged
 from ringspan.kernels.reference import MAX_SCORES, Reference
 from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
-from ringspan.pieces import PieceKind
-from ringspan.softmax import Partial, accumulator_dtype
+from ringspan.kernels.softmax import Partial, accumulator_dtype
+from ringspan.program.pieces import PieceKind
 from support import oracle
 from support.kernel_cases import (
     CUT,

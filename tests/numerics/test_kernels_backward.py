@@ -11,8 +11,8 @@ from ringspan.kernels import Kernel
 from ringspan.kernels.base import Gradients, Merged
 from ringspan.kernels.reference import MAX_SCORES, Reference
 from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import accumulator_dtype
+from ringspan.kernels.softmax import accumulator_dtype
+from ringspan.program.pieces import Piece, PieceKind
 from support import oracle
 from support.kernel_cases import (
     CUT,

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringspan.kernels import sdpa_cuda
 from ringspan.kernels.base import Gradients, Merged, Request
 from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH, CudaKernel
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial
+from ringspan.kernels.softmax import Partial
+from ringspan.program.pieces import Piece, PieceKind
 from support import oracle
 
 SCALE = 0.3

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan import arithmetic
-from ringspan.inference import storage
+from ringspan.cache import storage
+from ringspan.runtime import arithmetic
 from ringspan.transports.in_process import InProcessRank
 from support.conversations import Story, attend, live_through
 

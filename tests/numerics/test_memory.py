@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.arithmetic
+import ringspan.runtime.arithmetic
 from ringspan.bench.memory import LiveStorages
 from ringspan.transports.in_process import InProcessRank
 
@@ -142,7 +142,7 @@ def test_half_types_are_widened_a_piece_at_a_time() -> None:
 def test_large_pieces_are_computed_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are heads to take apart: out + lse + 2 kv, and a few slabs for what a kernel returns and widens."""
     slab = 2**15
-    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab)
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", slab)
     sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=dtype)
     final = sizes.out // 2 if dtype == torch.bfloat16 else 0  # out in its own type
     assert slab < sizes.out // 4

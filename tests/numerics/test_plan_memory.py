@@ -5,9 +5,9 @@ import torch
 from test_memory import BATCH, HEAD_DIM, HEADS, measure
 
 import ringspan as rs
-import ringspan.arithmetic
-from ringspan.cost import RINGSPAN, Shard
-from ringspan.plan.memory import attention_buffers
+import ringspan.runtime.arithmetic
+from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.plan.memory import attention_buffers
 
 SHARD_LEN = 512
 SLAB_BYTES = 2**17
@@ -25,7 +25,7 @@ SLAB_BYTES = 2**17
 def test_peak_bytes_are_those_of_the_runtime(algorithm, world_size, kv_heads, monkeypatch):
     """Within 10 %, float32, full mask, what a kernel returns in small slabs."""
     inner = {"hybrid": world_size // 2, "double_ring": world_size // 2, "ulysses": world_size}.get(algorithm, 1)
-    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", SLAB_BYTES)
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", SLAB_BYTES)
     options = {"mesh": (2, inner)} if algorithm in ("hybrid", "double_ring") else {}
     measured = measure(
         world_size, shard_len=SHARD_LEN, kv_heads=kv_heads, mask=rs.full(), algorithm=algorithm, **options

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan import quantize
-from ringspan.quantize import FORMATS
+from ringspan.runtime import quantize
+from ringspan.runtime.quantize import FORMATS
 from support.conversations import Story, live_through
 
 FORMAT_NAMES = list(FORMATS)

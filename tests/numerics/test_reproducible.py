@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.arithmetic
-import ringspan.attend
-from ringspan.execute import Event, Value
-from ringspan.grid import bind_grid
+import ringspan.runtime.arithmetic
+import ringspan.runtime.engine
 from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.nodes import TreeState
+from ringspan.kernels.softmax import steadily
+from ringspan.program.bind import Exchange, Problem, Shapes
+from ringspan.program.execute import Event, Value
+from ringspan.program.reproducible.bind import bind_grid
+from ringspan.program.reproducible.state import TreeState
 from ringspan.schedule import Block
-from ringspan.softmax import steadily
-from ringspan.tiles import Exchange, Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 from support import attention_cases
@@ -179,7 +179,7 @@ def test_the_number_of_threads_does_not_matter(
 def test_the_tiles_of_one_kernel_call_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call("full", heads=rs.Heads(4, 2), head_dim=24)
     expected = alone(call)
-    monkeypatch.setattr(ringspan.attend, "tiles_at_once", lambda *_: 1)
+    monkeypatch.setattr(ringspan.runtime.engine, "tiles_at_once", lambda *_: 1)
     assert different(run(call, LAYOUTS["contiguous"](2)), expected) == []
 
 
@@ -201,7 +201,7 @@ def test_where_the_tensors_lie_does_not_matter(subtests: pytest.Subtests, head_d
 def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere keys are converted in runs for a few queries, here of half a tile or, with half the heads, of all."""
     call = Call("causal", torch.bfloat16, rs.Heads(4, 4))
-    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", 2**14)
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", 2**14)
     of_one = run(call, rs.contiguous(SEQ_LEN, 1))
     assert different(run(call, LAYOUTS["zigzag"](2), **options_of("ulysses", 2)), of_one) == []
 
@@ -209,7 +209,7 @@ def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.M
 def test_heads_that_share_keys_are_summed_alike_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere a cell of half types is one call if it is small, as with half the heads here, else slabs of heads."""
     call = Call("causal", torch.bfloat16, rs.Heads(16, 4), seq_len=SHORT)
-    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", 2 * 4 * rs.TILE * call.head_dim)  # two heads
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", 2 * 4 * rs.TILE * call.head_dim)  # two heads
     of_one = run(call, rs.contiguous(SHORT, 1))
     assert different(run(call, LAYOUTS["zigzag"](2, SHORT), **options_of("ulysses", 2)), of_one) == []
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.program.reproducible.tree import TILE
 from ringspan.transports.base import Transport
-from ringspan.tree import TILE
 
 TWO = rs.contiguous(2 * TILE, 2, align=TILE)
 

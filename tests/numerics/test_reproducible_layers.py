@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import ringspan as rs
+from ringspan.program.reproducible.tree import TILE
 from ringspan.transports.counting import CountingTransport
-from ringspan.tree import TILE
 from support.reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 
 LAYOUTS: dict[str, Callable[[int], rs.Layout]] = {

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ringspan as rs
-from ringspan.tree import TILE
+from ringspan.program.reproducible.tree import TILE
 from support.reproducible_training import CAUSAL, SEQ_LEN, make_batches, train
 from support.transformer import Transformer, whole_loss
 

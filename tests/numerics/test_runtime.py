@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.arithmetic
-import ringspan.kernels
-from ringspan.arithmetic import TorchArithmetic
-from ringspan.execute import Event
+import ringspan.kernels.choose
+import ringspan.runtime.arithmetic
 from ringspan.kernels.base import Gradients, Merged
 from ringspan.kernels.reference import Reference
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial, merge_
-from ringspan.tiles import Problem, Shapes
+from ringspan.kernels.softmax import Partial, merge_
+from ringspan.program.bind import Problem, Shapes
+from ringspan.program.execute import Event
+from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 from support.attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
@@ -153,7 +153,7 @@ def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None
 def test_pieces_in_slabs_of_any_size(
     subtests: pytest.Subtests, algorithm: str, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ringspan.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
     rows = ("per_row", (CAUSAL, ("documents", (13, 24))))
     for heads in (rs.Heads(8, 8), rs.Heads(8, 4), rs.Heads(8, 1)):
         with subtests.test(heads=heads):
@@ -192,10 +192,10 @@ def test_sums_are_wide_whatever_a_kernel_returns(
         added_to.append(total.dtype)
         add(total, part, is_first)
 
-    add = ringspan.arithmetic._add
-    monkeypatch.setattr(ringspan.arithmetic, "_add", add_and_note)
-    monkeypatch.setattr(ringspan.arithmetic.TorchArithmetic, "merge_parts", staticmethod(merge_and_note))
-    monkeypatch.setattr(ringspan.kernels, "KERNELS", (InTypeOfKeys(),))
+    add = ringspan.runtime.arithmetic._add
+    monkeypatch.setattr(ringspan.runtime.arithmetic, "_add", add_and_note)
+    monkeypatch.setattr(ringspan.runtime.arithmetic.TorchArithmetic, "merge_parts", staticmethod(merge_and_note))
+    monkeypatch.setattr(ringspan.kernels.choose, "KERNELS", (InTypeOfKeys(),))
     for spec in (CAUSAL, ("full",)):
         with subtests.test(spec=spec):
             job = make_job("wide", spec, rs.zigzag(37, 4), HEADS, dtype=torch.bfloat16, **options_of(algorithm, 4))

@@ -11,12 +11,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
-import ringspan.scratch
+import ringspan.runtime.scratch
 from ringspan.kernels.reference import Reference
-from ringspan.scratch import Scratch, ScratchPool
-from ringspan.session import session_of
-from ringspan.softmax import Partial
-from ringspan.steady import tiles_at_once
+from ringspan.kernels.softmax import Partial
+from ringspan.runtime.reproducible_arithmetic import tiles_at_once
+from ringspan.runtime.scratch import Scratch, ScratchPool
+from ringspan.runtime.session import session_of
 from ringspan.transports.in_process import InProcessRank
 from support.oracle import dense_attention, dense_mask
 
@@ -108,7 +108,7 @@ def test_what_two_calls_did_not_need_is_freed(later: list[torch.Tensor]) -> None
 
 def test_a_lot_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     x = random()
-    monkeypatch.setattr(ringspan.scratch, "_MOST_KEPT", x.numel())
+    monkeypatch.setattr(ringspan.runtime.scratch, "_MOST_KEPT", x.numel())
     scratch = Scratch()
     for copy in scratch.operands([x, x]):
         torch.testing.assert_close(copy, x.float(), rtol=0, atol=0)
@@ -193,7 +193,7 @@ class Meeting(Reference):
 
 def test_threads_attend_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Meeting()
-    monkeypatch.setattr("ringspan.attend.choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr("ringspan.runtime.engine.choose_kernel", lambda *_: kernel)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(partial(check_call, kernel="meeting"), [1, 2]))
     assert kernel.num_met == 2

@@ -9,8 +9,8 @@ from ringspan.bench import selfcheck
 from ringspan.bench.result import PathCheck
 from ringspan.kernels.base import Gradients
 from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial
+from ringspan.kernels.softmax import Partial
+from ringspan.program.pieces import Piece, PieceKind
 
 FORWARD, BACKWARD = "kernel sdpa_cpu, float32, cpu", "kernel sdpa_cpu backward, float32, cpu"
 

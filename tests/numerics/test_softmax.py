@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringspan.softmax import Partial, accumulator_dtype, merge_, merge_steadily
-from ringspan.softmax import merged as merged_two
+from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_, merge_steadily
+from ringspan.kernels.softmax import merged as merged_two
 
 SHAPE = (2, 3, 5, 4)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.attend
-from ringspan.choose import Choice, RingMachine, RingWork, choose_by_time
-from ringspan.execute import Event
-from ringspan.quantize import FORMATS, encode, output_bound
+import ringspan.runtime.engine
+from ringspan.algorithms.choose import Choice, RingMachine, RingWork, choose_by_time
+from ringspan.program.execute import Event
+from ringspan.runtime.quantize import FORMATS, encode, output_bound
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 from support import oracle
@@ -77,7 +77,7 @@ def test_a_wire_that_cannot_be(options: dict[str, object], text: str) -> None:
 
 def test_a_wire_is_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if "auto" would leave the keys where they are, and their rounding out."""
-    monkeypatch.setattr(ringspan.attend, "choose_by_time", lambda *_: Choice("pass_q", "fewer bytes"))
+    monkeypatch.setattr(ringspan.runtime.engine, "choose_by_time", lambda *_: Choice("pass_q", "fewer bytes"))
     layout, kv_layout = rs.contiguous(2, 2), rs.contiguous(200, 2)
     keys = torch.randn(2, 1, 1, 100, 64, generator=torch.Generator().manual_seed(0))
     call = partial(rs.attention, mask=rs.full(), layout=layout, kv_layout=kv_layout)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringspan.kernels import sdpa_cpu
 from ringspan.kernels.reference import Reference
 from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.pieces import Piece, PieceKind
+from ringspan.program.pieces import Piece, PieceKind
 
 SCALE = 0.3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

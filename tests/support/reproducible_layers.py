@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import gelu
 
 import ringspan as rs
-from ringspan.tree import TILE
+from ringspan.program.reproducible.tree import TILE
 
 SEQ_LEN = 6 * TILE + 77
 VOCABULARY, FEATURES, WIDE = 37, 32, 80

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ringspan as rs
-from ringspan.tree import TILE
+from ringspan.program.reproducible.tree import TILE
 from support.transformer import Transformer, make_tokens
 
 SEQ_LEN = 3 * TILE + 100

@@ -4,10 +4,8 @@ import itertools
 import numpy as np
 import pytest
 
-from ringspan import balance
-from ringspan.balance import balanced
 from ringspan.errors import LayoutError, MaskError
-from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.layout import Layout, balance, balanced, contiguous, striped, zigzag
 from ringspan.mask import Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 
 

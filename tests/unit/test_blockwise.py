@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import ringspan.blockwise as blockwise
-from ringspan.blockwise import KV_ROWS, Q_ROWS, Blockwise
-from ringspan.pieces import Piece, PieceKind
+import ringspan.simulate.blockwise as blockwise
+from ringspan.program.pieces import Piece, PieceKind
 from ringspan.schedule import Block
+from ringspan.simulate.blockwise import KV_ROWS, Q_ROWS, Blockwise
 from support.oracle import dense_attention, dense_gradients
 
 OUT, DQ, DKV = Block("out", 0), Block("dq", 0), Block("dkv", 0)

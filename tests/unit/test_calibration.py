@@ -6,8 +6,8 @@ import ringspan as rs
 from ringspan.bench.calibration import Calibration, fit_attention, fit_link, format_calibration
 from ringspan.bench.predict import predict_timeline
 from ringspan.bench.settings import Settings
-from ringspan.catalog import load_device
-from ringspan.cost import attention_flops_per_s
+from ringspan.planner.catalog import load_device
+from ringspan.planner.cost import attention_flops_per_s
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 LIMIT, RAMP, CAUSAL_RAMP, CALL_S = 65e9, 50.0, 600.0, 1e-4

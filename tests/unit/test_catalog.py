@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from ringspan.catalog import load_device, load_link, load_model, model_names, parse_devices
-from ringspan.catalog.files import plain, read_data
 from ringspan.errors import RingspanError
+from ringspan.planner.catalog import load_device, load_link, load_model, model_names, parse_devices
+from ringspan.planner.catalog.files import plain, read_data
 
 LLAMA = {
     "model_type": "llama",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ringspan import choose
-from ringspan.choose import Machine, Workload
+from ringspan.algorithms import choose
+from ringspan.algorithms.choose import Machine, Workload
 from ringspan.errors import ShapeError
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published"

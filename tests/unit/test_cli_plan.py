@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ringspan.bench.calibration import format_calibration
-from ringspan.catalog import load_model, parse_devices
 from ringspan.cli import main
-from ringspan.cli.plan import EXAMPLES
-from ringspan.plan import Illegal, Request, build_plan
-from ringspan.report.plan_text import print_plan
+from ringspan.cli.plan.command import EXAMPLES
+from ringspan.cli.plan.text import print_plan
+from ringspan.planner.catalog import load_model, parse_devices
+from ringspan.planner.plan import Illegal, Request, build_plan
 
 SMALL = ["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "128K"]
 

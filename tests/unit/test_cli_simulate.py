@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 
 from ringspan import causal, documents, frame_causal, full, parse_schedule, prefix, sliding_window
 from ringspan.cli import main
+from ringspan.cli.page import explain_grid
 from ringspan.cli.values import parse_mask
-from ringspan.lesson.dense import check, dense_attention
-from ringspan.report.page import explain_grid
+from ringspan.simulate.lesson.dense import check, dense_attention
 from support.oracle import dense_attention as oracle_attention
 from support.oracle import dense_mask
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 from ringspan.cli import main
 from ringspan.cli.values import parse_mask
 from ringspan.errors import MaskError, ShapeError
-from ringspan.lesson import LayoutChoice, Settings, decode, prefill
 from ringspan.mask import causal
 from ringspan.simulate import Simulation, simulate_attention
+from ringspan.simulate.lesson import LayoutChoice, Settings, decode, prefill
 
 
 def simulate(*args: str, **env: str) -> Result:

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ringspan.cli import main
-from ringspan.lesson import prefill
 from ringspan.simulate import Simulation, simulate_attention
+from ringspan.simulate.lesson import prefill
 
 SMALL = ("--heads", "2", "--kv-heads", "2", "--head-dim", "4")
 

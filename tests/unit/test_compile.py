@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import ringspan as rs
+from ringspan.program.bind import Compute, Problem, Shapes, bind
 from ringspan.schedule import AllMerged, Arrived, Block, Do, Drop, Post, Program, Schedule, Sent, Transfer, compile_rank
-from ringspan.tiles import Compute, Problem, Shapes, bind
 from support.cases import ROWS, WORLD_SIZES, legal_heads, meshes
 from support.faults import make_samples
 

@@ -5,8 +5,8 @@ from importlib.resources import files
 
 import pytest
 
-from ringspan.catalog import load_device, load_model, parse_devices
-from ringspan.cost import (
+from ringspan.planner.catalog import load_device, load_model, parse_devices
+from ringspan.planner.cost import (
     PAPER,
     RINGSPAN,
     Shard,
@@ -17,13 +17,13 @@ from ringspan.cost import (
     ring_hides_at,
     tile_s,
 )
-from ringspan.plan import Request, Setup, count_memory
+from ringspan.planner.plan import Request, Setup, count_memory
 
 META = Shard(1, 16, 1, 128, 128, 256, 2, "bf16", PAPER)  # one GPU of tensor parallel 8
 
 
 def table(name):
-    return list(csv.DictReader((files("ringspan.published") / "data" / f"{name}.csv").read_text().splitlines()))
+    return list(csv.DictReader((files("ringspan.planner.published") / "data" / f"{name}.csv").read_text().splitlines()))
 
 
 def test_flops_and_bytes_of_a_ring_step_are_those_of_the_table():

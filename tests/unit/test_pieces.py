@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringspan.pieces
+import ringspan.program.pieces
 from ringspan.errors import MaskError
 from ringspan.mask import Band, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
-from ringspan.pieces import LEAF, Piece, PieceKind, cut_pieces
+from ringspan.program.pieces import LEAF, Piece, PieceKind, cut_pieces
 from ringspan.span import Positions, Span
 from support.mask_cases import NUM_POSITIONS, MaskCase, masks
 
@@ -69,8 +69,8 @@ def shapes(pieces: tuple[Piece, ...]) -> list[tuple[PieceKind, int, int, int, in
 def _leaf_sizes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Small limits, so that tiles of 64 tokens are cut as deeply as long ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ringspan.pieces, "LEAF", request.param[0])
-        patch.setattr(ringspan.pieces, "JUMP", request.param[1])
+        patch.setattr(ringspan.program.pieces, "LEAF", request.param[0])
+        patch.setattr(ringspan.program.pieces, "JUMP", request.param[1])
         yield
 
 
@@ -95,7 +95,7 @@ def test_disjoint_bands_have_the_same_union(bands: list[Band]) -> None:
     def times(some: list[Band]) -> np.ndarray:
         return sum((lo[:, None] <= np.arange(9)) & (np.arange(9) < hi[:, None]) for lo, hi in some) + np.zeros((4, 9))
 
-    disjoint = ringspan.pieces._disjoint(bands)
+    disjoint = ringspan.program.pieces._disjoint(bands)
     np.testing.assert_array_equal(times(disjoint), times(bands) > 0)
     for lo, hi in disjoint:
         assert (lo <= hi).all()

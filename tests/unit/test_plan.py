@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from ringspan.catalog import load_model, parse_devices
+from ringspan.cli.plan.plot import plot_plan
 from ringspan.errors import RingspanError
-from ringspan.plan import Request, Setup, build_plan, count_memory, predict, timeline_of
-from ringspan.plan.candidates import list_setups
-from ringspan.report.plan_plot import plot_plan
+from ringspan.planner.catalog import load_model, parse_devices
+from ringspan.planner.plan import Request, Setup, build_plan, count_memory, predict, timeline_of
+from ringspan.planner.plan.candidates import list_setups
 
 
 def request_for(model="llama-3.1-8b", devices="8xh100", phase="prefill", tokens=2**17, **options):

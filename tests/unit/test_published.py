@@ -8,14 +8,14 @@ from importlib.resources import files
 import pytest
 from click.testing import CliRunner
 
-import ringspan.published.check as check
-from ringspan.catalog import load_model, parse_devices
-from ringspan.catalog.files import read_data
+import ringspan.planner.published.check as check
 from ringspan.cli import main
-from ringspan.plan import Request, Setup, predict
-from ringspan.plan.caveats import SHORT_RATIO
-from ringspan.published import MEDIAN_LIMIT, SOURCE_LIMIT, WINNERS_LIMIT, run_check
-from ringspan.published.rows import read_rows
+from ringspan.planner.catalog import load_model, parse_devices
+from ringspan.planner.catalog.files import read_data
+from ringspan.planner.plan import Request, Setup, predict
+from ringspan.planner.plan.caveats import SHORT_RATIO
+from ringspan.planner.published import MEDIAN_LIMIT, SOURCE_LIMIT, WINNERS_LIMIT, run_check
+from ringspan.planner.published.rows import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_every_row_with_a_value_is_there_once():
     ids = Counter(row.id for row in read_rows())
     assert set(ids.values()) == {1}
     num_rows = 0
-    for path in (files("ringspan.published") / "data").iterdir():
+    for path in (files("ringspan.planner.published") / "data").iterdir():
         if path.name.endswith(".csv"):
             rows = list(csv.DictReader(path.read_text().splitlines()))
             num_rows += len([row for row in rows if row.get("status", "ok") in ("ok", "label_half_hidden")])

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ringspan.report.bench_text import format_seconds
-from ringspan.report.svg import COLOURS, TITLE_LENGTH, Chart, Line, draw_charts
+from ringspan.cli.bench.text import format_seconds
+from ringspan.cli.svg import COLOURS, TITLE_LENGTH, Chart, Line, draw_charts
 
 POINTS = [(1.0, 1.0), (2.0, 3.0)]
 SVG = "{http://www.w3.org/2000/svg}"

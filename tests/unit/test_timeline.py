@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.algorithms import build_schedule
-from ringspan.catalog import Link, load_device
-from ringspan.cost import PAPER, RINGSPAN, Shard, attention_flops, tile_s
-from ringspan.schedule import Arrived, Heads, Post, compile_rank, visible_blocks
-from ringspan.tiles import Problem, Shapes
-from ringspan.timeline import (
+from ringspan.planner.catalog import Link, load_device
+from ringspan.planner.cost import PAPER, RINGSPAN, Shard, attention_flops, tile_s
+from ringspan.planner.timeline import (
     END,
     Load,
     Ring,
@@ -24,8 +22,10 @@ from ringspan.timeline import (
     schedule_loads,
     schedule_timeline,
 )
-from ringspan.timeline.loads import Loads
-from ringspan.timeline.rings import LOADS
+from ringspan.planner.timeline.loads import Loads
+from ringspan.planner.timeline.rings import LOADS
+from ringspan.program.bind import Problem, Shapes
+from ringspan.schedule import Arrived, Heads, Post, compile_rank, visible_blocks
 
 DEVICE = load_device("h100")
 SHARD = Shard(1, 8, 8, 128, 128, 2048, 2, "bf16", RINGSPAN)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ringspan.bench.result import Activity
-from ringspan.catalog import Link, load_model, parse_devices
-from ringspan.plan import Request, Setup, build_plan
-from ringspan.report.plan_trace import activities_of, trace_plan
-from ringspan.report.trace import build_trace
-from ringspan.timeline import END, Load, Round, Timeline, run_timeline
+from ringspan.cli.plan.trace import activities_of, trace_plan
+from ringspan.cli.trace import build_trace
+from ringspan.planner.catalog import Link, load_model, parse_devices
+from ringspan.planner.plan import Request, Setup, build_plan
+from ringspan.planner.timeline import END, Load, Round, Timeline, run_timeline
 
 HOP = (
     Activity(0, 0, "send", "kv0", 10.0, 10.001, 0, 1, 4096),

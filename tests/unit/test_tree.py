@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.tree import Join, Node, Tree
+from ringspan.program.reproducible.tree import Join, Node, Tree
 
 
 def nested(tiles: list[int], low: int, high: int) -> object:

@@ -350,7 +350,7 @@ def test_faults(samples, monkeypatch):
         counts[name]["refused"] += 1
         check_place(message)
         with monkeypatch.context() as unchecked:
-            unchecked.setattr("ringspan.simulate.validate", lambda *_: None)
+            unchecked.setattr("ringspan.simulate.simulator.validate", lambda *_: None)
             damage = harm(sample, mutant)
         if damage is None:
             counts[name]["refused, though harmless"] += 1

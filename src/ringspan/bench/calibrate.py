@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ringspan.arithmetic import TorchArithmetic
 from ringspan.bench.calibration import Calibration, fit_attention, fit_link
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
 from ringspan.bench.settings import Job, Settings
-from ringspan.cost import RINGSPAN
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
-from ringspan.pieces import Piece, PieceKind
+from ringspan.planner.cost import RINGSPAN
+from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.arithmetic import TorchArithmetic
+from ringspan.runtime.session import Session, session_of
 from ringspan.schedule import Block
-from ringspan.session import Session, session_of
 from ringspan.transports.base import Handle, Receive, Send
 
 TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)

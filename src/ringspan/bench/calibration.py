@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.catalog import Attention
+from ringspan.planner.catalog import Attention
 
 Point = tuple[int, float, float]  # tokens, FLOPs, seconds
 

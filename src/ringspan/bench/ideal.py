@@ -13,11 +13,11 @@ import torch
 
 from ringspan.bench.inputs import Inputs
 from ringspan.kernels.base import Kernel, Merged
-from ringspan.pieces import Piece
-from ringspan.runtime import Prepared
+from ringspan.kernels.softmax import accumulator_dtype
+from ringspan.program.bind import Compute, Shape
+from ringspan.program.pieces import Piece
+from ringspan.runtime.passes import Prepared
 from ringspan.schedule import Block
-from ringspan.softmax import accumulator_dtype
-from ringspan.tiles import Compute, Shape
 
 
 class Operands(NamedTuple):

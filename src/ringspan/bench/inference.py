@@ -22,12 +22,11 @@ from ringspan.bench.inference_result import (
 from ringspan.bench.launch import Progress
 from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings, Job
-from ringspan.calibrate import measure_machine
-from ringspan.inference import Turn, decode, prefill, store
-from ringspan.inference.cached import CachedRows, TurnArithmetic
-from ringspan.kv_cache import KVCache
-from ringspan.pieces import Piece, PieceKind
-from ringspan.session import session_of
+from ringspan.cache import KVCache, Turn, decode, prefill, store
+from ringspan.cache.cached import CachedRows, TurnArithmetic
+from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.calibrate import measure_machine
+from ringspan.runtime.session import session_of
 from ringspan.transports.base import Receive, Send
 
 TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2, "float16": 4e-3}

@@ -25,14 +25,14 @@ from ringspan.bench.one_device import Results, check, one_device, with_gradients
 from ringspan.bench.result import Measured, Memory
 from ringspan.bench.settings import Job, Settings
 from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithmetic, TimedWire, Watch
-from ringspan.call import attention
-from ringspan.collectives import gather
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
-from ringspan.runtime import Prepared, prepare, run_backward, run_forward
-from ringspan.session import Session, session_of
-from ringspan.steady import tiles_at_once
-from ringspan.tiles import Exchange
+from ringspan.program.bind import Exchange
+from ringspan.runtime.api import attention
+from ringspan.runtime.passes import Prepared, prepare, run_backward, run_forward
+from ringspan.runtime.reproducible_arithmetic import tiles_at_once
+from ringspan.runtime.session import Session, session_of
+from ringspan.training import gather
 from ringspan.transports.counting import CountingTransport
 
 T = TypeVar("T")

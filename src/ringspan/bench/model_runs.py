@@ -18,16 +18,15 @@ from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
 from ringspan.bench.settings import DTYPES, TransformerSettings
 from ringspan.bench.transformer_result import ANSWER
-from ringspan.call import attention
-from ringspan.inference import Turn, decode, prefill
+from ringspan.cache import KVCache, Turn, decode, prefill
 from ringspan.kernels.base import Kernel
-from ringspan.kv_cache import KVCache
 from ringspan.layout import Layout
 from ringspan.mask import causal
-from ringspan.runtime import prepare
+from ringspan.program.bind import Problem, Shapes
+from ringspan.runtime.api import attention
+from ringspan.runtime.passes import prepare
+from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
-from ringspan.session import session_of
-from ringspan.tiles import Problem, Shapes
 from ringspan.training import cross_rank_mean_loss, position_ids, shard_batch
 
 ALGORITHM = "pass_kv"  # of what is new to the cache K and V are never more than queries and results

@@ -2,8 +2,8 @@
 
 from ringspan.bench.settings import TransformerSettings
 from ringspan.bench.transformer_result import PHASES, Predicted
-from ringspan.catalog import load_model, parse_devices
-from ringspan.plan import Request, build_plan
+from ringspan.planner.catalog import load_model, parse_devices
+from ringspan.planner.plan import Request, build_plan
 
 DEVICES = "16xh100"
 

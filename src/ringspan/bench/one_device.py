@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from ringspan.bench.inputs import Drawn, Inputs
 from ringspan.bench.result import Check
 from ringspan.bench.settings import Settings
-from ringspan.call import attention
+from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import contiguous
 from ringspan.mask import causal, full
-from ringspan.softmax import accumulator_dtype
+from ringspan.runtime.api import attention
 from ringspan.transports.single import ALONE
 
 SDPA = "scaled_dot_product_attention"

@@ -2,10 +2,10 @@
 
 from ringspan.algorithms import build_schedule
 from ringspan.bench.settings import Settings
-from ringspan.catalog import Device
-from ringspan.cost import RINGSPAN, Shard
+from ringspan.planner.catalog import Device
+from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.timeline import Timeline, schedule_timeline
 from ringspan.schedule import visible_blocks
-from ringspan.timeline import Timeline, schedule_timeline
 
 
 def predict_timeline(settings: Settings, device: Device) -> Timeline:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ringspan.algorithms import ALGORITHMS
-from ringspan.attend import Attention
 from ringspan.bench.group import gather_values
 from ringspan.bench.inputs import Inputs
 from ringspan.bench.launch import Progress
@@ -21,15 +20,16 @@ from ringspan.bench.one_device import TOLERANCE, largest_error
 from ringspan.bench.rank import describe
 from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job
-from ringspan.call import attention
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS
 from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.layout import zigzag
 from ringspan.mask import causal
-from ringspan.pieces import Piece, PieceKind
-from ringspan.session import session_of
-from ringspan.softmax import Partial, accumulator_dtype
+from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.api import attention
+from ringspan.runtime.engine import Attention
+from ringspan.runtime.session import session_of
 
 _HEADS, _KV_HEADS, _ROWS, _KEYS, _HEAD_DIM = 8, 4, 200, 200, 64  # so many rows that operators must pad
 _SCALE = 1 / math.sqrt(_HEAD_DIM)

@@ -5,12 +5,12 @@ from typing import Literal, NamedTuple
 
 from ringspan.algorithms import Direction, Mesh, Side, build_schedule
 from ringspan.errors import ShapeError
-from ringspan.grid import bind_grid
 from ringspan.layout import Layout
-from ringspan.lesson import check_heads
 from ringspan.mask import Mask
+from ringspan.program.bind import Problem, Shapes
+from ringspan.program.reproducible.bind import bind_grid
 from ringspan.schedule import Heads, visible_blocks
-from ringspan.tiles import Problem, Shapes
+from ringspan.simulate.lesson import check_heads
 
 Carrier = Literal["gloo", "nccl", "mpi", "threads"]
 CARRIERS: tuple[Carrier, ...] = ("gloo", "nccl", "mpi", "threads")

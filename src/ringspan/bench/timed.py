@@ -10,17 +10,17 @@ from typing import Literal
 
 import torch
 
-from ringspan.arithmetic import TorchArithmetic
 from ringspan.bench.result import Activity
-from ringspan.execute import Event, Value
 from ringspan.kernels.base import Gradients, Kernel, Merged, Request
-from ringspan.pieces import Piece
+from ringspan.kernels.softmax import Partial
+from ringspan.program.bind import Message
+from ringspan.program.execute import Event, Value
+from ringspan.program.pieces import Piece
+from ringspan.runtime.arithmetic import TorchArithmetic
+from ringspan.runtime.reproducible_arithmetic import SteadyArithmetic
+from ringspan.runtime.scratch import Scratch
+from ringspan.runtime.wire import TransportWire
 from ringspan.schedule import Block, Transfer
-from ringspan.scratch import Scratch
-from ringspan.softmax import Partial
-from ringspan.steady import SteadyArithmetic
-from ringspan.tiles import Message
-from ringspan.wire import TransportWire
 
 
 class Watch:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ringspan.bench.result import Activity
 from ringspan.bench.timed import Watch
-from ringspan.session import lend_session, session_of
+from ringspan.runtime.session import lend_session, session_of
 from ringspan.transports.base import Handle, Posted, Receive, Send, Transport
 from ringspan.transports.wrapped import WrappedTransport
 

@@ -30,7 +30,7 @@ from ringspan.bench.transformer_result import ANSWER, ModelMemory, Phase, Transf
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.layout import zigzag
-from ringspan.session import session_of
+from ringspan.runtime.session import session_of
 
 T = TypeVar("T")
 

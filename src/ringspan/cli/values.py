@@ -17,9 +17,9 @@ import click
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh
 from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
-from ringspan.lesson import LAYOUTS, LayoutChoice
 from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
-from ringspan.tree import TILE
+from ringspan.program.reproducible.tree import TILE
+from ringspan.simulate.lesson import LAYOUTS, LayoutChoice
 
 T = TypeVar("T")
 

@@ -1,35 +1,10 @@
-"""Kernels: attention of one piece on one device. One file for each family; `choose_kernel` finds them by name."""
+"""Attention of one piece on one device, and partial results with their merge."""
 
-from ringspan.errors import UnsupportedError
-from ringspan.kernels.base import Kernel, Request
-from ringspan.kernels.reference import Reference
-from ringspan.kernels.sdpa_cpu import SdpaCpu
-from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH
+from ringspan.kernels.choose import KERNELS, Kernel, Request, choose_kernel
 
-__all__ = ["KERNELS", "Kernel", "Request", "choose_kernel"]
-
-KERNELS: tuple[Kernel, ...] = (FLASH, EFFICIENT, CUDNN, SdpaCpu(), Reference())
-"""In order of preference: "auto" takes the first that does not refuse."""
-
-
-def choose_kernel(name: str, request: Request) -> Kernel:
-    """The kernel of that name, or for "auto" the first that can serve the request."""
-    chosen = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
-    if not chosen:
-        choices = ", ".join(["auto", *(kernel.name for kernel in KERNELS)])
-        raise UnsupportedError(f"kernel={name!r}: there is no such kernel; use one of {choices}")
-    refusals = {}
-    for kernel in chosen:
-        reason = kernel.refuses(request)
-        if reason is None:
-            return kernel
-        refusals[kernel.name] = reason
-    able = [kernel.name for kernel in KERNELS if kernel.refuses(request) is None]
-    reasons = "; ".join(f"{kernel} {reason}" for kernel, reason in refusals.items())
-    way_out = f"use kernel='auto', or {' or '.join(able)}" if able else "convert the tensors"
-    raise UnsupportedError(f"kernel={name!r} with {_format_request(request)}: {reasons}; {way_out}")
-
-
-def _format_request(request: Request) -> str:
-    mode = ", reproducible=True" if request.reproducible else ""
-    return f"{request.dtype} on {request.device}, head_dim={request.head_dim}, v_head_dim={request.v_head_dim}{mode}"
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Request",
+    "choose_kernel",
+]

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ringspan.pieces import Piece
-from ringspan.softmax import Partial
+from ringspan.kernels.softmax import Partial
+from ringspan.program.pieces import Piece
 
 
 class Request(NamedTuple):

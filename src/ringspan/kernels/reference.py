@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from ringspan.kernels.base import Gradients, Merged, Request
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial, accumulator_dtype
+from ringspan.kernels.softmax import Partial, accumulator_dtype
+from ringspan.program.pieces import Piece, PieceKind
 
 MAX_SCORES = 2**21
 """Scores in one block of rows (8 MB in float32), unless a single row has more."""

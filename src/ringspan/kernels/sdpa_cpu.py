@@ -34,9 +34,9 @@ from torch.nn.functional import pad
 
 from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
 from ringspan.kernels.reference import Reference
+from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.kernels.turned import attend_turned, differentiate_turned
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial, accumulator_dtype, merge_steadily
+from ringspan.program.pieces import Piece, PieceKind
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

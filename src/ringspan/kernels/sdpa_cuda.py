@@ -24,9 +24,9 @@ import torch
 from torch.nn.functional import pad
 
 from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
+from ringspan.kernels.softmax import Partial
 from ringspan.kernels.turned import attend_turned, differentiate_turned
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial
+from ringspan.program.pieces import Piece, PieceKind
 
 _aten = torch.ops.aten
 

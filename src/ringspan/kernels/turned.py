@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from ringspan.kernels.base import Gradients, Merged
-from ringspan.pieces import Piece, PieceKind
-from ringspan.softmax import Partial
+from ringspan.kernels.softmax import Partial
+from ringspan.program.pieces import Piece, PieceKind
 
 _SEQ = 2  # the dim of queries and of keys
 

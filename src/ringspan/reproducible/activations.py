@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ringspan.arguments import check_tensor
-from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.reproducible.backward import differentiable_once
+from ringspan.runtime.arithmetic import without_autocast
+from ringspan.runtime.checks import check_tensor
 
 _CHUNK = 1 << 14  # numbers; torch shares a loop between threads from 2^15 on
 _FULL = 64  # numbers; a multiple of what any loop takes at a time

@@ -2,8 +2,8 @@
 
 import torch
 
-from ringspan.arguments import check_tensor
 from ringspan.errors import ShapeError
+from ringspan.runtime.checks import check_tensor
 
 
 def check_tokens(name: str, x: torch.Tensor, shard_len: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from ringspan.arithmetic import without_autocast
+from ringspan.runtime.arithmetic import without_autocast
 
 _Gradients = TypeVar("_Gradients")
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ringspan.arithmetic import without_autocast
 from ringspan.errors import UnsupportedError
+from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.reproducible.activations import elementwise
 from ringspan.reproducible.embedding import embedding
 from ringspan.reproducible.linear import linear
 from ringspan.reproducible.norms import layer_norm, rms_norm
-from ringspan.softmax import accumulator_dtype
+from ringspan.runtime.arithmetic import without_autocast
 
 Model = TypeVar("Model", bound=nn.Module)
 Forwards = Mapping[type[nn.Module], Callable[..., torch.Tensor]]

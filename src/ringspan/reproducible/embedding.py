@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding as look_up
 
-from ringspan.arguments import check_tensor
 from ringspan.errors import ShapeError
+from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens
 from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
-from ringspan.softmax import accumulator_dtype
+from ringspan.runtime.checks import check_tensor
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.telling import telling
 

@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ringspan.arguments import check_tensor
-from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
-from ringspan.grid import Strip
+from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
+from ringspan.program.reproducible.bind import Strip
 from ringspan.reproducible.arguments import check_tokens, check_weights
 from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
-from ringspan.softmax import accumulator_dtype
-from ringspan.steady import ALIGNMENT, Threads, single_threads
+from ringspan.runtime.arithmetic import without_autocast
+from ringspan.runtime.checks import check_tensor
+from ringspan.runtime.reproducible_arithmetic import ALIGNMENT, Threads, single_threads
 
 _Part = TypeVar("_Part")
 

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringspan.arguments import check_tensor
-from ringspan.arithmetic import without_autocast
 from ringspan.errors import ShapeError
+from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.reproducible.arguments import check_tokens, check_weights
 from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
-from ringspan.softmax import accumulator_dtype
+from ringspan.runtime.arithmetic import without_autocast
+from ringspan.runtime.checks import check_tensor
 
 
 def rms_norm(

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringspan.arguments import check_timeout, check_world_size
-from ringspan.contract import Contract, Place, Signature
-from ringspan.grid import Strip
 from ringspan.layout import Layout
-from ringspan.session import Session, session_of
-from ringspan.tile_sums import Tiling, sum_over_tiles, tile_layout
+from ringspan.program.reproducible.bind import Strip
+from ringspan.runtime.checks import check_timeout, check_world_size
+from ringspan.runtime.contract import Contract, Place, Signature
+from ringspan.runtime.session import Session, session_of
+from ringspan.runtime.tile_sums import Tiling, sum_over_tiles, tile_layout
 from ringspan.transports.telling import telling
 
 _CHUNK = 1 << 20  # numbers whose bits are summed at once

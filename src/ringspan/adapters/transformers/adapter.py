@@ -37,11 +37,11 @@ from ringspan.adapters.transformers.turns import (
     make_kv,
 )
 from ringspan.adapters.transformers.wiring import RUN, Wiring
-from ringspan.collectives import gather
-from ringspan.contract import Signature, describe
+from ringspan.cache import KVCache
 from ringspan.errors import RingspanError, TransportError, UnsupportedError
-from ringspan.kv_cache import KVCache
 from ringspan.layout import Layout
+from ringspan.runtime.contract import Signature, describe
+from ringspan.training import gather
 
 _ENCODED = "encoder_last_hidden_state"
 _OF_BOTH = {_ENCODED, "encoder_hidden_states", "decoder_hidden_states"}

@@ -16,8 +16,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from ringspan.adapters.transformers.masks import Tokens
+from ringspan.cache import KVCache
 from ringspan.errors import CacheError, UnsupportedError
-from ringspan.kv_cache import KVCache
 
 
 class Updated(Protocol):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ringspan.adapters.transformers.shards import Options
-from ringspan.collectives import gather
 from ringspan.layout import contiguous
+from ringspan.training import gather
 
 _BUCKET = 2**22  # elements
 _EVERY = 100  # training forwards

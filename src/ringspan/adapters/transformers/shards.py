@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ringspan.adapters.transformers.crossing import Crossing
+from ringspan.adapters.transformers.cross_attention import Crossing
 from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.algorithms import ALGORITHMS
-from ringspan.call import attention
-from ringspan.contract import describe
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask, full
-from ringspan.session import Session, session_of
+from ringspan.program.bind import local_rows
+from ringspan.runtime.api import attention
+from ringspan.runtime.contract import describe
+from ringspan.runtime.session import Session, session_of
 from ringspan.span import Span
-from ringspan.tiles import local_rows
 from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, next_token_labels
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}

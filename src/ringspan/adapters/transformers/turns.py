@@ -16,19 +16,18 @@ import torch
 from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
-from ringspan.adapters.transformers.crossing import attend_to_parts
+from ringspan.adapters.transformers.cross_attention import attend_to_parts
 from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import BY_TOKEN, Options, Part, ShardRun, check_batch, layer_of, tokens_of
 from ringspan.adapters.transformers.wiring import Asked
-from ringspan.attend import Attention
-from ringspan.collectives import gather
+from ringspan.cache import KVCache, Turn, decode, prefill
 from ringspan.errors import CacheError, UnsupportedError
-from ringspan.inference import Turn, decode, prefill
-from ringspan.kv_cache import KVCache
 from ringspan.layout import Layout
 from ringspan.mask import causal
+from ringspan.runtime.engine import Attention
 from ringspan.span import Span
+from ringspan.training import gather
 
 _TURNS = ("auto", "pass_kv", "pass_q")
 

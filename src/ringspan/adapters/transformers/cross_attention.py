@@ -1,0 +1,76 @@
+"""How do the tokens of a decoder attend to those of an encoder, when each sequence is split on its own?
+
+Every token of a decoder sees every token of the encoder, so the mask says nothing but which keys are padding.
+
+Over a cache every rank has all the queries. Each attends to the keys it holds, and the parts are merged on all.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ringspan.kernels.softmax import accumulator_dtype
+from ringspan.layout import Layout, contiguous
+from ringspan.mask import Mask
+from ringspan.runtime.api import attention
+from ringspan.runtime.engine import Attention
+from ringspan.span import Span
+from ringspan.training import gather
+from ringspan.transports.single import ALONE
+
+
+class Crossing(NamedTuple):
+    """Who sees whom, in positions of both sequences."""
+
+    mask: Mask
+    layout: Layout  # of the decoder
+    kv_layout: Layout  # of the encoder
+
+    def on_rank(self, rank: int) -> "Crossing":
+        """The same for a rank that attends alone to what it holds."""
+        layouts = (Layout((_spans(layout, rank),)) for layout in (self.layout, self.kv_layout))
+        return Crossing(self.mask, *layouts)
+
+
+def _spans(layout: Layout, rank: int) -> tuple[Span, ...]:
+    assert not (layout.replicated and any(layout.spans_by_rank))
+    return layout.replicated or layout.spans_by_rank[rank]
+
+
+def attend_to_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    crossing: Crossing,
+    *,
+    rank: int,
+    group: Any,
+    kernel: str,
+    scale: float | None,
+) -> torch.Tensor:
+    """Out of queries that all ranks have, (batch, heads, seq, dim), over keys and values of which each has a part."""
+    mask, layout, kv_layout = crossing.on_rank(rank)
+    part = attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        layout=layout,
+        kv_layout=kv_layout,
+        group=ALONE,
+        algorithm="pass_kv",
+        kernel=kernel,
+        scale=scale,
+        return_lse=True,
+        contract=False,
+    )
+    assert isinstance(part, Attention)
+    if crossing.kv_layout.replicated:
+        return part.out
+    dtype = accumulator_dtype(part.out.dtype)
+    packed = torch.cat([part.out.to(dtype), part.lse.to(dtype).unsqueeze(-1)], -1)
+    world_size = crossing.kv_layout.world_size
+    parts = gather(packed.unsqueeze(0), contiguous(world_size, world_size), group, dim=0)
+    # exp(lse) of each part in the sum of all; a row that sees nothing on any rank has 0 of each.
+    shares = torch.softmax(parts[..., -1:], 0).nan_to_num()
+    return (parts[..., :-1] * shares).sum(0).to(part.out.dtype)

@@ -1,0 +1,7 @@
+"""`ringspan plan`."""
+
+from ringspan.cli.plan.command import plan
+
+__all__ = [
+    "plan",
+]

@@ -1,0 +1,224 @@
+"""`ringspan plan`: will it fit, how long will it take, which algorithm, and why?"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ringspan import __version__
+from ringspan.cli.bench.inference import refuse_others
+from ringspan.cli.console import new_console
+from ringspan.cli.values import OutputFile, check_writable, parse_tokens, parsed_by
+from ringspan.errors import RingspanError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ringspan.planner.catalog import Model
+    from ringspan.planner.plan import Plan, Request
+
+OPTIONS = {  # what the library's errors call them: what they are called here
+    "batch": "--batch",
+    "cached_tokens": "--cached",
+    "frames": "--frames",
+    "height": "--size, height",
+    "kernel": "--kernel",
+    "network": "--network",
+    "phase": "--phase",
+    "shards_weights": "--fsdp",
+    "tokens": "--tokens",
+    "tp": "--tp",
+    "weights": "--weights",
+    "width": "--size, width",
+    "wire": "--wire",
+}
+
+EXAMPLES = """\b
+Examples:
+  ringspan plan --model llama-3.1-405b --devices 16x8xh100 --tokens 1M --weights fp8
+  ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 4K --cached 124K --explain
+  ringspan plan --model wan2.1-14b --frames 81 --size 720x1280 --devices 8xh100
+  ringspan plan --model ./config.json --devices 2x8xa100 --tokens 128K --phase train --fsdp
+  ringspan plan --model dense:layers=16,heads=32,head_dim=128,mlp=16384 --batch 128 --tokens 100000 --devices 16xh100
+  ringspan plan --model llama-3.1-8b --devices 2xmine.toml --tokens 16K    (mine.toml: ringspan bench --calibrate)
+  ringspan plan --check
+"""
+
+
+class _PlanCommand(click.Command):
+    """Its help ends with the names of the catalogue, which is read for that alone."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The examples, then the names."""
+        super().format_epilog(ctx, formatter)
+        from ringspan.planner.catalog import device_names, load_device, load_model, model_names
+
+        for title, names in (
+            ("Models", _usable(model_names(), load_model)),
+            ("Devices", _usable(device_names(), load_device)),
+        ):
+            formatter.write_paragraph()
+            formatter.write_text(f"{title}: {', '.join(names)}")
+
+
+def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
+    """Those with all figures that a plan needs."""
+    usable = []
+    for name in names:
+        try:
+            load(name)
+        except RingspanError:
+            continue
+        usable.append(name)
+    return usable
+
+
+@click.command(cls=_PlanCommand, epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option(
+    "--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=..."
+)
+@click.option("--devices", metavar="[NODESx]COUNTxDEVICE", help="Such as 8xh100, 16x8xh100 or 2xFILE.toml.")
+@click.option(
+    "--tokens",
+    callback=parsed_by(parse_tokens),
+    metavar="N",
+    help="New tokens of a sequence; in decode, the length of its cache. 1M is 2^20.",
+)
+@click.option("--cached", callback=parsed_by(parse_tokens), metavar="P", help="In prefill: tokens cached already.")
+@click.option("--frames", type=click.IntRange(1), help="Of a video, instead of --tokens.")
+@click.option("--size", metavar="HEIGHTxWIDTH", help="Of a video, in pixels.")
+@click.option("--batch", type=click.IntRange(1), default=1, help="Sequences; 2 for a video with guidance.")
+@click.option("--phase", type=click.Choice(["prefill", "decode", "train", "denoise"]), help="[default: by the model]")
+@click.option("--tp", type=click.IntRange(1), help="Tensor parallelism.  [default: all that fit in a node are tried]")
+@click.option("--wire", type=click.Choice(["bf16", "int8", "fp8"]), default="bf16", help="K and V on their way.")
+@click.option("--weights", type=click.Choice(["bf16", "fp8", "int8", "int4"]), default="bf16", help="Of the model.")
+@click.option("--kernel", type=click.Choice(["fa2", "fa3"]), help="Attention kernel.  [default: by the device]")
+@click.option("--network", metavar="LINK", help="Between nodes, such as infiniband-hdr.  [default: by the device]")
+@click.option("--recompute/--no-recompute", default=True, help="In training: activations anew in the backward pass.")
+@click.option("--fsdp", is_flag=True, help="In training: spread weights and optimizer over all ranks.")
+@click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
+@click.option("--trace", type=OutputFile(), help="Write the timeline, for ui.perfetto.dev.")
+@click.option("--plot", type=OutputFile(), help="Write time against length and devices, SVG.")
+@click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.pass_context
+def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> None:
+    """Say what a model will need and how long it will take, before any device is rented.
+
+    Memory of a device, time of every algorithm, layout and degree, the bottleneck by name, and where another way would
+    win. Times are ranges, as wide as published measurements lie apart from predictions. Needs neither GPU nor torch.
+    """
+    if check:
+        refuse_others(ctx, {"check", "as_json"}, "has no meaning for --check; leave it out")
+        _run_check(ctx, as_json)
+        return
+    for name in ("model", "devices"):
+        if options[name] is None:
+            raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
+    for name in ("trace", "plot"):
+        check_writable(ctx, f"--{name}", options[name])
+    from ringspan.planner.plan import build_plan
+
+    try:
+        request = _request(options)
+    except RingspanError as error:
+        raise type(error)(_in_options(str(error))) from error
+    if request.phase != "train" and ctx.get_parameter_source("recompute") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
+    from rich.console import Console
+
+    with Console(stderr=True).status("Planning"):  # a sign of life, if a terminal is watching
+        answer = build_plan(request)
+    if options["trace"] is not None:
+        _write_trace(answer, options["trace"])
+    if options["plot"] is not None:
+        from ringspan.cli.plan.plot import plot_plan
+
+        options["plot"].write_text(plot_plan(answer), encoding="utf-8")
+    if as_json:
+        from ringspan.cli.plan.as_json import plan_as_json
+
+        click.echo(json.dumps({"version": __version__, **plan_as_json(answer)}, indent=2, allow_nan=False))
+        return
+    from ringspan.cli.plan.text import print_plan
+
+    print_plan(answer, new_console(), explains=options["explain"])
+
+
+def _in_options(message: str) -> str:
+    """The library's errors name arguments, as tp=3; on the command line that is --tp 3."""
+    pattern = rf"\b({'|'.join(OPTIONS)})=(?:True|'?(-?\w*)'?)"
+    return re.sub(pattern, lambda found: f"{OPTIONS[found[1]]} {found[2] or ''}".rstrip(), message)
+
+
+def _request(options: dict[str, Any]) -> "Request":
+    from ringspan.planner.catalog import load_model, parse_devices
+    from ringspan.planner.plan import Phase, Request
+
+    model = load_model(options["model"])
+    cluster = parse_devices(options["devices"], options["network"], options["kernel"])
+    phase: Phase = options["phase"] or ("prefill" if model.video is None else "denoise")
+    return Request(
+        model=model,
+        cluster=cluster,
+        phase=phase,
+        tokens=_tokens(model, options),
+        cached_tokens=options["cached"] or 0,
+        batch=options["batch"],
+        tp=options["tp"],
+        wire=options["wire"],
+        weights=options["weights"],
+        recomputes=options["recompute"],
+        shards_weights=options["fsdp"],
+    )
+
+
+def _tokens(model: "Model", options: dict[str, Any]) -> int:
+    """As given, or those of a video."""
+    if model.video is None:
+        for name in ("frames", "size"):
+            if options[name] is not None:
+                raise UnsupportedError(f"--{name}: {model.id} is no video model; give --tokens")
+        if options["tokens"] is None:
+            raise ShapeError("--tokens is missing; give the length of the sequence, such as --tokens 128K")
+        return int(options["tokens"])
+    if options["tokens"] is not None:
+        if options["frames"] is not None or options["size"] is not None:
+            raise UnsupportedError("--tokens together with --frames or --size; give one of them")
+        return int(options["tokens"])
+    usual = model.video.usual
+    if usual is None and (options["frames"] is None or options["size"] is None):
+        raise ShapeError(f"--frames and --size are missing, and no usual size of {model.id} is known")
+    usual_frames, *usual_size = usual or (0, 0, 0)
+    height, width = _parse_size(options["size"]) if options["size"] else usual_size
+    return model.video.count_tokens(options["frames"] or usual_frames, height, width)
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
+    if found is None:
+        raise ShapeError(f"--size {text!r} is no size; use HEIGHTxWIDTH, such as 720x1280")
+    return int(found[1]), int(found[2])
+
+
+def _write_trace(answer: "Plan", path: Path) -> None:
+    from ringspan.cli.plan.trace import trace_plan
+
+    path.write_text(json.dumps(trace_plan(answer, {"ringspan": __version__})), encoding="utf-8")
+
+
+def _run_check(ctx: click.Context, as_json: bool) -> None:
+    from ringspan.planner.published import run_check
+
+    result = run_check()
+    if as_json:
+        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(result)}, indent=2, allow_nan=False))
+    else:
+        from ringspan.cli.plan.check_text import print_check
+
+        print_check(result, new_console())
+    if not result.is_passed:
+        ctx.exit(1)

@@ -1,0 +1,98 @@
+"""The timeline of a plan's attention as a Chrome trace, in the schema of measured runs.
+
+It is that of the real schedule, which is built for it; so there is a limit to the ranks. A wait is as long as its
+message blocks the rank; for a message that compute hides it takes no time.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ringspan.algorithms import build_schedule
+from ringspan.bench.result import Activity
+from ringspan.cli.trace import build_trace
+from ringspan.errors import UnsupportedError
+from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.mask import causal, full, sliding_window
+from ringspan.planner.plan import Plan
+from ringspan.planner.plan.predict import ring_of, shard_of, shown_window
+from ringspan.planner.timeline import END, Round, Timeline, schedule_timeline
+from ringspan.planner.timeline.run import Seconds
+from ringspan.program.bind import Problem, Shapes
+from ringspan.schedule import Heads, visible_blocks
+
+MOST_RANKS = 64
+BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+
+
+def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:
+    """One layer's attention of the best way, forward."""
+    setup = plan.best.setup
+    described = {
+        **about,
+        "model": plan.request.model.id,
+        "setup": str(setup),
+        "layout": setup.layout,
+        "predicted": True,
+    }
+    return build_trace(list(activities_of(_timeline(plan))), described)
+
+
+def _timeline(plan: Plan) -> Timeline:
+    request, setup = plan.request, plan.best.setup
+    if setup.cp > MOST_RANKS:
+        raise UnsupportedError(
+            f"--trace: the best way has {setup.cp} ranks, and a trace shows every rank; use at most {MOST_RANKS}, with "
+            "more tensor parallelism (--tp) or fewer devices"
+        )
+    shard = shard_of(request, setup)
+    if request.model.latent is not None or request.cached_tokens or request.phase == "decode":
+        raise UnsupportedError("--trace: only for a prefill without cache, a denoising or a training step, without MLA")
+    layout: Layout = BUILDERS[setup.layout](request.tokens, setup.cp)
+    window = shown_window(request.model)
+    mask = sliding_window(window - 1, 0) if window else causal() if request.model.is_causal else full()
+    heads = Heads(shard.num_heads, shard.num_kv_heads)
+    shapes = Shapes((shard.batch,), heads, shard.head_dim, shard.v_head_dim, 2, 4, is_encoded=request.wire != "bf16")
+    mesh = (setup.cp // setup.inner, setup.inner) if setup.algorithm in ("hybrid", "double_ring") else None
+    visible = visible_blocks(mask, layout)
+    schedule = build_schedule(setup.algorithm, visible, heads=heads, mesh=mesh)
+    problem = Problem(mask, layout, layout, shapes)
+    per_node = ring_of(request, setup).per_node
+    return schedule_timeline(schedule, problem, shard, request.cluster.device, per_node, record=True)
+
+
+def activities_of(timeline: Timeline) -> Iterator[Activity]:
+    """What every rank does, and when."""
+    moments = timeline.moments
+    due: defaultdict[tuple[int, int], list[tuple[float, Activity]]] = defaultdict(list)  # by reading step and rank
+    for t, (begin_s, busy_s, load, messages) in enumerate(moments):
+        for rank, name in enumerate(load.names):
+            if busy_s[rank]:
+                end_s = float(begin_s[rank] + busy_s[rank])
+                yield Activity(rank, t, "attend", name or "merge", float(begin_s[rank]), end_s)
+        for one, (_, arrival_s) in zip(load.rounds, messages, strict=True):
+            reads_at = len(moments) if one.reads_at == END else one.reads_at or t + 1
+            for i, send in enumerate(_sends(t, one, begin_s)):
+                yield send
+                due[reads_at, int(one.dst[i])].append((float(arrival_s[i]), send))
+    for (t, rank), sends in due.items():
+        before = moments[t - 1]
+        yield from _waits(rank, float(before.begin_s[rank] + before.busy_s[rank]), sends)
+
+
+def _sends(t: int, one: Round, begin_s: Seconds) -> Iterator[Activity]:
+    """A rank starts its messages where it begins a step."""
+    sizes = np.broadcast_to(one.nbytes, one.src.shape)
+    for src, dst, name, nbytes in zip(one.src.tolist(), one.dst.tolist(), one.names, sizes.tolist(), strict=True):
+        posted_s = float(begin_s[src])
+        yield Activity(src, t, "send", name, posted_s, posted_s, src, dst, int(nbytes))
+
+
+def _waits(rank: int, free_s: float, sends: list[tuple[float, Activity]]) -> Iterator[Activity]:
+    """One after the other, for as long as a rank that has computed is blocked; what came before takes no time."""
+    for arrival_s, send in sorted(sends):
+        until_s = max(free_s, arrival_s)
+        yield send._replace(rank=rank, kind="receive", start_s=free_s, end_s=until_s)
+        free_s = until_s

@@ -1,0 +1,156 @@
+"""`ringspan simulate`: context-parallel attention on simulated devices, explained and checked."""
+
+import dataclasses
+import json
+from functools import partial
+
+import click
+
+from ringspan import __version__
+from ringspan.algorithms import Direction, Mesh
+from ringspan.cli.console import new_console
+from ringspan.cli.values import (
+    ALGORITHM,
+    MASK_FORMS,
+    check_layout,
+    check_mask,
+    check_options,
+    parse_layout,
+    parse_mask,
+    parse_mesh,
+    parse_tokens,
+    parsed_by,
+)
+from ringspan.mask import Mask
+from ringspan.program.reproducible.tree import TILE
+from ringspan.simulate.lesson import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_SEQ_LEN,
+    MAX_WORLD_SIZE,
+    LayoutChoice,
+    Lesson,
+    Settings,
+    run_lesson,
+)
+
+TOKENS = 64
+TILES = 4  # one for each of the devices
+
+EXAMPLES = """\b
+Examples:
+  ringspan simulate
+  ringspan simulate --layout contiguous --direction reverse
+  ringspan simulate --devices 8 --tokens 200 --mask "causal & window:32"
+  ringspan simulate --mask "causal & documents:24,40" --layout balanced
+  ringspan simulate --algorithm hybrid --algorithm double-ring --mesh 2x2
+  ringspan simulate --reproducible --tokens 3000 --devices 3
+  ringspan simulate --json > lesson.json
+"""
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option("--devices", type=click.IntRange(1, MAX_WORLD_SIZE), default=4, help="Ranks in the group.")
+@click.option(
+    "--tokens",
+    callback=parsed_by(partial(parse_tokens, most=MAX_SEQ_LEN)),
+    metavar="N",
+    help=f"Length of the sequence; 1K is 2^10.  [default: {TOKENS}, or {TILES * TILE} with --reproducible]",
+)
+@click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=8, help="Query heads.")
+@click.option(
+    "--kv-heads",
+    type=click.IntRange(1, MAX_HEADS),
+    help="KV heads; they divide the query heads.  [default: 2, or 1 if --heads is odd]",
+)
+@click.option("--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), default=32, help="Elements of a head.")
+@click.option(
+    "--mask",
+    callback=parsed_by(parse_mask),
+    metavar="MASK",
+    default="causal",
+    help=f"Who sees whom: {MASK_FORMS}, or several joined by & and |.",
+)
+@click.option(
+    "--layout",
+    callback=parsed_by(parse_layout),
+    metavar="LAYOUT",
+    default="zigzag",
+    help="Who holds what: contiguous, zigzag, striped[:BLOCK] or balanced.",
+)
+@click.option(
+    "--algorithm",
+    "algorithms",
+    type=ALGORITHM,
+    multiple=True,
+    default=("pass-kv", "pass-q"),
+    help="What to run; may be given several times.",
+)
+@click.option(
+    "--direction",
+    type=click.Choice(["forward", "reverse"]),
+    help="Which way blocks go round in pass-kv, pass-q and hybrid.  [default: forward]",
+)
+@click.option(
+    "--mesh",
+    callback=parsed_by(parse_mesh),
+    metavar="OUTERxINNER",
+    help="Ranks in two dimensions, for hybrid and double-ring.",
+)
+@click.option(
+    "--reproducible",
+    is_flag=True,
+    help=f"The bits do not depend on the devices: sums in tiles of {TILE} tokens; compare with one device.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random q, k and v.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.pass_context
+def simulate(
+    ctx: click.Context,
+    devices: int,
+    tokens: int | None,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    mask: Mask,
+    layout: LayoutChoice,
+    algorithms: tuple[str, ...],
+    direction: Direction | None,
+    mesh: Mesh | None,
+    reproducible: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Run exact attention on simulated devices, step by step, and check it.
+
+    Shows who holds which tokens, who computes and sends what at which step, and how much work and traffic that makes.
+    Every result is held against dense attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
+    """
+    tokens = tokens or (TILES * TILE if reproducible else TOKENS)
+    kv_heads = kv_heads or (1 if heads % 2 else 2)
+    names = tuple(dict.fromkeys(name.replace("-", "_") for name in algorithms))
+    check_options(names, direction, mesh, devices)
+    check_mask(mask, tokens)
+    check_layout(layout, reproducible)
+    sizes = (devices, tokens, heads, kv_heads, head_dim)
+    lesson = _run(Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible))
+    if as_json:
+        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(lesson)}, indent=2, allow_nan=False))
+    else:
+        _print(lesson)
+    if not lesson.is_verified:
+        ctx.exit(1)
+
+
+def _run(settings: Settings) -> Lesson:
+    """Compute, with a sign of life if a terminal is watching."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        return run_lesson(settings, lambda doing: status.update(f"Computing: {doing}"))
+
+
+def _print(lesson: Lesson) -> None:
+    from ringspan.cli.simulate.text import print_lesson
+
+    print_lesson(lesson, new_console())

@@ -1,0 +1,321 @@
+"""Who holds which token?
+
+A layout is a value: for every rank the spans of positions it owns, and the positions every rank holds a copy of. It
+knows nothing of masks, tensors or groups, so it can key caches and be compared between ranks. All that follows from it
+(shards of arrays, the work a mask makes of it) is computed by arithmetic on spans and sorted positions, never on a
+query × key matrix, so that a million tokens take about a second.
+"""
+
+import functools
+import hashlib
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringspan.errors import LayoutError, ShapeError
+from ringspan.layout.pairs import BandedMask, Counts, Work, count_pairs
+from ringspan.span import Positions, Span
+
+Array = TypeVar("Array")  # a NumPy array or a tensor
+
+SHOWN = 4  # ranks and spans per rank in a printed layout
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Layout:
+    """The positions each rank owns, and those all ranks hold.
+
+    Uneven and empty shards and gaps are legal. A rank's spans ascend, and no position has two owners. Empty spans are
+    dropped and touching ones joined. The positions a rank holds, ascending, are the order of the rows of its shard.
+    """
+
+    spans_by_rank: tuple[tuple[Span, ...], ...]
+    replicated: tuple[Span, ...] = ()
+    _hash: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        spans_by_rank = tuple(_ascending(spans, f"rank {rank}") for rank, spans in enumerate(self.spans_by_rank))
+        replicated = _ascending(self.replicated, "replicated")
+        if not spans_by_rank:
+            raise LayoutError("spans_by_rank=(): a layout has at least one rank; give one tuple of spans per rank")
+        _refuse_overlap(spans_by_rank, replicated)
+        object.__setattr__(self, "spans_by_rank", spans_by_rank)
+        object.__setattr__(self, "replicated", replicated)
+        object.__setattr__(self, "_hash", hash((spans_by_rank, replicated)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine = (self._hash, self.spans_by_rank, self.replicated)
+        return self is other or mine == (other._hash, other.spans_by_rank, other.replicated)
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[object, ...]]:
+        return Layout, (self.spans_by_rank, self.replicated)
+
+    def __repr__(self) -> str:
+        ranks = [_format_spans(spans) for spans in self.spans_by_rank[:SHOWN]]
+        if self.world_size > SHOWN:
+            ranks.append("…")
+        copies = f"; replicated {_format_spans(self.replicated)}" if self.replicated else ""
+        return f"<Layout of {self.num_positions} positions on {self.world_size} ranks: {' | '.join(ranks)}{copies}>"
+
+    def fingerprint(self) -> str:
+        """A text short enough to read, the same on every machine, and different for different layouts."""
+        spans = repr((self.spans_by_rank, self.replicated)).encode()
+        return f"{self!r} #{hashlib.blake2b(spans, digest_size=8).hexdigest()}"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+        return len(self.spans_by_rank)
+
+    @property
+    def num_positions(self) -> int:
+        """Distinct positions in all; replicated ones count once."""
+        return sum(len(span) for span in self._all_spans())
+
+    def own_positions(self, rank: int) -> Positions:
+        """The positions only this rank holds, ascending."""
+        return _positions(self._spans(rank))
+
+    def positions(self, rank: int) -> Positions:
+        """The positions this rank holds, own and replicated, ascending: the rows of its shard in order."""
+        own = self.own_positions(rank)
+        return _merge(own, self.replicated_positions()) if self.replicated else own
+
+    def replicated_positions(self) -> Positions:
+        """The positions every rank holds, ascending."""
+        return _positions(self.replicated)
+
+    def all_positions(self) -> Positions:
+        """Every position of the layout once, ascending."""
+        spans = list(self._all_spans())
+        if not spans:
+            return np.empty(0, np.int64)
+        first, stop = min(span.start for span in spans), max(span.stop for span in spans)
+        if stop - first == self.num_positions:
+            return np.arange(first, stop, dtype=np.int64)
+        return _merge(*(span.positions() for span in spans))
+
+    def shard_len(self, rank: int) -> int:
+        """How many positions this rank holds."""
+        return sum(map(len, self._spans(rank))) + sum(map(len, self.replicated))
+
+    def shard(self, x: Array, rank: int, dim: int) -> Array:
+        """The rows of x this rank holds; a view if they are one run, else a copy.
+
+        x's `dim` runs over the layout's positions in ascending order: row i is `all_positions()[i]`.
+        """
+        whole: Any = x
+        dim = _check_dim(whole, dim, "x")
+        if whole.shape[dim] != self.num_positions:
+            rule = f"the layout has {self.num_positions} positions; give one row for each, in ascending order"
+            raise ShapeError(f"x.shape[{dim}]={whole.shape[dim]}: {rule}")
+        part: Array = whole[_at(dim, _rows(self, rank))]
+        return part
+
+    def unshard(self, parts: Sequence[Array], dim: int) -> Array:
+        """The inverse of `shard`: one array per rank to the whole. Replicated rows are taken from rank 0."""
+        if len(parts) != self.world_size:
+            raise ShapeError(f"len(parts)={len(parts)}: the layout has {self.world_size} ranks; give one part for each")
+        arrays: Sequence[Any] = parts
+        dim = _check_dim(arrays[0], dim, "parts[0]")
+        shape = list(arrays[0].shape)
+        for rank, part in enumerate(arrays):
+            shape[dim] = self.shard_len(rank)
+            if list(part.shape) != shape:
+                raise ShapeError(
+                    f"parts[{rank}].shape={tuple(part.shape)}: rank {rank} holds {shape[dim]} positions along "
+                    f"dim {dim}, and the other dims are those of rank 0; expected {tuple(shape)}"
+                )
+            if part.dtype != arrays[0].dtype:
+                raise ShapeError(
+                    f"parts[{rank}].dtype={part.dtype}: parts[0] has {arrays[0].dtype}; give all parts in one type"
+                )
+        shape[dim] = self.num_positions
+        new_empty = getattr(arrays[0], "new_empty", None)
+        whole: Any = new_empty(shape) if new_empty else np.empty(shape, arrays[0].dtype)
+        for rank in reversed(range(self.world_size)):  # rank 0 last: its replicated rows stay
+            whole[_at(dim, _rows(self, rank))] = arrays[rank]
+        out: Array = whole
+        return out
+
+    def work(self, mask: BandedMask, kv_layout: "Layout | None" = None) -> Work:
+        """Count the visible pairs of every q rank with the keys of every rank, exactly."""
+        counts = self.count_pairs(mask, kv_layout or self)
+        pairs = counts[:, :-1].copy()
+        pairs[np.diag_indices_from(pairs)] += counts[:, -1]
+        return Work(pairs)
+
+    def count_pairs(self, mask: BandedMask, kv_layout: "Layout") -> Counts:
+        """(world_size, world_size + 1): visible pairs [q rank, kv owner]; the last column is the replicated keys."""
+        if kv_layout.world_size != self.world_size:
+            raise LayoutError(
+                f"kv_layout.world_size={kv_layout.world_size}: queries and keys are on the same ranks; "
+                f"use a layout for {self.world_size}"
+            )
+        queries = [self.positions(rank) for rank in range(self.world_size)]
+        return count_pairs(mask, queries, (*kv_layout.spans_by_rank, kv_layout.replicated))
+
+    def _spans(self, rank: int) -> tuple[Span, ...]:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank={rank}: the layout has {self.world_size} ranks; use 0 to {self.world_size - 1}")
+        return self.spans_by_rank[rank]
+
+    def _all_spans(self) -> Iterator[Span]:
+        for spans in (*self.spans_by_rank, self.replicated):
+            yield from spans
+
+
+def contiguous(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
+    """One run per rank, in rank order, near-equal; every cut lies on start + a multiple of `align`."""
+    _check_builder(seq_len, world_size, align, start)
+    cuts = near_equal_cuts(seq_len, world_size, align=align, start=start)
+    return Layout(tuple((Span(*cuts[rank : rank + 2]),) for rank in range(world_size)))
+
+
+def zigzag(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
+    """2P near-equal chunks, rank r takes r and 2P-1-r: balances a causal mask (arXiv 2411.01783, section 3.5.1)."""
+    _check_builder(seq_len, world_size, align, start)
+    cuts = near_equal_cuts(seq_len, 2 * world_size, align=align, start=start)
+    chunks = [Span(*cuts[i : i + 2]) for i in range(2 * world_size)]
+    return Layout(tuple((chunks[rank], chunks[-1 - rank]) for rank in range(world_size)))
+
+
+def striped(seq_len: int, world_size: int, *, block: int = 1, align: int = 1, start: int = 0) -> Layout:
+    """Blocks of `block` tokens dealt round-robin; `block` is a multiple of `align`."""
+    _check_builder(seq_len, world_size, align, start, block)
+    if block % align:
+        raise LayoutError(
+            f"block={block}, align={align}: blocks are dealt whole, so block is a multiple of align; "
+            f"use block={-(-block // align) * align}"
+        )
+    stop = start + seq_len
+    if block == 1:
+        return Layout(tuple((Span(start + rank, stop, world_size),) for rank in range(world_size)))
+    firsts = [range(start + rank * block, stop, block * world_size) for rank in range(world_size)]
+    return Layout(tuple(tuple(Span(first, min(first + block, stop)) for first in rank) for rank in firsts))
+
+
+def near_equal_cuts(seq_len: int, num_chunks: int, *, align: int, start: int) -> list[int]:
+    """The num_chunks + 1 ends of chunks on the align grid whose lengths differ by at most `align`.
+
+    The longer chunks come first; what is left of the last align unit goes to the last chunk.
+    """
+    units, extra = divmod(seq_len // align, num_chunks)
+    return [*(start + align * (i * units + min(i, extra)) for i in range(num_chunks)), start + seq_len]
+
+
+def _check_builder(seq_len: int, world_size: int, align: int, start: int, block: int = 1) -> None:
+    checks = (
+        *(("seq_len", seq_len, 0), ("world_size", world_size, 1)),
+        *(("align", align, 1), ("start", start, 0), ("block", block, 1)),
+    )
+    for name, value, least in checks:
+        try:
+            is_enough = operator.index(value) >= least
+        except TypeError:
+            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int") from None
+        if not is_enough:
+            raise LayoutError(f"{name}={value}: {name} is at least {least}; use {name}={least} or more")
+
+
+def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
+    """The spans without empty ones, touching runs joined; refused unless they ascend one after the other."""
+    kept: list[Span] = []
+    for span in spans:
+        if not isinstance(span, Span):
+            raise LayoutError(f"{name}: {span!r} is no span; give Span(start, stop) or Span(start, stop, step)")
+        if not len(span):
+            continue
+        if kept and span.start <= kept[-1].last:
+            raise LayoutError(
+                f"{name}: span {span} begins before the end of span {kept[-1]}; the positions of a rank ascend span "
+                "after span; sort the spans, and cut strided ones that interleave"
+            )
+        if kept and span.start == kept[-1].stop and span.step == kept[-1].step == 1:
+            kept[-1] = Span(kept[-1].start, span.stop)
+        else:
+            kept.append(span)
+    return tuple(kept)
+
+
+def _refuse_overlap(spans_by_rank: tuple[tuple[Span, ...], ...], replicated: tuple[Span, ...]) -> None:
+    """Raise unless every position has one owner, or is replicated and has none.
+
+    Spans in order of start are compared with the k-th next one, for k = 1, 2, … as long as any pair still overlaps as
+    intervals; two strided spans can meet only if their distance is a multiple of the gcd of their steps.
+    """
+    owned = [(span, rank) for rank, spans in enumerate((*spans_by_rank, replicated)) for span in spans]
+    owned.sort(key=lambda pair: pair[0].start)
+    start = np.array([span.start for span, _ in owned], np.int64)
+    stop = np.array([span.stop for span, _ in owned], np.int64)
+    step = np.array([span.step for span, _ in owned], np.int64)
+    near = np.arange(len(owned))
+    for k in range(1, len(owned)):
+        near = near[near + k < len(owned)]
+        near = near[start[near + k] < stop[near]]
+        if not len(near):
+            return
+        gap = start[near + k] - start[near]
+        for i in near[gap % np.gcd(step[near], step[near + k]) == 0]:
+            (first, a), (second, b) = owned[i], owned[i + k]
+            position = _common_position(first, second)
+            if position is not None:
+                names = [f"rank {rank}" if rank < len(spans_by_rank) else "replicated" for rank in sorted((a, b))]
+                raise LayoutError(
+                    f"position {position} is in {names[0]} and in {names[1]}: a position has one owner, or is "
+                    "replicated and has none; take it out of one of them, or out of all ranks into `replicated`"
+                )
+
+
+def _common_position(first: Span, second: Span) -> int | None:
+    """The smallest position in both spans, by the Chinese remainder theorem; first.start <= second.start."""
+    common = math.gcd(first.step, second.step)
+    jump, offset = divmod(first.start - second.start, common)
+    if offset:
+        return None
+    modulus = first.step // common
+    position = second.start + second.step * (jump * pow(second.step // common, -1, modulus) % modulus)
+    return position if position <= min(first.last, second.last) else None
+
+
+def _positions(spans: Sequence[Span]) -> Positions:
+    return np.concatenate([np.empty(0, np.int64), *(span.positions() for span in spans)])
+
+
+def _merge(*ascending: Positions) -> Positions:
+    return np.sort(np.concatenate(ascending), kind="stable")  # merges runs that ascend already
+
+
+def _format_spans(spans: Sequence[Span]) -> str:
+    return " ".join([*map(str, spans[:SHOWN]), *(["…"] if len(spans) > SHOWN else [])]) or "-"
+
+
+def _check_dim(x: Any, dim: int, name: str) -> int:
+    num_dims = len(x.shape)
+    if not -num_dims <= dim < num_dims:
+        raise ShapeError(f"dim={dim}: {name} has {num_dims} dims; use -{num_dims} to {num_dims - 1}")
+    return dim % num_dims
+
+
+def _at(dim: int, index: slice | Positions) -> tuple[slice | Positions, ...]:
+    return (*[slice(None)] * dim, index)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(layout: Layout, rank: int) -> slice | Positions:
+    """Where the positions of a rank stand among all positions: a slice if they are one run, else indices."""
+    everything, held = layout.all_positions(), layout.positions(rank)
+    if not len(held):
+        return slice(0, 0)
+    index = np.searchsorted(everything, held)
+    first, stop = int(index[0]), int(index[-1]) + 1
+    return slice(first, stop) if stop - first == len(index) else index

@@ -1,0 +1,67 @@
+"""The catalogue's files, and what to say when a name is not in them.
+
+Figures stand in TOML as { value, source, verified }: a reader gets the value, and may ask which of them nobody has
+confirmed. A key that is missing is missing: it is never filled in with a default of some library.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ringspan.errors import UnsupportedError
+
+Entry = Mapping[str, Any]
+
+
+@lru_cache(maxsize=8)
+def read_data(name: str) -> dict[str, Any]:
+    """One of the package's TOML files."""
+    return tomllib.loads((files("ringspan.planner.catalog") / "data" / name).read_text(encoding="utf-8"))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A user's TOML file; what cannot be read is told."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnsupportedError(f"{path}: {error.strerror}; give a file that exists and can be read") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UnsupportedError(f"{path} is no TOML file: {error}") from None
+    except RecursionError:
+        raise UnsupportedError(f"{path}: arrays or tables nested too deeply; give a file with fewer levels") from None
+
+
+def plain(entry: Entry) -> dict[str, Any]:
+    """The values alone."""
+    return {key: value["value"] if isinstance(value, dict) else value for key, value in entry.items()}
+
+
+def unverified(entry: Entry) -> tuple[str, ...]:
+    """The keys whose figures nobody has confirmed."""
+    return tuple(key for key, value in entry.items() if isinstance(value, dict) and not value.get("verified", True))
+
+
+def dense_ratio(model: str) -> float:
+    """Speed of a model's projections and MLP over that of others, as one device of a published run reached it."""
+    ratio: float = read_data("curves.toml")["dense"]["model"].get(model, 1.0)
+    return ratio
+
+
+def find(entries: Iterable[Entry], name: str, what: str) -> Entry:
+    """The entry with that id; else the nearest ids are named."""
+    by_id = {entry["id"]: entry for entry in entries}
+    if name not in by_id:
+        raise UnsupportedError(f"{name!r} is no {what} of the catalogue; {nearest(name, by_id)}")
+    return by_id[name]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Which names could have been meant."""
+    known = sorted(names)
+    close = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)
+    close += [other for other in known if name.lower() in other and other not in close]
+    return f"did you mean {' or '.join(close[:4])}?" if close else f"use one of {', '.join(known)}"

@@ -1,0 +1,132 @@
+"""The formulas with the numbers put in: where every figure of a plan comes from."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ringspan.planner.cost import WIDE_HEAD_DIM, attention_flops, attention_flops_per_s, full_flops_per_s, ring_hides_at
+from ringspan.planner.plan.memory import Memory, bytes_per_parameter
+from ringspan.planner.plan.predict import Prediction, ring_of, sequence_of, shard_of
+from ringspan.planner.plan.request import Request
+
+
+class Line(NamedTuple):
+    """A quantity, its formula in words, and with numbers."""
+
+    what: str
+    formula: str
+    numbers: str
+
+
+def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterator[Line]:
+    """For the chosen way."""
+    setup = prediction.setup
+    ring, sequence = ring_of(request, setup), sequence_of(request, setup)
+    q_len = -(-sequence.new_tokens // ring.world_size)
+    kv_len = -(-(sequence.new_tokens + sequence.cached_tokens) // ring.world_size)
+    yield from _explain_memory(request, prediction, memory, kv_len)
+    yield from _explain_tiles(request, prediction, q_len, kv_len)
+    yield from _explain_messages(request, prediction, kv_len)
+    yield from _explain_layers(request, prediction)
+    if request.phase == "train":
+        yield from _explain_training(request, prediction)
+
+
+def _explain_memory(request: Request, prediction: Prediction, memory: Memory, kv_len: int) -> Iterator[Line]:
+    model, setup, shard = request.model, prediction.setup, shard_of(request, prediction.setup)
+    parameters = model.parameters or model.counted_parameters
+    formula = "parameters · bytes / tensor parallelism"
+    numbers = f"{parameters:,} · {bytes_per_parameter(request):.3g} / {setup.tp}"
+    if request.shards_weights:
+        formula += " / ranks that share them"
+        numbers += f" / {setup.cp * setup.copies}"
+    yield Line("weights", formula, f"{numbers} = {memory.weights:.4g} bytes")
+    if memory.kv_cache:
+        yield Line(
+            "KV cache",
+            "layers · tokens / ranks · elements · batch · 2 bytes",
+            f"{model.layers} · {kv_len:,} · {shard.kv_elements} · {shard.batch} · 2 = {memory.kv_cache:.4g} bytes",
+        )
+
+
+def _explain_tiles(request: Request, prediction: Prediction, q_len: int, kv_len: int) -> Iterator[Line]:
+    shard, curve = shard_of(request, prediction.setup), request.cluster.device.attention
+    dim = shard.head_dim
+    rate = attention_flops_per_s(curve, dim, kv_len, is_causal=False, is_backward=False)
+    limit, formula = f"{curve.flops_per_s:.4g}", "limit"
+    if dim > WIDE_HEAD_DIM:
+        limit, formula = f"{limit} · {curve.wide_head_ratio:.4g}", "limit · wide_head_ratio"
+    yield Line(
+        "attention rate",
+        f"{formula} · d/(d + softmax_dims) · n/(n + ramp)",
+        f"{limit} · {dim}/({dim} + {curve.softmax_dims:.3g}) · {kv_len:,}/({kv_len:,} + {curve.ramp_full_tokens:.3g})"
+        f" = {rate:.4g} FLOP/s ({curve.kernel})",
+    )
+    yield Line(
+        "a full tile",
+        "2 · q · kv · heads · (head_dim + v_head_dim) · batch / rate",
+        f"2 · {q_len:,} · {kv_len:,} · {shard.num_heads} · {dim + shard.v_head_dim} · {shard.batch} / {rate:.4g} = "
+        f"{attention_flops(q_len * kv_len, shard) / rate:.4g} s",
+    )
+
+
+def _explain_messages(request: Request, prediction: Prediction, kv_len: int) -> Iterator[Line]:
+    device, ring = request.cluster.device, ring_of(request, prediction.setup)
+    shard = shard_of(request, prediction.setup)
+    link = device.far if ring.per_node == 1 or ring.world_size > ring.per_node else device.near
+    yield Line(
+        "a KV message",
+        "latency + tokens · bytes / rate",
+        f"{link.latency_s:.3g} + {kv_len:,} · {shard.kv_bytes:.4g} / {link.bytes_per_s:.4g} = "
+        f"{link.latency_s + kv_len * shard.kv_bytes / link.bytes_per_s:.4g} s over {link.id}",
+    )
+    if ring.world_size > 1:
+        rate, per_pair = full_flops_per_s(device, shard), attention_flops(1, shard)
+        yield Line(
+            "KV is hidden from",
+            "ranks · rate for long n · bytes of K and V / (FLOPs of a pair · link rate) new tokens",
+            f"{ring.world_size} · {rate:.4g} · {shard.kv_bytes:.4g} / ({per_pair:.4g} · {link.bytes_per_s:.4g}) = "
+            f"{ring_hides_at(link, device, shard, ring.world_size):,.0f} new tokens",
+        )
+
+
+def _explain_layers(request: Request, prediction: Prediction) -> Iterator[Line]:
+    model, dense, cross_s = request.model, prediction.dense, prediction.cross_attention_s
+    yield Line(
+        "attention of a layer",
+        "timeline: compute + messages not hidden + waiting",
+        f"{prediction.attention_compute_s:.4g} + {prediction.attention_exposed_s:.4g} + "
+        f"{prediction.attention_bubble_s:.4g} = {prediction.attention_s:.4g} s",
+    )
+    formula = "matrix products + elementwise + all-reduces"
+    numbers = f"{dense.matmul_s:.4g} + {dense.elementwise_s:.4g} + {dense.all_reduce_s:.4g}"
+    if cross_s:
+        formula, numbers = f"{formula} + cross-attention", f"{numbers} + {cross_s:.4g}"
+    rest_s = dense.total_s + cross_s
+    yield Line("the rest of a layer", formula, f"{numbers} = {rest_s:.4g} s")
+    formula, numbers = "full layers · attention", f"{model.full_layers} · {prediction.attention_s:.4g}"
+    if model.window is not None:
+        formula += " + sliding layers · theirs"
+        numbers += f" + {model.layers - model.full_layers} · {prediction.window_attention_s:.4g}"
+    yield Line(
+        "forward" if request.phase == "train" else "in all",
+        f"{formula} + layers · rest",
+        f"{numbers} + {model.layers} · {rest_s:.4g} = {prediction.forward.total_s:.4g} s",
+    )
+
+
+def _explain_training(request: Request, prediction: Prediction) -> Iterator[Line]:
+    forward, backward = prediction.forward, prediction.backward
+    yield Line(
+        "backward",
+        "attention of all layers + layers · (2 · (matrix products + elementwise) + all-reduces)",
+        f"{sum(backward[:3]):.4g} + {sum(backward[3:]):.4g} = {backward.total_s:.4g} s",
+    )
+    added, added_s = "reducing gradients", prediction.gradients_s
+    if request.shards_weights:
+        added, added_s = "gathering weights and scattering gradients", prediction.sharding_s
+    yield Line(
+        "in all",
+        f"passes · forward + backward + {added}, not hidden",
+        f"{prediction.num_forwards} · {forward.total_s:.4g} + {backward.total_s:.4g} + {added_s:.4g} = "
+        f"{prediction.total_s:.4g} s",
+    )

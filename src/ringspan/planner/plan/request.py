@@ -1,0 +1,125 @@
+"""What is asked: a model, a workload and devices; and how the work may be split over them.
+
+Tensor parallelism is innermost (neighbouring devices), context parallelism next, copies for parts of the batch last.
+"""
+
+import reprlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.planner.catalog import Cluster, Model
+from ringspan.planner.cost import RINGSPAN, WEIGHT_BYTES, WIRE_BYTES, Practice
+
+Phase = Literal["prefill", "decode", "train", "denoise"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "train", "denoise")
+MOST_TOKENS = 2**40
+MOST_SEQUENCES = 2**20  # in a batch
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question. In decode `tokens` are those already there; `batch` counts sequences, or forwards of a video."""
+
+    model: Model
+    cluster: Cluster
+    phase: Phase
+    tokens: int
+    cached_tokens: int = 0
+    batch: int = 1
+    tp: int | None = None
+    wire: str = "bf16"
+    weights: str = "bf16"
+    mlp_weights: str | None = None
+    recomputes: bool = True
+    shards_weights: bool = False
+    practice: Practice = RINGSPAN
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("cached_tokens", 0), ("batch", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ShapeError(f"{name}={value}: use {least} or more")
+        if self.batch > MOST_SEQUENCES:
+            raise ShapeError(f"batch={reprlib.repr(self.batch)}: use at most {MOST_SEQUENCES:,}")
+        if self.tokens + self.cached_tokens > MOST_TOKENS:
+            raise ShapeError(f"{self.tokens + self.cached_tokens:,} tokens; use at most {MOST_TOKENS:,}")
+        for name, value, known in (("wire", self.wire, WIRE_BYTES), ("weights", self.weights, WEIGHT_BYTES)):
+            if value not in known:
+                raise UnsupportedError(f"{name}={value!r}: use one of {', '.join(known)}")
+        if self.phase not in PHASES:
+            raise UnsupportedError(f"phase={self.phase!r}: use one of {', '.join(PHASES)}")
+        is_video = self.model.video is not None
+        if (self.phase == "denoise") != is_video and self.phase != "train":
+            legal = "denoise or train" if is_video else "prefill, decode or train"
+            raise UnsupportedError(f"phase={self.phase!r}: {self.model.id} is a model for {legal}")
+        self._check_phase()
+        if self.tp is not None:
+            check_tp(self.model, self.cluster, self.tp)
+
+    def _check_phase(self) -> None:
+        """Refuse what has no meaning in the phase: ignored, it would leave a plan for something else."""
+        phase = f"phase={self.phase!r}"
+        if self.cached_tokens and self.phase == "decode":
+            raise UnsupportedError(
+                f"cached_tokens={self.cached_tokens}, {phase}: in decode all tokens but one are cached; give the "
+                "length of the cache as tokens= and leave it out"
+            )
+        if self.cached_tokens and self.phase != "prefill":
+            raise UnsupportedError(
+                f"cached_tokens={self.cached_tokens}, {phase}: only a prefill finds tokens cached; leave it out"
+            )
+        if self.shards_weights and self.phase != "train":
+            raise UnsupportedError(
+                f"shards_weights=True, {phase}: every layer's weights would be gathered anew in every pass, which is "
+                "planned for training only; leave it out, and use tp= or weights='fp8' to make the weights fit"
+            )
+        if self.phase == "train" and {self.weights, self.mlp_weights or self.weights} != {"bf16"}:
+            raise UnsupportedError(
+                f"weights={self.weights!r}, {phase}: training is planned with weights in bf16; leave it out, and use "
+                "shards_weights=True or tp= to make it fit"
+            )
+        if self.wire != "bf16" and self.phase in ("train", "decode"):
+            reason = (
+                "gradients through rounded K and V would not be exact" if self.phase == "train" else "no K and V travel"
+            )
+            raise UnsupportedError(f"wire={self.wire!r}, {phase}: {reason}; leave it out")
+
+
+def check_tp(model: Model, cluster: Cluster, tp: int) -> None:
+    """Refuse a tensor parallelism that does not divide heads and devices."""
+    legal = legal_tps(model, cluster)
+    if tp not in legal:
+        raise ShapeError(
+            f"tp={tp}: tensor parallelism must divide the {model.num_heads} query heads and the {cluster.num_devices} "
+            f"devices, and divide or be a multiple of the {model.num_kv_heads} KV heads and of the {cluster.per_node} "
+            f"devices of a node; use one of {', '.join(map(str, legal))}"
+        )
+
+
+def legal_tps(model: Model, cluster: Cluster) -> list[int]:
+    """All that could be asked for, ascending."""
+
+    def is_legal(tp: int) -> bool:
+        splits_kv = model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
+        in_nodes = cluster.per_node % tp == 0 or tp % cluster.per_node == 0
+        return model.num_heads % tp == 0 and cluster.num_devices % tp == 0 and splits_kv and in_nodes
+
+    return [tp for tp in range(1, min(model.num_heads, cluster.num_devices) + 1) if is_legal(tp)]
+
+
+class Setup(NamedTuple):
+    """One way to split the work. `inner` is the Ulysses degree of hybrid, or the ring inside a node of double_ring."""
+
+    algorithm: str
+    layout: str
+    tp: int
+    cp: int
+    copies: int = 1
+    inner: int = 1
+
+    def __str__(self) -> str:
+        name = self.algorithm.replace("_", "-")
+        if self.algorithm in ("hybrid", "double_ring"):
+            name += f" {self.cp // self.inner}×{self.inner}"
+        return name if self.cp > 1 else "one device" if self.tp == 1 else "tensor parallel only"

@@ -1,0 +1,156 @@
+"""When does everything happen? A discrete-event run of a schedule's loads.
+
+A load is one step of all ranks: seconds of compute by rank, and rounds of messages. Ranks are array elements, so a step
+costs a few array operations however many ranks there are. Where all ranks do the same at the same time up to their
+place in a node, one node stands for all (see `rings.py`), so the largest rings stay cheap.
+
+The rules are those of `schedule/actions.py`. A rank begins a step when it has computed the one before and holds what
+the step reads; then it starts its messages and computes while they travel. A message needs both ends to be there, the
+sender's outgoing and the receiver's incoming side of the link free; in and out do not hinder each other, nor does the
+link inside a node the one between nodes. A link serves one message after the other.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.planner.catalog import Link
+
+Seconds = npt.NDArray[np.float64]
+Ranks = npt.NDArray[np.intp]
+
+END = -1  # read when all is over
+EXCHANGE_ROUNDS = 4  # so many rounds in a step and more are an exchange
+
+
+class Round(NamedTuple):
+    """At most one message from each rank and to each rank. `is_far[i]`: the i-th leaves its node."""
+
+    src: Ranks
+    dst: Ranks
+    nbytes: float | Seconds
+    is_far: npt.NDArray[np.bool_]
+    reads_at: int = 0  # the step that reads it; 0 is the next one, END the end
+    is_exchange: bool = False
+    names: Sequence[str] = ()
+
+
+class Load(NamedTuple):
+    """One step of all ranks."""
+
+    attend_s: Seconds
+    rounds: Sequence[Round] = ()
+    names: Sequence[str] = ()
+
+
+class Moment(NamedTuple):
+    """One step as it happened: when ranks began, how long they computed, when each round's messages went and came."""
+
+    begin_s: Seconds
+    busy_s: Seconds  # with what carrying messages stole
+    load: Load
+    messages: tuple[tuple[Seconds, Seconds], ...]
+
+
+class Timeline(NamedTuple):
+    """How long all took, and where the time of the busiest went. By rank, of the ranks that were run."""
+
+    makespan_s: float
+    compute_s: Seconds
+    exposed_s: Seconds  # blocked by messages under way
+    bubble_s: Seconds  # waiting for ranks that are not as far, or for the end
+    link_s: float  # the busiest side of a link
+    link_name: str
+    moments: tuple[Moment, ...] = ()
+
+
+def run_timeline(loads: Iterable[Load], world_size: int, near: Link, far: Link, *, record: bool = False) -> Timeline:
+    """Follow the loads of `world_size` ranks, in order."""
+    clock = _Clock(world_size, near, far)
+    moments = []
+    for t, load in enumerate(loads):
+        begin_s = clock.begin(t)
+        messages = tuple(clock.send(t, begin_s, one) for one in load.rounds)
+        busy_s = clock.compute(begin_s, load.attend_s)
+        if record:
+            moments.append(Moment(begin_s, busy_s, load, messages))
+    return clock.finish(tuple(moments))
+
+
+class _Clock:
+    def __init__(self, world_size: int, near: Link, far: Link) -> None:
+        self.links = (near, far)
+        self.free_s = np.zeros(world_size)
+        self.compute_s = np.zeros(world_size)
+        self.exposed_s = np.zeros(world_size)
+        self.stolen_s = np.zeros(world_size)  # of the step's compute, by carrying messages
+        self.out_s = np.zeros((2, world_size))  # when the outgoing side of near and far is free again
+        self.in_s = np.zeros((2, world_size))
+        self.out_busy_s = np.zeros((2, world_size))
+        self.in_busy_s = np.zeros((2, world_size))
+        self.due: dict[int, tuple[Seconds, Seconds]] = {}  # by reading step: arrival, and when both ends were ready
+
+    def begin(self, t: int) -> Seconds:
+        due = self.due.pop(t, None)
+        if due is None:
+            return self.free_s.copy()
+        arrival_s, ready_s = due
+        begin_s = np.maximum(self.free_s, arrival_s)
+        self.exposed_s += np.maximum(0.0, begin_s - np.maximum(self.free_s, ready_s))
+        return begin_s
+
+    def send(self, t: int, begin_s: Seconds, one: Round) -> tuple[Seconds, Seconds]:
+        near, far = self.links
+        side = one.is_far.astype(np.intp)
+        src, dst = one.src, one.dst
+        if one.is_exchange:
+            rates, latencies = (
+                (near.exchange_bytes_per_s, far.exchange_bytes_per_s),
+                (near.exchange_latency_s, far.exchange_latency_s),
+            )
+        else:
+            rates, latencies = (near.bytes_per_s, far.bytes_per_s), (near.latency_s, far.latency_s)
+        travel_s = one.nbytes / np.array(rates)[side]
+        ready_s = np.maximum(begin_s[src], begin_s[dst])
+        start_s = np.maximum(ready_s, np.maximum(self.out_s[side, src], self.in_s[side, dst]))
+        end_s = start_s + travel_s
+        self.out_s[side, src] = self.in_s[side, dst] = end_s
+        self.out_busy_s[side, src] += travel_s
+        self.in_busy_s[side, dst] += travel_s
+        for ranks in (src, dst) if near.steals or far.steals else ():
+            self.stolen_s[ranks] += travel_s * np.array((near.steals, far.steals))[side] / 2
+        arrival_s = end_s + np.array(latencies)[side]
+        reads_at = t + 1 if one.reads_at == 0 else one.reads_at
+        due = self.due.get(reads_at)
+        if due is None:
+            due = self.due[reads_at] = np.zeros_like(self.free_s), np.zeros_like(self.free_s)
+        later = arrival_s >= due[0][dst]
+        due[1][dst] = np.where(later, ready_s, due[1][dst])
+        due[0][dst] = np.maximum(due[0][dst], arrival_s)
+        return start_s, arrival_s
+
+    def compute(self, begin_s: Seconds, attend_s: Seconds) -> Seconds:
+        busy_s: Seconds = attend_s + np.minimum(self.stolen_s, attend_s)
+        self.stolen_s[:] = 0.0
+        self.compute_s += busy_s
+        self.free_s = begin_s + busy_s
+        return busy_s
+
+    def finish(self, moments: tuple[Moment, ...]) -> Timeline:
+        for t in sorted(self.due, key=lambda t: (t == END, t)):
+            self.free_s = self.begin(t)
+        makespan_s = float(self.free_s.max())
+        busy_s = np.maximum(self.out_busy_s, self.in_busy_s).max(axis=1)
+        busiest = int(busy_s.argmax())
+        bubble_s = np.maximum(0.0, makespan_s - self.compute_s - self.exposed_s)
+        return Timeline(
+            makespan_s,
+            self.compute_s,
+            self.exposed_s,
+            bubble_s,
+            float(busy_s[busiest]),
+            self.links[busiest].id,
+            moments,
+        )

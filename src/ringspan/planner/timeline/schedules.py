@@ -1,0 +1,112 @@
+"""The loads of a real Schedule: any mask, any layout, any length, on as many ranks as a schedule can be built for.
+
+Tiles and pieces are those of the runtime (`tiles.bind`), so what is timed is what runs. Messages of a step are put in
+rounds by distance, as every rank starts them.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ringspan.planner.catalog import Device
+from ringspan.planner.cost import Shard, merge_s, tile_s
+from ringspan.planner.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Seconds, Timeline, run_timeline
+from ringspan.program.bind import Compute, Problem, Tile, bind
+from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, compile_rank, first_reads
+
+
+def schedule_timeline(
+    schedule: Schedule, problem: Problem, shard: Shard, device: Device, per_node: int, *, record: bool = False
+) -> Timeline:
+    """When everything of a schedule happens, on ranks in nodes of `per_node`."""
+    loads = list(schedule_loads(schedule, problem, shard, device, per_node))
+    return run_timeline(loads, schedule.world_size, device.near, device.far, record=record)
+
+
+def schedule_loads(schedule: Schedule, problem: Problem, shard: Shard, device: Device, per_node: int) -> Iterator[Load]:
+    """Step by step: compute by rank, and rounds of messages."""
+    ranks = range(schedule.world_size)
+    tiles: dict[tuple[int, int], list[Tile]] = {}
+    for rank in ranks:
+        for instruction in bind(compile_rank(schedule, rank), problem):
+            if isinstance(instruction, Compute):
+                tiles.setdefault((instruction.step, rank), []).extend(instruction.tiles)
+    reads = first_reads(schedule)
+    for t, step in enumerate(schedule.steps):
+        seconds = np.array([sum(_tile_s(tile, shard, device) for tile in tiles.get((t, rank), ())) for rank in ranks])
+        arrived = _arrived_sums(schedule, t, problem, shard, device)
+        names = [" ".join(f"{tile.q}×{tile.kv}" for tile in tiles.get((t, rank), ())) for rank in ranks]
+        yield Load(seconds + arrived, tuple(_rounds(t, step, schedule, problem, reads, per_node)), names)
+    late = _arrived_sums(schedule, schedule.num_steps, problem, shard, device)
+    if late.any():
+        yield Load(late, (), [""] * len(ranks))
+
+
+def _tile_s(tile: Tile, shard: Shard, device: Device) -> float:
+    """Pieces one by one; a piece whose rows were attended before is merged into them."""
+    heads = len(tile.q.heads) if tile.q.heads is not None else shard.num_heads
+    kv_heads = len(tile.kv.heads) if tile.kv.heads is not None else shard.num_kv_heads
+    mine = shard.with_heads(heads, kv_heads)
+    seconds = 0.0
+    for piece, is_first in zip(tile.pieces, tile.firsts, strict=True):
+        q_len, kv_len = piece.q.stop - piece.q.start, piece.kv.stop - piece.kv.start
+        is_backward = tile.q.kind == "q_grad"
+        is_causal = piece.kind.is_triangle
+        seconds += tile_s(device, mine, q_len, kv_len, is_causal=is_causal, is_backward=is_backward)
+        if not is_first and not is_backward:
+            seconds += merge_s(device, mine, q_len)
+    return seconds
+
+
+def _arrived_sums(schedule: Schedule, t: int, problem: Problem, shard: Shard, device: Device) -> Seconds:
+    """Seconds to merge the sums that were sent two steps before, or at the end all that are left."""
+    seconds = np.zeros(schedule.world_size)
+    is_end = t == schedule.num_steps
+    for sent in range(max(0, t - 2), t - 1 if not is_end else t):
+        if sent == t - 2 or is_end:
+            for transfer in schedule.step(sent).transfers:
+                if transfer.block.kind == "out":
+                    heads = len(transfer.block.heads) if transfer.block.heads is not None else shard.num_heads
+                    rows = len(problem.positions(transfer.block))
+                    seconds[transfer.dst] += merge_s(device, shard.with_heads(heads, shard.num_kv_heads), rows)
+    return seconds
+
+
+def _rounds(
+    t: int,
+    step: Step,
+    schedule: Schedule,
+    problem: Problem,
+    reads: dict[tuple[int, Transfer], int],
+    per_node: int,
+) -> Iterator[Round]:
+    """Messages to ranks at the same distance go at once; those between the same two ranks as one."""
+    size = schedule.world_size
+    transfers = list(step.transfers)
+    leaving = _sums_leaving(schedule, t + 1)
+    for merge in step.merges:
+        transfers += [Transfer(merge.block, src, dst) for src in range(size) for dst in range(size) if src != dst]
+    groups: dict[tuple[int, int], dict[int, list[Transfer]]] = {}
+    for transfer in transfers:
+        if (transfer.dst, transfer.block) in leaving:
+            reads_at = t + 1
+        elif transfer.block.is_sum:
+            reads_at = END if t + 2 >= schedule.num_steps or transfer.block.owner == ALL else t + 2
+        else:
+            reads_at = reads[t, transfer]
+        distance = (transfer.dst - transfer.src) % size
+        groups.setdefault((distance, reads_at), {}).setdefault(transfer.src, []).append(transfer)
+    is_exchange = len({distance for distance, _ in groups}) >= EXCHANGE_ROUNDS
+    for (distance, reads_at), by_src in sorted(groups.items()):
+        src = np.array(sorted(by_src))
+        dst = (src + distance) % size
+        nbytes = np.array([float(sum(problem.block_bytes(one.block) for one in by_src[rank])) for rank in src])
+        names = [" ".join(str(one.block) for one in by_src[rank]) for rank in src]
+        yield Round(src, dst, nbytes, dst // per_node != src // per_node, reads_at, is_exchange, names)
+
+
+def _sums_leaving(schedule: Schedule, t: int) -> set[tuple[int, Block]]:
+    """Which ranks send which sums in a step: what has arrived of them is merged before."""
+    if t >= schedule.num_steps:
+        return set()
+    return {(transfer.src, transfer.block) for transfer in schedule.step(t).transfers if transfer.block.is_sum}

@@ -1,1 +1,0 @@
-"""Reports: plain data in, something to read out. Only here are numbers rounded and given units."""

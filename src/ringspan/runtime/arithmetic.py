@@ -1,0 +1,261 @@
+"""How are pieces computed and added up, with tensors and a kernel?
+
+What the executor leaves open of arithmetic. A kernel attends a piece a slab at a time, so that what it returns stays
+small beside the sums; where a piece begins a sum, what the kernel returns is the sum, in the type that sums have.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ringspan.kernels.base import Gradients, Kernel, Merged
+from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_, merged
+from ringspan.program.bind import Shape
+from ringspan.program.execute import Value
+from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.scratch import Scratch
+from ringspan.schedule import Block
+
+_NOTHING = nullcontext()
+_CPU_SLAB_BYTES, _GPU_SLAB_BYTES = 2 * 2**20, 2**28
+"""What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
+of it in one call, while a GPU wants enough work in each."""
+
+_FIRST_SLABS = 4
+"""On a CPU so many slabs of half types are attended at once where nothing is merged yet; and so many of this rank's
+queries are kept as a kernel converts them."""
+
+_FEW_ROWS = 128
+"""So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
+merge."""
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Sums are kept in a type of our choice. Where there is no autocast nothing is entered, which takes its time."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+class TorchArithmetic:
+    """Sums of tensors; a kernel attends one piece at a time."""
+
+    merge_parts = staticmethod(merge_)
+
+    def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
+        self.kernel = kernel
+        self.scale = scale
+        self.dtype = accumulator_dtype(like.dtype)
+        self.device = like.device
+        self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"
+        self._scratch = scratch or Scratch()
+        self._own = like
+        self._narrow: Value = ()
+        self._wide: Value = ()
+        self._queries, self._out = _LastRows(), _LastRows()
+
+    def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
+        """Nothing summed yet: out = 0 with lse = -inf, or zero gradients."""
+        value = tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        if block.kind == "out":
+            value[1].fill_(-torch.inf)
+        return value
+
+    def room(self, shapes: Sequence[Shape]) -> Value:
+        """What will be overwritten."""
+        return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+
+    def merge(self, block: Block, into: Value, part: Value) -> None:
+        """Add a part to a sum in place."""
+        if block.kind == "out":
+            self.merge_parts(Partial(into[0], into[1].squeeze(-1)), Partial(part[0], part[1].squeeze(-1)))
+        else:
+            for total, addend in zip(into, part, strict=True):
+                total += addend
+
+    def merged(self, block: Block, parts: Sequence[Value]) -> Value:
+        """The sum of some parts, in their order."""
+        if block.kind != "out":
+            return tuple(sum(addends) for addends in zip(*parts, strict=True))
+        return functools.reduce(merged, itertools.starmap(Partial, parts))
+
+    def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
+        """Forward: attend a piece of all queries; what the kernel returns is the running output."""
+        q = self._widened(q)
+        (queries,), (keys, values) = q, _rows(kv, piece.kv)
+        if not _is_whole(queries, keys, values):
+            value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
+            self.attend(piece, q, kv, value, True)
+            return value
+        part = self._kernel_forward(piece, queries, keys, values)
+        return part.out.to(self.dtype), part.lse.unsqueeze(-1)
+
+    def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
+        """Forward: attend a piece and merge it into the running output of its queries."""
+        q = self._widened(q)
+        if self._is_converted:
+            for run in key_runs(piece, self.device, *_rows(kv, piece.kv)):
+                self._attend(run, q, kv, out, is_first and run.kv.start == piece.kv.start)
+        else:
+            self._attend(piece, q, kv, out, is_first)
+
+    def _attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
+        (queries,), (keys, values) = self._queries.of(q, piece.q), _rows(kv, piece.kv)
+        sums, column = self._out.of(out, piece.q)
+        for of_q, of_kv in _slabs(piece, queries, keys, values, is_first):
+            part = self._kernel_forward(piece, _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values))
+            total, lse = _at(of_q, sums), _at(of_q, column).squeeze(-1)
+            if is_first:
+                total.copy_(part.out)
+                lse.copy_(part.lse)
+            else:
+                self.merge_parts(Partial(total, lse), part)
+            del part  # so that the next one may take its place, in the caches too
+
+    def attend_grad(
+        self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
+    ) -> tuple[Value, Value]:
+        """Backward: add a piece's share of dq, dk and dv; where it begins a sum, what the kernel returns is the sum."""
+        queries, dout, out, lse = _rows(self._widened(q_grad), piece.q)
+        keys, values = _rows(kv, piece.kv)
+        if dq is None and dkv is None and _is_whole(queries, keys, values):
+            part = self._kernel_backward(piece, queries, keys, values, dout, out, lse)
+            dq_part, *dkv_part = (x.to(self.dtype) for x in part)
+            return (dq_part,), tuple(dkv_part)
+        begins_q, begins_kv = dq is None, dkv is None
+        dq = dq or self.room([queries.shape])
+        dkv = dkv or self.room([keys.shape, values.shape])
+        (dqs,), (dks, dvs) = _rows(dq, piece.q), _rows(dkv, piece.kv)
+        group = queries.shape[1] // keys.shape[1]
+        for of_q, of_kv in _slabs(piece, queries, keys, values):
+            inputs = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
+            part = self._kernel_backward(piece, *inputs, *(_at(of_q, x) for x in (dout, out, lse)))
+            _add(_at(of_q, dqs), part.dq, begins_q)
+            is_first_of_group = not of_q or of_q[1].start % group == 0
+            for total, addend in ((dks, part.dk), (dvs, part.dv)):
+                _add(_at(of_kv, total), addend, begins_kv and is_first_of_group)
+            del part, addend
+        return dq, dkv
+
+    def _kernel_forward(self, piece: Piece, *inputs: torch.Tensor) -> Partial:
+        q, k, v = self._operands(*inputs)
+        return self.kernel.forward(q, k, v, piece, self.scale)
+
+    def _kernel_backward(self, piece: Piece, *inputs: torch.Tensor) -> Gradients:
+        q, k, v, dout, out, lse = self._operands(*inputs)
+        return self.kernel.backward(q, k, v, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
+
+    def _operands(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a kernel is given: on a CPU half types in float32, until the next ones are asked for."""
+        return self._scratch.operands(tensors) if self._is_converted else tensors
+
+    def _widened(self, q: Value) -> Value:
+        """This rank's own queries, if they are few, in float32: a ring attends them step after step.
+
+        Not those of others: they come in buffers, which are used again.
+        """
+        if not self._is_converted or q[0] is not self._own or not _is_kept(q[0]):
+            return q
+        if q is not self._narrow:
+            self._narrow, self._wide = q, self._scratch.queries(q)
+        return self._wide
+
+
+def key_runs(piece: Piece, device: torch.device, *rows: torch.Tensor) -> Sequence[Piece]:
+    """A piece of a few queries in runs of keys, k and v of each within a slab once converted; others as they are."""
+    num_keys = piece.kv.stop - piece.kv.start
+    converted_bytes = 4 * max(x[:, :, :1].numel() for x in rows)
+    at_once = max(1, _slab_bytes(device) // max(1, converted_bytes))
+    if piece.kind is not PieceKind.FULL or piece.q.stop - piece.q.start > _FEW_ROWS or num_keys <= at_once:
+        return (piece,)
+    starts = range(piece.kv.start, piece.kv.stop, at_once)
+    return [piece._replace(kv=slice(start, min(start + at_once, piece.kv.stop))) for start in starts]
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> None:
+    if is_first:
+        total.copy_(part)
+    else:
+        total.add_(part)
+
+
+_Index = tuple[slice, ...]
+
+
+def _is_kept(q: torch.Tensor) -> bool:
+    """Whether so few queries may be held in float32 as well."""
+    return 4 * q.numel() <= _FIRST_SLABS * _CPU_SLAB_BYTES
+
+
+def _slab_bytes(device: torch.device) -> int:
+    return _CPU_SLAB_BYTES if device.type == "cpu" else _GPU_SLAB_BYTES
+
+
+def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool) -> int:
+    """Of how many heads, counted over all batch rows, a kernel's result is a slab, and its copy of k two."""
+    slab = _slab_bytes(q.device)
+    is_converted = k.dtype != accumulator_dtype(k.dtype)
+    if is_converted and is_first and q.device.type == "cpu":
+        slab *= _FIRST_SLABS
+    at_once = slab // max(1, 4 * q.shape[2] * v.shape[3])
+    if is_converted:  # a kernel may copy k, once for all heads that share it; half a zigzag has twice as many keys
+        group = q.shape[1] // k.shape[1]
+        at_once = min(at_once, group * max(1, 2 * slab // max(1, 4 * k.shape[2] * k.shape[3])))
+    return at_once
+
+
+def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
+    return k.dtype == accumulator_dtype(k.dtype) or _heads_at_once(q, k, v, True) >= q.shape[0] * q.shape[1]
+
+
+_WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)
+
+
+def _slabs(
+    piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool = False
+) -> Iterable[tuple[_Index, _Index]]:
+    """The batch rows and heads of a piece, a slab at a time; nothing to take apart is one slab."""
+    at_once = _heads_at_once(q, k, v, is_first)
+    batch, heads, _, _ = q.shape
+    return _WHOLE if piece.rows is None and at_once >= batch * heads else _parts(piece, q, k, at_once)
+
+
+def _parts(piece: Piece, q: torch.Tensor, k: torch.Tensor, at_once: int) -> Iterator[tuple[_Index, _Index]]:
+    """First the KV heads are taken apart, then the heads that share one, then the batch."""
+    batch, heads, _, _ = q.shape
+    group = heads // k.shape[1]
+    num_heads = min(heads, max(1, at_once))
+    num_heads = max(n for n in range(1, num_heads + 1) if n % group == 0 or group % n == 0)
+    num_rows = max(1, at_once // heads) if piece.rows is None else 1
+    for top in range(0, batch, num_rows) if piece.rows is None else piece.rows:
+        row = slice(top, min(top + num_rows, batch))
+        for first in range(0, heads, num_heads):
+            stop = min(first + num_heads, heads)
+            yield (row, slice(first, stop)), (row, slice(first // group, -(-stop // group)))
+
+
+def _at(index: _Index, x: torch.Tensor) -> torch.Tensor:
+    """A view; all of it as it is, since even a view of everything takes its time."""
+    return x[index] if index else x
+
+
+def _rows(value: Value, rows: slice) -> Value:
+    """Some rows of a block's tensors, as views; all of them as they are."""
+    return value if rows.stop - rows.start == value[0].shape[2] else tuple([x[:, :, rows] for x in value])
+
+
+class _LastRows:
+    """Some rows of a block, kept until others are asked for: a ring wants the same ones of its own step after step."""
+
+    def __init__(self) -> None:
+        self._value: Value = ()
+        self._rows = slice(0)
+        self._views: Value = ()
+
+    def of(self, value: Value, rows: slice) -> Value:
+        """Views of those rows."""
+        if value is not self._value or rows != self._rows:
+            self._value, self._rows, self._views = value, rows, _rows(value, rows)
+        return self._views

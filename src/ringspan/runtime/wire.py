@@ -1,0 +1,138 @@
+"""How do the blocks of a call travel as messages, and in which buffers do they arrive?
+
+What the executor leaves open of messages. Buffers outlive a call and are used again.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from ringspan.errors import TransportError
+from ringspan.kernels.softmax import accumulator_dtype
+from ringspan.program.bind import Message, Shape
+from ringspan.program.execute import Value
+from ringspan.schedule import ALL, Transfer
+from ringspan.transports.base import Handle, Receive, Send, Transport
+
+_KEPT_CALLS = 2
+
+
+class Buffers:
+    """Receive buffers that outlive a call: a ring needs two, and asking for new ones costs more than filling them."""
+
+    def __init__(self) -> None:
+        self._shelves: defaultdict[tuple[object, ...], _Shelf] = defaultdict(_Shelf)
+        self._num_calls = 0
+
+    def take(self, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Value:
+        """Contiguous tensors of these shapes and types, with any contents."""
+        shelf = self._shelves[shapes, dtypes, device]
+        shelf.last_used = self._num_calls
+        shelf.num_taken += 1
+        if shelf.spare:
+            return shelf.spare.pop()
+        with torch.inference_mode(False):  # else nobody could write to them outside of that mode
+            return tuple(
+                torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
+
+    def put(self, value: Value) -> None:
+        """Give tensors back, or others in their place; there are never more than were taken."""
+        shelf = self._shelves[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device]
+        if shelf.num_taken:
+            shelf.num_taken -= 1
+            shelf.spare.append(value)
+
+    def trim(self) -> None:
+        """A call is over: free the buffers that the last few calls had no use for."""
+        self._num_calls += 1
+        oldest = self._num_calls - _KEPT_CALLS
+        for key in [key for key, shelf in self._shelves.items() if shelf.last_used < oldest]:
+            del self._shelves[key]
+
+
+class _Shelf:
+    """Buffers of one kind."""
+
+    __slots__ = ("last_used", "num_taken", "spare")
+
+    def __init__(self) -> None:
+        self.spare: list[Value] = []
+        self.num_taken = 0
+        self.last_used = 0
+
+
+class TransportWire:
+    """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
+
+    def __init__(self, transport: Transport, buffers: Buffers, like: torch.Tensor, timeout_s: float) -> None:
+        self.transport = transport
+        self.buffers = buffers
+        self.dtype = like.dtype
+        self.device = like.device
+        self.timeout_s = timeout_s
+        self._incoming: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
+        self._outgoing: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
+
+    def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
+        """Start the messages of a step."""
+        if not sends and not receives:
+            return
+        outgoing = [(message.transfer, tuple([x.contiguous() for x in value])) for message, value in sends]
+        incoming = [(message.transfer, self._buffers(message)) for message in receives]
+        try:
+            posted = self.transport.exchange(
+                [Send(transfer.dst, x) for transfer, value in outgoing for x in value],
+                [Receive(transfer.src, buffer) for transfer, value in incoming for buffer in value],
+            )
+        except TransportError as error:
+            blocks = ", ".join(str(message.transfer) for message, _ in sends)
+            raise self._failed(step, f"sending {blocks}" if sends else "receiving", error) from None
+        for pending, messages, handles in (
+            (self._outgoing, outgoing, posted.sends),
+            (self._incoming, incoming, posted.receives),
+        ):
+            first = 0
+            for transfer, value in messages:
+                pending[step, transfer] = handles[first : first + len(value)], value
+                first += len(value)
+
+    def receive(self, step: int, transfer: Transfer, /) -> Value:
+        """Wait for all tensors of a block."""
+        handles, value = self._incoming.pop((step, transfer))
+        self._wait(handles, step, transfer, value)
+        return value
+
+    def sent(self, step: int, transfer: Transfer, /) -> None:
+        """Wait until all tensors of a block have left. A sum that has left is nobody's any more."""
+        handles, value = self._outgoing.pop((step, transfer))
+        self._wait(handles, step, transfer, value)
+        block = transfer.block
+        if block.is_sum and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
+            self.buffers.put(value)
+
+    def release(self, value: Value, /) -> None:
+        """Keep the buffers of a block for the next one."""
+        self.buffers.put(value)
+
+    def _buffers(self, message: Message) -> Value:
+        block, wide = message.transfer.block, accumulator_dtype(self.dtype)
+        dtypes = (wide if block.is_sum else self.dtype,) * len(message.shapes)
+        if block.kind == "q_grad":
+            dtypes = (*dtypes[:-1], wide)  # the lse
+        return self.buffers.take(message.shapes, dtypes, self.device)
+
+    def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, value: Value) -> None:
+        try:
+            for handle in handles:
+                handle.wait(self.timeout_s)
+        except TransportError as error:
+            block, src, dst = transfer
+            is_sender = src == self.transport.rank
+            what = f"sending {block} to rank {dst}" if is_sender else f"waiting for {block} from rank {src}"
+            nbytes = sum(x.nbytes for x in value)
+            raise self._failed(step, f"{what} ({nbytes} bytes)", error) from None
+
+    def _failed(self, step: int, what: str, error: TransportError) -> TransportError:
+        return TransportError(f"rank {self.transport.rank}, step {step}, {what}: {error}")

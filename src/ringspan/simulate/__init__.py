@@ -1,0 +1,14 @@
+"""All ranks in one process, in NumPy: exact numbers, every step visible."""
+
+from ringspan.simulate.simulator import Gradients, RankStep, Simulation, bytes_sent, simulate_attention
+from ringspan.simulate.teaching import ring_attention_context_parallel, ring_attention_simulate
+
+__all__ = [
+    "Gradients",
+    "RankStep",
+    "Simulation",
+    "bytes_sent",
+    "ring_attention_context_parallel",
+    "ring_attention_simulate",
+    "simulate_attention",
+]

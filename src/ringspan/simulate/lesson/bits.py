@@ -1,0 +1,51 @@
+"""Does the number of devices change the bits of a result, and what does it cost that it does not?"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringspan.algorithms import build_schedule
+from ringspan.program.reproducible.bind import bind_grid
+from ringspan.schedule import visible_blocks
+from ringspan.simulate.simulator import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """A run in the reproducible mode beside that of one device; bytes are those of all messages."""
+
+    digest: str  # of out and lse
+    is_same: bool
+    pending_nodes: int  # the most unfinished nodes that one tile of a sum has on any rank
+    sent_bytes_by_default: int  # without the mode, which sends sums and not their nodes
+
+
+def digest_bits(simulation: Simulation) -> str:
+    """A few characters that stand for every bit of out and lse."""
+    found = hashlib.blake2b(digest_size=6)
+    for x in (simulation.out, simulation.lse):
+        found.update(np.ascontiguousarray(x).tobytes())
+    return found.hexdigest()
+
+
+def compare_bits(simulation: Simulation, alone: Simulation) -> Bits:
+    """Hold a run against that of one device."""
+    case, problem = simulation.case, simulation.case.problem
+    grown = [bind_grid(simulation.schedule, rank, problem) for rank in range(problem.world_size)]
+    assert isinstance(case.algorithm, str)
+    by_default = build_schedule(
+        case.algorithm,
+        visible_blocks(problem.mask, problem.layout, problem.kv_layout),
+        heads=problem.shapes.heads,
+        mesh=case.mesh,
+        direction=case.direction,
+    )
+    return Bits(
+        digest=digest_bits(simulation),
+        is_same=digest_bits(simulation) == digest_bits(alone),  # -0.0 has other bits than 0.0
+        pending_nodes=max(growth.pending for _, growth in grown),
+        sent_bytes_by_default=sum(
+            problem.block_bytes(transfer.block) for step in by_default.steps for transfer in step.transfers
+        ),
+    )

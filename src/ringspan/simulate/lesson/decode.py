@@ -1,0 +1,158 @@
+"""Token by token: is every decode step right, and does the cache stay balanced?
+
+Two ways, as they occur in practice. One sequence whose new token every rank knows: each rank attends its part of the
+cache, and one merge leaves the result on all. A batch of sequences whose new tokens are dealt to the ranks: the queries
+go round the ring. The sequences of the batch lie one after the other on a single axis of positions, as documents, so
+that each has its own new position and its own rank for it.
+
+New tokens are dealt round-robin: sequence b puts its i-th one on rank (b + i) mod P (arXiv 2411.01783, algorithm 4).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringspan.algorithms import Query, build_decode
+from ringspan.layout import Layout
+from ringspan.mask import Mask, documents
+from ringspan.schedule import format_schedule, visible_blocks
+from ringspan.simulate.lesson.dense import Check, check, dense_attention
+from ringspan.simulate.lesson.prefill import Tokens
+from ringspan.simulate.lesson.settings import Settings
+from ringspan.simulate.simulator import Simulation, bytes_sent, simulate_attention
+from ringspan.span import Span
+
+MOST_STEPS = 8
+MOST_SEQUENCES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One new token per sequence: where each goes, what the ranks then hold, and whether the result is right."""
+
+    step: int
+    new_token_ranks: tuple[int, ...]  # by sequence
+    cache_tokens_per_rank: tuple[int, ...]
+    sent_bytes: int
+    check: Check
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Some decode steps in a row. `grid` is the schedule of the first."""
+
+    query: Query
+    mask: str
+    num_sequences: int
+    prompt_tokens: int  # of each sequence
+    grid: str
+    steps: tuple[DecodeStep, ...]
+    unrotated_cache_tokens_per_rank: tuple[int, ...]  # after the last step, had each sequence kept to its first rank
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Both ways; one sequence has no next token if the mask's documents end with it."""
+
+    one_sequence: DecodeRun | None
+    batch: DecodeRun
+
+
+def run_decode(settings: Settings, tokens: Tokens, rng: np.random.Generator) -> Decode:
+    """Go on from the prefilled `tokens` by a few steps, then do the same with a batch of shorter sequences."""
+    num_steps = min(max(settings.world_size, 4), MOST_STEPS)
+    one = None
+    num_next = min(num_steps, settings.mask.num_positions - settings.seq_len)
+    if num_next:
+        grown = tokens.then(Tokens.random(settings, num_next, rng))
+        one = _run(_Batch(settings, settings.mask, 1, settings.seq_len, num_next), grown, "replicated")
+    num_sequences = min(settings.world_size, MOST_SEQUENCES)
+    prompt = max(1, settings.seq_len // num_sequences)
+    mask = documents([prompt + num_steps] * num_sequences)
+    batch = _Batch(settings, mask, num_sequences, prompt, num_steps)
+    new = Tokens.random(settings, num_sequences * (prompt + num_steps), rng)
+    return Decode(one, _run(batch, new, "sharded"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Where tokens are: sequence b has the positions from b · (prompt + num_steps) on."""
+
+    settings: Settings
+    mask: Mask
+    num_sequences: int
+    prompt: int
+    num_steps: int
+
+    def new_position(self, sequence: int, step: int) -> int:
+        return sequence * (self.prompt + self.num_steps) + self.prompt + step
+
+    def new_rank(self, sequence: int, step: int) -> int:
+        return (sequence + step) % self.settings.world_size
+
+    def cache_layout(self, num_new: int) -> Layout:
+        """The prompts as the settings say, and the first num_new tokens of each sequence dealt round-robin."""
+        spans: list[list[Span]] = [[] for _ in range(self.settings.world_size)]
+        for sequence in range(self.num_sequences):
+            start = self.new_position(sequence, 0) - self.prompt
+            prompt = self.settings.layout.build(self.mask, self.prompt, self.settings.world_size, start=start)
+            for rank, of_rank in enumerate(prompt.spans_by_rank):
+                # Prompts too short to share evenly begin with different ranks, or the first would get the most of all.
+                spans[(rank + sequence) % self.settings.world_size] += of_rank
+            for step in range(num_new):
+                spans[self.new_rank(sequence, step)].append(_one(self.new_position(sequence, step)))
+        return Layout(tuple(map(tuple, spans)))
+
+    def query_layout(self, step: int, query: Query) -> Layout:
+        """The new tokens of a step: on all ranks, or each on the rank that keeps its keys."""
+        new = [(self.new_rank(b, step), _one(self.new_position(b, step))) for b in range(self.num_sequences)]
+        ranks = range(self.settings.world_size)
+        if query == "replicated":
+            return Layout(tuple(() for _ in ranks), replicated=tuple(span for _, span in new))
+        return Layout(tuple(tuple(span for owner, span in new if owner == rank) for rank in ranks))
+
+
+def _run(batch: _Batch, tokens: Tokens, query: Query) -> DecodeRun:
+    done = [_simulate(batch, tokens, step, query) for step in range(batch.num_steps)]
+    unrotated = np.array(_held(batch.cache_layout(0)))
+    for sequence in range(batch.num_sequences):
+        unrotated[batch.new_rank(sequence, 0)] += batch.num_steps
+    return DecodeRun(
+        query=query,
+        mask=repr(batch.mask),
+        num_sequences=batch.num_sequences,
+        prompt_tokens=batch.prompt,
+        grid=format_schedule(done[0].schedule),
+        steps=tuple(_step(batch, step, simulation) for step, simulation in enumerate(done)),
+        unrotated_cache_tokens_per_rank=tuple(unrotated.tolist()),
+    )
+
+
+def _simulate(batch: _Batch, tokens: Tokens, step: int, query: Query) -> Simulation:
+    """The new queries against the cache, which already has their own keys."""
+    layout, kv_layout = batch.query_layout(step, query), batch.cache_layout(step + 1)
+    new, cached = layout.all_positions(), kv_layout.all_positions()
+    schedule = build_decode(visible_blocks(batch.mask, layout, kv_layout), query=query)
+    q, k, v = tokens.q[:, new], tokens.k[:, cached], tokens.v[:, cached]
+    return simulate_attention(q, k, v, mask=batch.mask, layout=layout, kv_layout=kv_layout, algorithm=schedule)
+
+
+def _step(batch: _Batch, step: int, simulation: Simulation) -> DecodeStep:
+    case = simulation.case
+    q_positions, kv_positions = case.problem.layout.all_positions(), case.problem.kv_layout.all_positions()
+    truth = dense_attention(case.q, case.k, case.v, batch.mask, q_positions, kv_positions, np.float64)
+    return DecodeStep(
+        step=step,
+        new_token_ranks=tuple(batch.new_rank(sequence, step) for sequence in range(batch.num_sequences)),
+        cache_tokens_per_rank=_held(case.problem.kv_layout),
+        sent_bytes=bytes_sent(simulation.trace),
+        check=check(simulation.out, simulation.lse, *truth),
+    )
+
+
+def _held(layout: Layout) -> tuple[int, ...]:
+    return tuple(layout.shard_len(rank) for rank in range(layout.world_size))
+
+
+def _one(position: int) -> Span:
+    return Span(position, position + 1)

@@ -1,0 +1,22 @@
+"""Sharding batches, gathering results, labels, positions and the loss, with gradients."""
+
+from ringspan.training.batches import (
+    IGNORE_INDEX,
+    check_can_be_ignored,
+    cross_rank_mean_loss,
+    next_token_labels,
+    position_ids,
+    shard_batch,
+)
+from ringspan.training.collectives import gather, shard
+
+__all__ = [
+    "IGNORE_INDEX",
+    "check_can_be_ignored",
+    "cross_rank_mean_loss",
+    "gather",
+    "next_token_labels",
+    "position_ids",
+    "shard",
+    "shard_batch",
+]

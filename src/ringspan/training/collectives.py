@@ -1,0 +1,157 @@
+"""Whole sequences to shards and back, with gradients, for uneven shards.
+
+`shard` takes this rank's rows of a tensor every rank holds; `gather` puts the whole together on every rank. The
+gradient of a gathered row goes to the rank that owns it, summed over all ranks, as each of them may have used it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ringspan.errors import ShapeError
+from ringspan.layout import Layout
+from ringspan.program.bind import local_rows
+from ringspan.runtime.autograd import outside_of_programs
+from ringspan.runtime.checks import check_tensor, check_timeout, check_world_size
+from ringspan.runtime.contract import Place, Signature
+from ringspan.runtime.session import Session, session_of
+from ringspan.transports.all_to_all import all_to_all
+from ringspan.transports.telling import telling
+
+
+def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
+    """This rank's rows of a tensor that every rank holds; differentiable as any indexing is, without messages."""
+    session = session_of(group)
+    check_world_size(layout, session.transport.world_size)
+    _check_dim("whole", whole, dim)
+    return layout.shard(whole, session.transport.rank, dim)
+
+
+@outside_of_programs("gather")
+def gather(
+    part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int, timeout_s: float | None = None
+) -> torch.Tensor:
+    """The whole tensor on every rank, from the ranks' shards; differentiable.
+
+    `timeout_s` is the deadline of every wait for another rank, also in the backward pass; by default that of the group.
+    """
+    session = session_of(group)
+    with session.contract.telling_refusals(timeout_s):
+        deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
+        check_world_size(layout, session.transport.world_size)
+        _check_part(part, layout, session.transport.rank, dim)
+    return _gathered(part, _Where(layout, session, dim % part.ndim, deadline_s))
+
+
+def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None:
+    check_tensor("part", part)
+    _check_dim("part", part, dim)
+    if part.shape[dim] != layout.shard_len(rank):
+        raise ShapeError(
+            f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
+            f"positions along dim {dim}; {_way_out(part, layout.shard_len(rank))}"
+        )
+
+
+def _way_out(part: torch.Tensor, shard_len: int) -> str:
+    fitting = [str(dim) for dim, size in enumerate(part.shape) if size == shard_len]
+    return f"use dim={' or dim='.join(fitting)}" if fitting else "pass the layout that the part was made with"
+
+
+def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
+    if not x.ndim:
+        raise ShapeError(f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one")
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(f"dim={dim}: {name} has {x.ndim} dims; use {-x.ndim} to {x.ndim - 1}")
+
+
+class _Where(NamedTuple):
+    """Who holds which rows of which dim, and how long ranks wait for each other."""
+
+    layout: Layout
+    session: Session
+    dim: int
+    deadline_s: float
+
+
+def _gathered(part: torch.Tensor, where: _Where, place: Place | None = None) -> torch.Tensor:
+    _agree("gather", part, where, place)
+    with telling(where.session.transport):
+        whole: torch.Tensor = _Gather.apply(part, where)  # type: ignore[no-untyped-call]
+        return whole
+
+
+def _reduced(whole: torch.Tensor, where: _Where, place: Place) -> torch.Tensor:
+    _agree("gradient of gather", whole, where, place)
+    with telling(where.session.transport):
+        part: torch.Tensor = _Reduce.apply(whole, where)  # type: ignore[no-untyped-call]
+        return part
+
+
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    """With its own numbers in memory, which is what is sent: not those it is the conjugate or the negative of."""
+    return x.resolve_conj().resolve_neg()
+
+
+def _keep(ctx: Any, where: _Where) -> None:
+    """For the gradient, which says which call it belongs to: ranks might differentiate like calls in other orders."""
+    ctx.where, ctx.place = where, Place("gradient of call", where.session.contract.num_calls)
+
+
+class _Gather(torch.autograd.Function):
+    """All parts, on every rank. Linear, as is its gradient, so that each has the other for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, where: _Where) -> torch.Tensor:
+        _keep(ctx, where)
+        layout, session, dim, deadline_s = where
+        part = _resolved(part).contiguous()
+        shapes = [_with_length(part, dim, layout.shard_len(rank)) for rank in range(layout.world_size)]
+        return layout.unshard(all_to_all(session.transport, [part] * layout.world_size, shapes, deadline_s), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _reduced(grads[0], ctx.where, ctx.place), None
+
+
+class _Reduce(torch.autograd.Function):
+    """This rank's part of the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, where: _Where) -> torch.Tensor:
+        _keep(ctx, where)
+        layout, session, dim, deadline_s = where
+        rank = session.transport.rank
+        whole = _resolved(whole)
+        pieces = [layout.shard(whole, peer, dim).contiguous() for peer in range(layout.world_size)]
+        received = all_to_all(session.transport, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
+        part = torch.stack(received).sum(dim=0)
+        if rank > 0 and layout.replicated:
+            # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
+            part.movedim(dim, 0)[local_rows(layout, rank).replicated] = 0
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gathered(grads[0], ctx.where, ctx.place), None
+
+
+def _agree(what: str, x: torch.Tensor, where: _Where, place: Place | None) -> None:
+    """All ranks are in the same call, with tensors that differ in the sharded dim only."""
+    layout, session, dim, deadline_s = where
+    fields = {
+        "call": what,
+        "shape": _with_length(x, dim, layout.num_positions),
+        "dim": dim,
+        "dtype": x.dtype,
+        "layout": layout.fingerprint(),
+        "gradient": "wanted" if torch.is_grad_enabled() and x.requires_grad else "not wanted",
+    }
+    signature = Signature.of(fields)
+    session.contract.agree(signature.at(place) if place else signature, deadline_s, is_new=place is None)
+
+
+def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:
+    shape = list(part.shape)
+    shape[dim] = length
+    return tuple(shape)

@@ -1,0 +1,84 @@
+"""Messages between ranks, whatever carries them. `open_transport` finds out from the group what that is."""
+
+import os
+import weakref
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.errors import TransportError, UnsupportedError
+from ringspan.transports.base import Transport
+from ringspan.transports.in_process import InProcessRank
+from ringspan.transports.mpi import MpiGroup, MpiTransport, is_mpi_comm, mpi_group
+from ringspan.transports.single import ALONE, Alone, Single
+from ringspan.transports.torch_distributed import TorchDistributed
+
+__all__ = ["Found", "Transport", "find_group", "open_transport"]
+
+
+class Found(NamedTuple):
+    """The group that an argument stands for, which lasts while its ranks are joined; and its shape if that is 2-D."""
+
+    group: Any
+    mesh_shape: tuple[int, int] | None = None
+
+
+def find_group(group: Any) -> Found:
+    """The group itself, or that of a mesh; for None the default process group, or a single rank if there is none."""
+    if group is None:
+        return Found(_default_group())
+    if isinstance(group, DeviceMesh):
+        return _group_of_mesh(group)
+    return Found(mpi_group(group) if is_mpi_comm(group) else group)
+
+
+def open_transport(group: Any) -> Transport:
+    """The transport of a group that was found."""
+    if isinstance(group, Alone):
+        return Single()
+    if isinstance(group, InProcessRank):
+        transport: Transport = weakref.proxy(group)
+        return transport
+    if isinstance(group, dist.ProcessGroup):
+        return TorchDistributed(group)
+    if isinstance(group, MpiGroup):
+        return MpiTransport(group.comm)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedError("group: this rank is not a member of it; call only on ranks that are")
+    raise UnsupportedError(
+        f"group={group!r}: a group is a ProcessGroup, a DeviceMesh of one or two dimensions, a rank of run_in_process, "
+        "an mpi4py communicator, or None for the default group"
+    )
+
+
+def _default_group() -> Any:
+    """Refuses to compute alone in one of several processes that torchrun started: each would do all of the work."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) > 1:
+        raise TransportError(
+            f"group=None, WORLD_SIZE={started}: the environment says that this is one of {started} processes, but "
+            "there is no default process group; call torch.distributed.init_process_group(...) first, or pass group="
+        )
+    return ALONE
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> Found:
+    """A part of a mesh, such as mesh["cp"], is another object each time; its process group stays the same."""
+    if mesh.ndim not in (1, 2):
+        raise UnsupportedError(
+            f"group: a DeviceMesh of {mesh.ndim} dimensions; take the one or two of context parallelism"
+        )
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise UnsupportedError(
+            f"group={mesh}: torch makes one group of two dimensions only if they have names; make the mesh with "
+            'mesh_dim_names=("ring", "ulysses") or other ones'
+        )
+    flat = mesh if mesh.ndim == 1 else mesh._flatten()
+    try:
+        group = flat.get_group()
+    except RuntimeError as error:
+        raise TransportError(f"group={mesh}: its process group is gone ({error}); make a new mesh") from error
+    return Found(group, None if mesh.ndim == 1 else (mesh.size(0), mesh.size(1)))
