@@ -1,6 +1,6 @@
 """Draw one step of ring attention from the schedule the library runs: four ranks, zigzag, causal, 16 tokens.
 
-    python docs/draw_ring.py        # writes docs/images/ring-light.svg and ring-dark.svg
+python docs/draw_ring.py        # writes docs/images/ring-light.svg and ring-dark.svg
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ GRID_X, GRID_Y, GRID_CELL = 556, 76, 17
 def draw(palette: Palette) -> str:
     """The ring on the left, the grid of queries and keys on the right."""
     parts = [
-        text(18, 24, f"Step {STEP} of {SCHEDULE.num_steps - 1}: who attends to what, and what travels", palette.ink, BOLD),
+        text(18, 24, f"Steps 0 to {SCHEDULE.num_steps - 1}; this is step {STEP}", palette.ink, BOLD),
         *(part for rank in range(WORLD_SIZE) for part in _card(rank, palette)),
         *(part for rank in range(WORLD_SIZE) for part in _hop(rank)),
         text(18, 376, "Each rank attends its queries to the block it holds", palette.muted),
@@ -44,12 +44,7 @@ MIDDLE = 'text-anchor="middle"'
 
 def _attended(rank: int, t: int) -> list[tuple[int, int]]:
     """The owners of the query and key blocks that a rank attends in step t."""
-    return [
-        (q.owner, kv.owner)
-        for attend in SCHEDULE.actions(rank, t).attends
-        for q in attend.qs
-        for kv in attend.kvs
-    ]
+    return [(q.owner, kv.owner) for attend in SCHEDULE.actions(rank, t).attends for q in attend.qs for kv in attend.kvs]
 
 
 def _card(rank: int, palette: Palette) -> list[str]:
@@ -86,9 +81,10 @@ def _hop(rank: int) -> list[str]:
 def _grid(palette: Palette) -> list[str]:
     """Every pair of query and key: filled if this step computes it, pale if another step does, empty if masked."""
     side = SEQ_LEN * GRID_CELL
+    turned = f'transform="rotate(-90 {GRID_X - 34} {GRID_Y + side / 2})"'
     parts = [
         text(GRID_X + side / 2, GRID_Y - 26, "keys", palette.muted, MIDDLE),
-        text(GRID_X - 34, GRID_Y + side / 2, "queries", palette.muted, f'{MIDDLE} transform="rotate(-90 {GRID_X - 34} {GRID_Y + side / 2})"'),
+        text(GRID_X - 34, GRID_Y + side / 2, "queries", palette.muted, f"{MIDDLE} {turned}"),
         rect(GRID_X, GRID_Y, side, side, "none", f'stroke="{palette.line}"'),
     ]
     for position in range(SEQ_LEN):
@@ -101,7 +97,7 @@ def _grid(palette: Palette) -> list[str]:
         for rank in range(WORLD_SIZE):
             for q_owner, kv_owner in _attended(rank, t):
                 parts += _pairs(rank, q_owner, kv_owner, 1.0 if t == STEP else 0.2)
-    parts.append(text(GRID_X, 376, "Filled: computed in this step. Pale: in another step.", palette.muted))
+    parts.append(text(GRID_X, 376, "Filled: this step. Pale: another step.", palette.muted))
     parts.append(text(GRID_X, 393, "Empty: the causal mask forbids it.", palette.muted))
     return parts
 
