@@ -114,6 +114,7 @@ def test_without_return_lse_only_out_comes_back() -> None:
     assert rs.run_in_process(both, 2) == [True, True]
 
 
+@pytest.mark.wide
 @each_algorithm
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_cross_attention(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
@@ -239,6 +240,7 @@ def test_autocast_rounds_the_inputs_and_nothing_else(kernel: str) -> None:
 # Half types
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @each_algorithm
 def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
@@ -272,6 +274,7 @@ def errors_of(job: Job, out: torch.Tensor) -> torch.Tensor:
 # NaN and infinity
 
 
+@pytest.mark.wide
 @each_algorithm
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

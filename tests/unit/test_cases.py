@@ -29,7 +29,7 @@ EXACT = 1e-12  # float64
 SINGLE = 1e-5  # float32
 HEADS = rs.Heads(4, 2)
 
-each_world_size = pytest.mark.parametrize("world_size", wide_from(4))
+each_world_size = pytest.mark.parametrize("world_size", wide_from(3))
 
 
 def options(row: Row, world_size: int) -> dict:
@@ -278,6 +278,7 @@ def poisoned_arrays(name: str, value: float) -> tuple[Arrays, Arrays]:
     return clean, clean._replace(**broken)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
@@ -297,6 +298,7 @@ def test_a_broken_key_reaches_only_the_rows_that_see_it(subtests, row, name, val
                     assert not np.isfinite(got.out[:, ~spared]).any(axis=-1).any(), f"{what}: a broken row looks sound"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.algorithm)
 def test_a_broken_key_reaches_only_the_gradients_that_depend_on_it(subtests, row, name):

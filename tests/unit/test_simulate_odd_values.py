@@ -54,6 +54,7 @@ def row_by_row(arrays: Arrays, allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np
     return out
 
 
+@pytest.mark.wide
 @each_algorithm
 @each_value
 def test_odd_values_reach_only_the_rows_that_see_them(subtests: pytest.Subtests, options: dict, value: float) -> None:
@@ -66,6 +67,7 @@ def test_odd_values_reach_only_the_rows_that_see_them(subtests: pytest.Subtests,
             np.testing.assert_allclose(got.out, expected, rtol=1e-12, atol=1e-12, err_msg=f"{spec}, {layout}")
 
 
+@pytest.mark.wide
 @each_algorithm
 @each_value
 def test_odd_values_reach_only_the_gradients_they_are_in(
