@@ -147,7 +147,7 @@ def test_positions_that_are_counted_by_part_show(side: str) -> None:
     def tell_one(wiring: Any, counters: dict[Any, str]) -> Any:
         return tell_positions(wiring, {module: told for module, told in counters.items() if told != side})
 
-    with mock.patch("ringspan.adapters.transformers.tell_positions", tell_one):
+    with mock.patch("ringspan.adapters.transformers.handle.tell_positions", tell_one):
         found = on_ranks(model, lambda *on: sharded_logits(*on, whole("plain")), 2)[0]
     assert difference(found, model(**whole("plain")).logits) > 100 * TOLERANCE
     with (
