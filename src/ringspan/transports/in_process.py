@@ -50,7 +50,7 @@ class _End:
         if not self._done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             self._room.fail(self.rank, f"{self} timed out after {timeout_s:g} s: rank {self.peer} did not post its end")
         if not self._is_through:
-            raise TransportError(self._room.failure)
+            raise TransportError(str(self._room.failure))
 
     def __str__(self) -> str:
         way = "to" if self.side == "send" else "from"
@@ -98,7 +98,7 @@ class _Room:
         """Every rank's payload; the n-th call of one rank meets the n-th of all others."""
         with self._lock:
             if self.failure is not None:
-                raise TransportError(self.failure)
+                raise TransportError(str(self.failure))
             self._num_gathers[rank] = number = self._num_gathers[rank] + 1
             this = self._rounds[number]
             this.payloads[rank] = payload
@@ -112,7 +112,7 @@ class _Room:
                 rank, f"rank {rank}: the gathering of bytes timed out after {timeout_s:g} s: no word of ranks {silent}"
             )
         if len(this.payloads) < self.world_size:
-            raise TransportError(self.failure)
+            raise TransportError(str(self.failure))
         return [this.payloads[peer] for peer in range(self.world_size)]
 
     def fail(self, rank: int | None, reason: str) -> None:
@@ -190,7 +190,7 @@ class InProcessRank:
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         """Post all ends. The copies whose other end is there already are made here."""
         if self._room.failure is not None:
-            raise TransportError(self._room.failure)
+            raise TransportError(str(self._room.failure))
         incoming = [_End(self._room, "receive", self._rank, src, buffer) for src, buffer in receives]
         outgoing = [_End(self._room, "send", self._rank, dst, tensor) for dst, tensor in sends]
         for end in (*incoming, *outgoing):

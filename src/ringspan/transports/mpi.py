@@ -141,7 +141,7 @@ class MpiTransport:
     def _prepare(self) -> None:
         """Before new messages start: has the group failed, and which old ones are through?"""
         if self._has_failed():
-            raise TransportError(self._failure)
+            raise TransportError(str(self._failure))
         self._under_way[:] = [message for message in self._under_way if not message.is_through]
 
     def _keep(self, message: "_Message") -> "_Message":
@@ -187,15 +187,15 @@ class MpiTransport:
             except self._mpi.Exception as error:
                 message.requests.pop(0)
                 self.abort(f"{message.what} failed: {error}")
-                raise TransportError(self._failure) from error
+                raise TransportError(str(self._failure)) from error
             if not is_done:
                 self.abort(f"{message.what} timed out after {timeout_s:g} s")
-                raise TransportError(self._failure)
+                raise TransportError(str(self._failure))
             message.requests.pop(0)
             message.arrived += self._status.Get_count(self._mpi.BYTE)
         if message.expected not in (None, message.arrived):
             self.abort(f"{message.what} found only {message.arrived} bytes; sizes must be the same on both ranks")
-            raise TransportError(self._failure)
+            raise TransportError(str(self._failure))
 
 
 class _Message:
