@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-fast test-slow check format bench mpi clean
+.PHONY: demo test test-fast test-slow check docs format bench mpi clean
 
 demo: $(STAMP)
 	$(BIN)/ringspan simulate
@@ -31,6 +31,11 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documentation site, in site/. `--strict` fails on a broken link, a missing page or an unknown name.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -43,7 +48,7 @@ mpi: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[mpi]'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The stamp is written last, so an interrupted installation is done again.
 $(STAMP): pyproject.toml constraints/cpu.txt

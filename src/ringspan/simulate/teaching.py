@@ -24,10 +24,11 @@ def ring_attention_simulate(
     V: npt.ArrayLike,  # noqa: N803
     num_devices: int,
 ) -> tuple[npt.NDArray[np.float64], list[list[int]]]:
-    """Full attention of (seq_len, d) arrays on a ring of devices: (output, comm_schedule).
+    """Compute full attention of (seq_len, d) arrays on a ring of devices.
 
-    The output is rounded to 4 decimals. comm_schedule[step][device] is the device whose K and V are processed there;
-    blocks move to the next device, so it is (device - step) mod num_devices.
+    Returns:
+        (output, comm_schedule). The output is rounded to 4 decimals. `comm_schedule[s][d]` is the device whose K and V
+        device d attends in step s. Blocks move to the next device, so it is (d - s) mod num_devices.
     """
     devices = _check_count("num_devices", num_devices)
     q, k, v = (_check_matrix(name, x) for name, x in (("Q", Q), ("K", K), ("V", V)))
