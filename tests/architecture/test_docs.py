@@ -55,7 +55,7 @@ def test_commands_print_what_is_shown(subtests, document):
 
 
 def assert_shown(shown: list[str], printed: list[str]) -> None:
-    """Each shown line is printed, in order. A line "…" skips any number of lines; a trailing "…" skips the rest of a line."""
+    """Each shown line is printed, in order. A line "…" skips any lines; a trailing "…" skips the rest of a line."""
     at = 0
     may_skip = False
     for line in shown:
