@@ -82,7 +82,7 @@ def test_older_devices_have_no_bfloat16_and_no_flash(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     half = HALF._replace(dtype=torch.float16)
     found = {kernel.name: (kernel.refuses(HALF), kernel.refuses(half)) for kernel in (FLASH, EFFICIENT, CUDNN)}
-    too_old = "takes this type only on devices of compute capability 8.0 or newer"
+    too_old = "takes this dtype only on devices of compute capability 8.0 or newer"
     assert found == {
         "sdpa_flash": (too_old, too_old),
         "sdpa_efficient": (too_old, None),

@@ -139,7 +139,7 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
     ("batch", "options", "message"),
     [
         ({"labels": IDS}, {}, "batch has labels; it needs input_ids"),
-        ({"input_ids": IDS, "attention_mask": IDS}, {}, "attention_mask: a rank sees a part of it only"),
+        ({"input_ids": IDS, "attention_mask": IDS}, {}, "attention_mask: a rank would see only a part of it"),
         ({"input_ids": IDS[:, :5]}, {}, "batch['input_ids'].shape=(2, 5)"),
         ({"input_ids": IDS, "weights": IDS.T}, {}, "batch['weights'].shape=(6, 2)"),
         ({"input_ids": IDS, "weights": IDS[0]}, {}, "batch['weights'].shape=(6,)"),
@@ -166,7 +166,7 @@ def test_labels_that_are_shifted_already_are_refused(ignored: int) -> None:
     tokens = make_tokens(0, 2, 7)
     labels = tokens[:, 1:].clone()
     labels[:, :ignored] = IGNORED
-    with pytest.raises(rs.ShapeError, match="shifted once more"):
+    with pytest.raises(rs.ShapeError, match="shift them again"):
         rs.shard_batch({"input_ids": tokens[:, :-1], "labels": labels}, rs.zigzag(6, 1))
 
 
@@ -308,7 +308,7 @@ def test_a_mean_where_losses_are_expected_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
 def test_labels_that_cannot_be_ignored_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(rs.ShapeError, match=r"labels are torch.\w+: they must be able to be -100"):
+    with pytest.raises(rs.ShapeError, match=r"labels are torch.\w+: their dtype must be able to hold -100"):
         rs.cross_rank_mean_loss(torch.ones(3), torch.ones(3, dtype=dtype))
 
 

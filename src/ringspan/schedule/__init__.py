@@ -1,4 +1,4 @@
-"""Programs as data: what a schedule is made of, how it is completed, proved, compiled and written down."""
+"""Schedules as data: actions, completion, validation, compilation and text."""
 
 from ringspan.schedule.actions import (
     ALL,
