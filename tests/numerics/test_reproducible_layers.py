@@ -157,7 +157,7 @@ def test_what_is_not_elementwise_is_refused() -> None:
 
 
 def test_elementwise_of_nothing_and_of_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* give one tensor or more"):
+    with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* at least one tensor"):
         rs.reproducible.elementwise(torch.sigmoid)
     with pytest.raises(rs.ShapeError, match=r"tensors\[1\] is a float: give a tensor"):
         rs.reproducible.elementwise(torch.add, X, 1.0)

@@ -120,16 +120,16 @@ class Doubled(nn.SiLU):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Norm(), r"0 is a Norm with weights of its own; known are Linear, Embedding, LayerNorm, RMSNorm; .*`others`"),
-        (Scaled(), "0 is a Scaled with weights of its own"),
-        (nn.PReLU(), "0 is a PReLU with weights of its own"),
+        (Norm(), r"0 is a Norm with weights; supported are Linear, Embedding, LayerNorm, RMSNorm; .*`others`"),
+        (Scaled(), "0 is a Scaled with weights"),
+        (nn.PReLU(), "0 is a PReLU with weights"),
         (nn.Conv1d(2, 2, 1), "0 is a Conv1d"),
         (nn.Dropout(0.1), r"0 is Dropout\(p=0.1, inplace=False\).*set p=0"),
         (nn.LayerNorm((2, 3)), "over the last dim only"),
         (nn.Embedding(3, 2, padding_idx=0), "padding_idx is not supported"),
         (nn.Embedding(3, 2, sparse=True), "sparse is not supported"),
         (nn.SiLU(inplace=True), "inplace is not supported"),
-        (Doubled(), r"0 is Doubled\(\): its results may depend on which tokens a rank has; .*`others`"),
+        (Doubled(), r"0 is Doubled\(\): its results may depend on which tokens a rank holds; .*`others`"),
         (nn.GLU(), r"0 is GLU\(dim=-1\): its results may depend"),
         (nn.RReLU(), "0 is RReLU"),
         (nn.Softmax(dim=1), "0 is Softmax"),
@@ -196,7 +196,7 @@ def test_activations_of_transformers_have_the_same_bits_anywhere_or_are_refused(
     for name in activations.ACT2CLS:
         with subtests.test(name):
             if name in ("prelu", "xielu"):
-                with pytest.raises(rs.UnsupportedError, match="with weights of its own"):
+                with pytest.raises(rs.UnsupportedError, match="with weights"):
                     rs.reproducible.convert(activations.ACT2FN[name], layout=rs.contiguous(5, 1))
             else:
                 check_bits(activations.ACT2FN[name])
