@@ -350,8 +350,8 @@ def test_an_interrupt_is_no_trap(part: str) -> None:
 
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no decoder": ({"decoder_input_ids": None}, "no decoder_input_ids: give the decoder's tokens"),
-    "rows": ({"decoder_input_ids": LABELS[:1]}, "the encoder and the decoder have as many rows"),
-    "positions": ({"position_ids": torch.arange(23)[None]}, "position_ids: what it does .* is not known"),
+    "rows": ({"decoder_input_ids": LABELS[:1]}, "the encoder and the decoder need the same number of rows"),
+    "positions": ({"position_ids": torch.arange(23)[None]}, "position_ids: its effect .* is unknown"),
     "one cache": (
         {"past_key_values": "plain"},
         "DynamicCache: a model with an encoder .* needs an EncoderDecoderCache",
@@ -359,8 +359,8 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a filled cache": ({"past_key_values": "filled"}, "an encoder's tokens, whole on this rank"),
     "another encoder": ({"past_key_values": "used"}, "sequence of 23 tokens: the cache was made with one of 7"),
     "gap": ({"attention_mask": mask(IDS.shape, (0, slice(4, 5)))}, "padding between tokens"),
-    "number of labels": ({"labels": LABELS, "num_items_in_batch": 3}, "num_items_in_batch: .* does not heed it"),
-    "weights": ({"cross_attn_head_mask": torch.ones(4)}, "cross_attn_head_mask: what it does .* is not known"),
+    "number of labels": ({"labels": LABELS, "num_items_in_batch": 3}, "num_items_in_batch: .* does not use it"),
+    "weights": ({"cross_attn_head_mask": torch.ones(4)}, "cross_attn_head_mask: its effect .* is unknown"),
     "static cache": ({"generates": True, "cache_implementation": "static"}, "leave out cache_implementation"),
     "a prompt with padding behind": (
         {"generates": True, "decoder_attention_mask": mask(LABELS.shape, (0, slice(8, None)))},

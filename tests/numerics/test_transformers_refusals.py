@@ -39,7 +39,7 @@ def test_what_parallelize_refuses_says_where_and_why() -> None:
     )
     assert refusal("T5") == (
         "encoder.block.0.layer.0.SelfAttention, encoder.block.1.layer.0.SelfAttention … (6 layers): position_bias: a "
-        "bias for relative positions is added to the scores, which no mask can say"
+        "bias for relative positions is added to the scores, which no mask can express"
     )
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert "model.rotary_emb: rope_type='dynamic' depends on the length" in refusal("Llama", rope_parameters=scaled)
@@ -122,7 +122,7 @@ def test_whatever_else_joins_tokens_is_noticed() -> None:
         rs.UnsupportedError, match="BertModel fails on two ranks: UnsupportedError: BertModel returns pooler_output"
     ):
         parallelize(BertModel(FAMILIES["BERT"].make().config))
-    with pytest.raises(rs.UnsupportedError, match="nothing that has a row for each token"):
+    with pytest.raises(rs.UnsupportedError, match="no output with a row for each token"):
         parallelize(BertForSequenceClassification(FAMILIES["BERT"].make().config))
 
 
@@ -156,12 +156,12 @@ def test_base_models_and_models_of_token_classes() -> None:
 
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "gradients": ({"grad": True}, "with gradients: use model.*handle.shard"),
-    "weights": ({"output_attentions": True}, "output_attentions=True: attention weights are never in one place"),
+    "weights": ({"output_attentions": True}, "output_attentions=True: no rank has all attention weights"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states of whole sequences"),
-    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q: what it does to a part .* is not known"),
+    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q: its effect on a shard .* is unknown"),
     "tuple": ({"return_dict": False}, "return_dict=False"),
     "4-D mask": ({"attention_mask": torch.ones(2, 1, 23, 23)}, r"attention_mask.shape=\(2, 1, 23, 23\)"),
-    "segments": ({"attention_mask": torch.arange(46).view(2, 23)}, "other values than 0 and 1"),
+    "segments": ({"attention_mask": torch.arange(46).view(2, 23)}, "values other than 0 and 1"),
     "gap": (
         {"attention_mask": torch.tensor([[1, 0, 1] + [1] * 20] * 2), "use_cache": False},
         "padding between tokens",
@@ -171,13 +171,13 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "another cache": ({"past_key_values": "filled"}, "has 4 tokens, whole on this rank"),
     "padding behind": (
         {"attention_mask": (torch.arange(23) < torch.tensor([[23], [14]])).long(), "logits_to_keep": 1},
-        r"attention_mask\[1\] has padding behind its tokens, .* put padding before the tokens",
+        r"attention_mask\[1\] has padding after its tokens, .* put padding before the tokens",
     ),
     "packed": (
         {"position_ids": torch.arange(23)[None] % 9, "labels": IDS},
-        "position_ids begin anew, .* say use_cache=False to keep packed documents apart",
+        "position_ids restart, .* pass use_cache=False to keep packed documents apart",
     ),
-    "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may make masks"),
+    "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may derive masks"),
     "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels beside"),
     "kept": ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
     "kept but for the first": ({"logits_to_keep": -3}, "logits_to_keep=-3: .* use 1 or more, or 0 for all tokens"),
@@ -269,7 +269,7 @@ def test_labels_of_padding_where_attention_makes_something_else_of_it() -> None:
     batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
     model = FAMILIES["Llama"].make(attn_implementation="eager")
     with parallelize(model, verify=False) as handle:
-        with pytest.raises(rs.UnsupportedError, match=r"labels\[1, 6\] .* attention_mask\[1, 5\]=0: .* set it to -100"):
+        with pytest.raises(rs.UnsupportedError, match=r"labels\[1, 6\] .* attention_mask\[1, 5\]=0: .* label to -100"):
             handle.shard(batch)
         batch["labels"][1, 6] = -100
         found = model(**handle.shard(batch)).loss.detach()
@@ -321,7 +321,7 @@ def test_a_layer_that_is_not_causal_or_no_longer() -> None:
     """Without padding transformers makes no mask and goes by is_causal."""
     contrary = FAMILIES["Llama"].make()
     contrary.model.layers[1].self_attn.is_causal = False
-    with pytest.raises(rs.UnsupportedError, match=r"layers.1.self_attn: is_causal=False, where its mask is causal\(\)"):
+    with pytest.raises(rs.UnsupportedError, match=r"layers.1.self_attn: is_causal=False, but its mask is causal\(\)"):
         parallelize(contrary)
     model = FAMILIES["Llama"].make()
     with parallelize(model, verify=False) as handle:
@@ -384,7 +384,7 @@ def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
     assert (model(**batch).loss == model(input_ids=IDS, labels=IDS).loss) == (name == "BERT")
     with parallelize(model) as handle:
         if name == "BERT":
-            with pytest.raises(rs.UnsupportedError, match="BertForMaskedLM does not heed it"):
+            with pytest.raises(rs.UnsupportedError, match="BertForMaskedLM does not use it"):
                 handle.shard(batch)
         else:
             assert difference(model(**handle.shard(batch)).loss.detach(), model_loss(name, batch)) < TOLERANCE

@@ -84,7 +84,7 @@ def test_a_compression_rate_that_a_small_batch_does_not_reach() -> None:
 
 def test_a_temperature_that_changes_far_out() -> None:
     """Llama 4 counts the positions itself, so a rank's count is that of its part."""
-    with pytest.raises(rs.UnsupportedError, match=r"floor_scale=8192, here made 8, .* positions it counts itself"):
+    with pytest.raises(rs.UnsupportedError, match=r"floor_scale=8192, here made 8, .* positions that it counts itself"):
         parallelize(MORE["Llama 4"].make(**_FULL))
     parallelize(MORE["Llama 4"].make(**_FULL, attn_temperature_tuning=False)).restore()
 

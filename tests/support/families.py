@@ -246,7 +246,7 @@ MORE: dict[str, Family] = {
         Qwen3NextConfig,
         _decoder(**_SMALL_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=4),
         "linear attention",
-        refused="something besides attention joins tokens",
+        refused="something besides attention mixes tokens",
     ),
     "mBART": Family(MBartForConditionalGeneration, MBartConfig, _BOTH, "encoder and decoder, norms before the layers"),
     "Marian": Family(MarianMTModel, MarianConfig, _BOTH, "encoder and decoder, sinusoidal positions"),
@@ -262,7 +262,7 @@ MORE: dict[str, Family] = {
         RobertaConfig,
         _decoder(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
         "positions that depend on padding",
-        refused="positions it counts itself",
+        refused="positions that it counts itself",
         generates=False,
     ),
 }
