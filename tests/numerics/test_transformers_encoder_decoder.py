@@ -152,7 +152,9 @@ def test_positions_that_are_counted_by_part_show(side: str) -> None:
     assert difference(found, model(**whole("plain")).logits) > 100 * TOLERANCE
     with (
         mock.patch("ringspan.adapters.transformers.reference.tell_positions", tell_one),
-        pytest.raises(rs.UnsupportedError, match=r"encoder_last_hidden_state|logits on shards .* positions it counts"),
+        pytest.raises(
+            rs.UnsupportedError, match=r"encoder_last_hidden_state|logits on shards .* positions that it counts"
+        ),
     ):
         parallelize(model)
 

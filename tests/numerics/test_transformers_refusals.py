@@ -115,7 +115,7 @@ def test_whatever_else_joins_tokens_is_noticed() -> None:
     """A model nobody knows: tokens see each other outside of attention, or it has a pooler."""
     model = FAMILIES["Llama"].make()
     model.model.layers[1].mlp = Mixes(model.model.layers[1].mlp)
-    with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* joins tokens"):
+    with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* mixes tokens"):
         parallelize(model)
     parallelize(model, verify=False).restore()
     with pytest.raises(
@@ -178,7 +178,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         "position_ids restart, .* pass use_cache=False to keep packed documents apart",
     ),
     "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may derive masks"),
-    "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels beside"),
+    "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels with"),
     "kept": ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
     "kept but for the first": ({"logits_to_keep": -3}, "logits_to_keep=-3: .* use 1 or more, or 0 for all tokens"),
     "the same without a cache": ({"logits_to_keep": -3, "use_cache": False}, "logits_to_keep=-3: .* use 1 or more"),
@@ -311,7 +311,7 @@ def test_a_closed_handle_shards_nothing() -> None:
     with parallelize(FAMILIES["Llama"].make(), verify=False) as handle:
         handle.shard({"input_ids": IDS})
     with pytest.raises(
-        rs.UnsupportedError, match=r"closed handle: LlamaForCausalLM was restored, .* parallelize it anew"
+        rs.UnsupportedError, match=r"closed handle: LlamaForCausalLM was restored, .* parallelize it again"
     ):
         handle.shard({"input_ids": IDS})
 

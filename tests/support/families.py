@@ -233,7 +233,7 @@ MORE: dict[str, Family] = {
         "experts",
     ),
     "GPT-NeoX": Family(GPTNeoXForCausalLM, GPTNeoXConfig, _decoder(attention_dropout=0.0), "attention beside the MLP"),
-    "OLMo 2": Family(Olmo2ForCausalLM, Olmo2Config, _decoder(), "norms behind the layers"),
+    "OLMo 2": Family(Olmo2ForCausalLM, Olmo2Config, _decoder(), "norms after the layers"),
     "Llama 4": Family(
         Llama4ForCausalLM,
         Llama4TextConfig,
