@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import ringspan as rs
 from ringspan.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -92,3 +93,10 @@ def test_links_of_the_documents_lead_somewhere(subtests):
         with subtests.test(str(document.relative_to(ROOT))):
             for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+@pytest.mark.parametrize("name", sorted({*rs.__all__} - {"__version__"}))
+def test_the_reference_has_every_public_name(name):
+    pages = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    is_error = name.endswith("Error")  # `::: ringspan.errors` shows them all
+    assert is_error or re.search(rf"^::: ringspan\.(\w+\.)*{name}(\.|$)", pages, re.MULTILINE)
