@@ -1,4 +1,4 @@
-"""A cache saved from some ranks goes on, on other ranks, as if nothing had happened."""
+"""A cache that is saved from some ranks continues on other ranks with the same results."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def save_eight(group: InProcessRank, value: float, folder: Path) -> None:
 
 
 def test_what_was_saved_over_by_some_ranks_only_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the others hear at once that one rank could not write."""
+    """The other ranks learn at once that one rank could not write."""
     rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
     write_text = Path.write_text
 

@@ -1,4 +1,4 @@
-"""What the adapter refuses."""
+"""What does the adapter for transformers refuse?"""
 
 import copy
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def without_weights() -> Any:
     ],
 )
 def test_what_is_no_model_of_weights(make: Callable[[], Any], message: str) -> None:
-    """On one rank, and the other is told."""
+    """One rank refuses, and the other learns it."""
     model = FAMILIES["Llama"].make()
 
     def run(group: Any) -> str:
@@ -93,7 +93,7 @@ def test_a_refused_model_is_as_it_was() -> None:
 
 
 def test_masks_are_taken_from_what_a_model_says_far_out() -> None:
-    """Chunks of 8192 tokens look causal on a few tokens; a window of 100,000 too."""
+    """Chunks of 8192 tokens look causal on a few tokens; so does a window of 100,000."""
     with pytest.raises(rs.UnsupportedError, match=r"self_attn: its mask is neither .* \(such as chunked attention\)"):
         parallelize(MORE["Llama 4"].make(attention_chunk_size=8192))
     with parallelize(FAMILIES["Mistral"].make(sliding_window=100_000)) as handle:
@@ -101,7 +101,7 @@ def test_masks_are_taken_from_what_a_model_says_far_out() -> None:
 
 
 class Mixes(torch.nn.Module):
-    """A projection that also looks at the token before."""
+    """A projection that also reads the previous token."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Mixes(torch.nn.Module):
 
 
 def test_whatever_else_joins_tokens_is_noticed() -> None:
-    """A model nobody knows: tokens see each other outside of attention, or it has a pooler."""
+    """An unknown model whose tokens mix outside of attention, or that has a pooler."""
     model = FAMILIES["Llama"].make()
     model.model.layers[1].mlp = Mixes(model.model.layers[1].mlp)
     with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* mixes tokens"):
@@ -128,8 +128,8 @@ def test_whatever_else_joins_tokens_is_noticed() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "Qwen3-Next", "RoBERTa"])
 def test_half_types_are_told_by_their_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts chosen otherwise because of a rounding are no reason to refuse a model; what joins tokens is."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # for bfloat16 it may use what a CPU lacks
+    """Another choice of experts because of rounding is no reason for a refusal; mixing tokens is."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # bfloat16 may need missing instructions
     family = (FAMILIES | MORE)[name]
     model = family.make().to(torch.bfloat16)
     if family.refused:
@@ -187,7 +187,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED_CALLS)
 def test_what_a_call_refuses(what: str) -> None:
-    """All ranks say so, and the group is still usable."""
+    """All ranks raise, and the group is usable."""
     options, message = REFUSED_CALLS[what]
     model = FAMILIES["Llama"].make()
 
@@ -208,7 +208,7 @@ def test_what_a_call_refuses(what: str) -> None:
 
 @torch.no_grad()
 def test_rows_that_a_model_cannot_be_asked_for() -> None:
-    """transformers passes logits_to_keep over in silence, and generate() does not ask such a model."""
+    """transformers ignores logits_to_keep silently, and generate() does not pass it to such a model."""
     model = LlamaModel(FAMILIES["Llama"].make().config).eval()
     assert torch.equal(model(IDS, logits_to_keep=1).last_hidden_state, model(IDS).last_hidden_state)
     expected = model(IDS).last_hidden_state
@@ -238,7 +238,7 @@ def test_layers_are_not_called_behind_the_models_back() -> None:
 
 
 def test_what_would_be_wrong_in_silence() -> None:
-    """A copy, gradients of inputs only, layers left out, attention that was set anew, a model compiled already."""
+    """A copy, gradients of inputs only, skipped layers, changed attention, a compiled model."""
     model, batch = FAMILIES["Llama"].make(), {"input_ids": IDS, "labels": IDS}
     with parallelize(model) as handle:
         with pytest.raises(rs.UnsupportedError, match="parallelize did not see this layer attend"):
@@ -263,7 +263,7 @@ def test_what_would_be_wrong_in_silence() -> None:
 
 
 def test_labels_of_padding_where_attention_makes_something_else_of_it() -> None:
-    """Eager attention gives padding that sees nothing the mean of all values."""
+    """In eager attention a padding query that sees no key gets the mean of all values."""
     mask = torch.ones_like(IDS)
     mask[1, :6] = 0
     batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
@@ -277,7 +277,7 @@ def test_labels_of_padding_where_attention_makes_something_else_of_it() -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A fresh LoRA: what it adds is 0, so what it drops does not show."""
+    """A fresh LoRA: its output is 0, so its dropout does not show."""
 
     def __init__(self, inner: torch.nn.Linear, dropout: float) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Adapted(torch.nn.Module):
 
 
 def test_dropout_that_does_not_show_yet() -> None:
-    """Of an adapter that is there already, or comes later; in evaluation, or with nothing to drop, it does no harm."""
+    """Dropout of an adapter that is there already or comes later; harmless in evaluation or at p=0."""
     message = r"random in training \(model.layers.0.mlp.up_proj.dropout and 0 more .* or call model.eval\(\)"
     model, batch = FAMILIES["Llama"].make().train(), {"input_ids": IDS, "labels": IDS}
     mlp = model.model.layers[0].mlp
@@ -318,7 +318,7 @@ def test_a_closed_handle_shards_nothing() -> None:
 
 @torch.no_grad()
 def test_a_layer_that_is_not_causal_or_no_longer() -> None:
-    """Without padding transformers makes no mask and goes by is_causal."""
+    """Without padding transformers makes no mask and uses is_causal."""
     contrary = FAMILIES["Llama"].make()
     contrary.model.layers[1].self_attn.is_causal = False
     with pytest.raises(rs.UnsupportedError, match=r"layers.1.self_attn: is_causal=False, but its mask is causal\(\)"):
@@ -334,7 +334,7 @@ def test_a_layer_that_is_not_causal_or_no_longer() -> None:
 
 
 def test_a_cache_is_cropped_by_a_negative_number() -> None:
-    """As transformers has it: once a positive number was the length to keep."""
+    """As in transformers, where a positive number once was the length to keep."""
     model, cache = FAMILIES["Llama"].make(), DynamicCache()
     with parallelize(model, verify=False), torch.no_grad():
         model(IDS, past_key_values=cache)
@@ -354,7 +354,7 @@ LIMITS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_of_time_is_refused(limit: str) -> None:
-    """On one rank, and the other is told; a model that is restored has the generate() it had."""
+    """One rank refuses, and the other learns it; a restored model has its own generate() again."""
     model = FAMILIES["Llama"].make()
 
     def run(mine: PreTrainedModel, handle: Handle, group: Any) -> str:
@@ -379,7 +379,7 @@ def test_the_generate_of_a_copy_is_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
 def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
-    """num_items_in_batch is for models that heed it: BERT takes it and goes on with the mean."""
+    """num_items_in_batch is for models that use it: BERT accepts it and uses the mean."""
     model, batch = FAMILIES[name].make(), {"input_ids": IDS, "labels": IDS, "num_items_in_batch": 100}
     assert (model(**batch).loss == model(input_ids=IDS, labels=IDS).loss) == (name == "BERT")
     with parallelize(model) as handle:
@@ -391,7 +391,7 @@ def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
 
 
 def test_a_number_of_items_that_is_a_tensor() -> None:
-    """The Trainer puts it onto each rank's own device, so only its value is compared."""
+    """The Trainer moves it to each rank's device, so only its value is compared."""
     model, batch = FAMILIES["Llama"].make(), {"input_ids": IDS, "labels": IDS}
 
     def loss(mine: PreTrainedModel, handle: Handle, group: Any) -> torch.Tensor:

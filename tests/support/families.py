@@ -96,7 +96,7 @@ _BOTH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and what it shows; `refused` is a part of the reason if it cannot run on ranks."""
+    """A model and the feature that it stands for; `refused` is a part of the reason if it cannot run on ranks."""
 
     model: type[PreTrainedModel]
     config: type[PreTrainedConfig]
@@ -106,7 +106,7 @@ class Family:
     generates: bool = True
 
     def make(self, **options: Any) -> PreTrainedModel:
-        """The same weights every time, in eval mode."""
+        """Build the model with the same weights every time, in eval mode."""
         config = self.config(**self.options | options)
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
@@ -205,7 +205,7 @@ FAMILIES: dict[str, Family] = {
         "encoder and decoder, cross-attention",
     ),
 }
-# Shown on threads only, which takes less time.
+# Tested on threads only, which is faster.
 MORE: dict[str, Family] = {
     "DeepSeek V3": Family(
         DeepseekV3ForCausalLM,
@@ -271,7 +271,7 @@ REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 
 
 def table() -> str:
-    """What docs/transformers.md says of all of them."""
+    """Return the table of docs/transformers.md."""
     rows = [_row(name, family) for name, family in (FAMILIES | MORE).items()]
     return "\n".join(rows)
 
