@@ -34,7 +34,7 @@ AT_LEAST = 0.93
 
 
 class Times(NamedTuple):
-    """Seconds of one round."""
+    """The seconds of one round."""
 
     alone: float
     decode: float
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_rounds: int) -> list[Times]:
-    """The seconds of every round on this rank."""
+    """Return the seconds of every round on this rank."""
     generator = torch.Generator().manual_seed(rank)
     cache = rs.KVCache(num_layers=LAYERS, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
     for sequence in range(batch):

@@ -72,7 +72,7 @@ def measure(rank: int, rounds: int) -> dict[int, dict[str, list[Cost]]]:
 
 
 def exchanges(rank: int, size: int) -> dict[str, Callable[[], None]]:
-    """What is to be timed; buffers are used again, as the runtime does."""
+    """Return what to time; buffers are reused, as in the runtime."""
     import torch
     import torch.distributed as dist
 

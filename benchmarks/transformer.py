@@ -1,4 +1,4 @@
-"""How close does a whole model come to the ideal? `ringspan bench --transformer` on two ranks, as it prints itself.
+"""How close does a whole model come to the ideal? `ringspan bench model` on two ranks, with its own output.
 
 Of the small decoder that is its default, with as many KV heads as heads, and with one for all four of them.
 

