@@ -175,7 +175,7 @@ class _Config:
         )
 
     def _kv_heads(self) -> int:
-        """Return the number of KV heads: by default that of query heads; falcon and gpt_bigcode use "multi_query" for one."""
+        """Return the number of KV heads, by default that of query heads; "multi_query" of falcon means one."""
         if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
             return 1
         return self.need("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")

@@ -52,7 +52,7 @@ class Video(NamedTuple):
     usual: tuple[int, int, int] | None  # frames, height, width
 
     def count_tokens(self, frames: int, height: int, width: int) -> int:
-        """Count ((frames - 1)/stride + 1)/patch_t · height/(stride · patch_h) · width/(stride · patch_w), and joint text."""
+        """((frames - 1)/stride + 1)/patch_t · height/(stride · patch_h) · width/(stride · patch_w), and joint text."""
         patch_t, patch_h, patch_w = self.patch
         for name, length in (("frames", frames), ("height", height), ("width", width)):
             if length > LONGEST:
