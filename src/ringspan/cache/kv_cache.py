@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ringspan.algorithms import Query, check_algorithm
-from ringspan.algorithms.choose import RingWork, choose_by_time
+from ringspan.algorithms.choose import DEFAULT, Q_RING, RINGS, RingWork, choose_by_time
 from ringspan.cache.plan import Part, plan_problem, ring_work
 from ringspan.cache.saving import agree, fill, read_index, save
 from ringspan.cache.storage import RowSpec, Stored
@@ -33,7 +33,7 @@ from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ALGORITHMS = ("auto", "pass_kv", "pass_q")
+_ALGORITHMS = ("auto", *RINGS)
 
 
 class KVCache:
@@ -230,7 +230,7 @@ class KVCache:
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
-        with self.begin(lengths, algorithm="pass_kv") as turn:
+        with self.begin(lengths, algorithm=DEFAULT) as turn:
             with contract.telling_refusals():
                 fill(turn, Path(folder), kept)
             agree(state, "loaded", Path(folder))
@@ -284,7 +284,7 @@ class KVCache:
         if wire is None:
             return
         form = find_format("wire", wire)
-        if query == "replicated" or algorithm == "pass_q":
+        if query == "replicated" or algorithm == Q_RING:
             raise UnsupportedError(f"wire={wire!r}: K and V do not travel in this turn; leave it out")
         if self._state.form not in (None, form):
             raise UnsupportedError(f"wire={wire!r}: the cache is encoded in another way already; leave it out")
@@ -296,9 +296,9 @@ class KVCache:
         if algorithm != "auto":
             return Chosen(algorithm, f"{algorithm}: asked for.")
         if state.world_size == 1:
-            return Chosen("pass_kv", "pass_kv: a single rank sends nothing.")
+            return Chosen(DEFAULT, f"{DEFAULT}: a single rank sends nothing.")
         if all(part.num_new == 1 for part in parts):
-            return Chosen("pass_q", "pass_q: one query per sequence is the smallest message there is.")
+            return Chosen(Q_RING, f"{Q_RING}: one query per sequence is the smallest message there is.")
         sizes = row_sizes(state, None if wire is None else FORMATS[wire])
         starts = ((),) * len(parts)
         works = {

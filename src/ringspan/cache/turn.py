@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringspan.algorithms import Query
+from ringspan.algorithms.choose import KV_RING
 from ringspan.cache.placement import Placement, deal, place, positions_of
 from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem, proven_schedule
 from ringspan.cache.storage import RowSpec, Stored
@@ -123,7 +124,7 @@ class Turn:
         self.query = query
         self.algorithm, self.reason = chosen
         # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
-        self.form = None if wire is None or self.algorithm != "pass_kv" else FORMATS[wire]
+        self.form = None if wire is None or self.algorithm != KV_RING else FORMATS[wire]
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of k and v, (KV heads,)
         self.layers_done: dict[int, float | None] = {}  # with the scale of each, in their order
         self.said: Mapping[str, str] = {}  # what else the ranks must agree on, by the caller

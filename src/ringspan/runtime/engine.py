@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh, check_algorithm
-from ringspan.algorithms.choose import RingWork, choose_by_time
+from ringspan.algorithms.choose import DEFAULT, RingWork, choose_by_time
 from ringspan.errors import LayoutError, TransportError, UnsupportedError
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
@@ -233,8 +233,8 @@ def _check_wire(options: Options, which: Pass) -> Format | None:
         raise UnsupportedError(
             f"wire={options.wire!r}: gradients through rounded K and V would not be exact; call under torch.no_grad()"
         )
-    if options.algorithm == "pass_q":
-        raise UnsupportedError(f"wire={options.wire!r}: in pass_q K and V do not travel; leave it out")
+    if options.algorithm in ALGORITHMS and not ALGORITHMS[options.algorithm].moves_kv:
+        raise UnsupportedError(f"wire={options.wire!r}: in {options.algorithm} K and V do not travel; leave it out")
     return form
 
 
@@ -245,7 +245,7 @@ def _without_auto(options: Options, looks: Looks, session: Session) -> Options:
     world_size = session.transport.world_size
     is_for_others = options.layout.world_size != world_size or options.kv_layout.world_size != world_size
     if world_size == 1 or is_for_others or options.wire is not None:  # which is about K and V on their way
-        return options._replace(algorithm="pass_kv")
+        return options._replace(algorithm=DEFAULT)
     work = _ring_work(options, looks)
     choice = choose_by_time(work, None, world_size)
     if choice is None:

@@ -1,0 +1,95 @@
+"""When does everything in one layer's attention happen, for an algorithm by name?
+
+An algorithm whose record has `loads` is priced by them on any number of ranks. Of any other the real schedule is built
+and priced, which `check_priced` limits to groups and models for which that is exact and quick.
+"""
+
+from ringspan.algorithms import Algorithm, RegularCall, Ring, Sequence, build_schedule, find_algorithm
+from ringspan.errors import UnsupportedError
+from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.mask import causal, full, sliding_window
+from ringspan.planner.catalog import Device
+from ringspan.planner.cost import Shard
+from ringspan.planner.timeline.costs import DeviceCosts
+from ringspan.planner.timeline.run import Timeline, run_timeline
+from ringspan.planner.timeline.schedules import schedule_timeline
+from ringspan.program.bind import Problem, Shapes
+from ringspan.schedule import Heads, visible_blocks
+
+MOST_SCHEDULED_RANKS = 128  # a schedule of P ranks has P² tiles
+LAYOUT_BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+
+
+def attention_timeline(
+    algorithm: str,
+    ring: Ring,
+    sequence: Sequence,
+    shard: Shard,
+    device: Device,
+    *,
+    is_backward: bool = False,
+) -> Timeline:
+    """The timeline of one layer's attention, forward or backward."""
+    record = find_algorithm(algorithm)
+    if record.loads is None:
+        return real_timeline(record, ring, sequence, shard, device, is_backward=is_backward)
+    call = RegularCall(ring, sequence, DeviceCosts(shard, device, is_backward), is_backward=is_backward)
+    return run_timeline(record.loads(call), call.period, device.near, device.far)
+
+
+def check_priced(record: Algorithm, world_size: int, shard: Shard) -> None:
+    """Refuse what only `loads` could price."""
+    if record.loads is not None:
+        return
+    if world_size > MOST_SCHEDULED_RANKS:
+        raise UnsupportedError(
+            f"not priced: {record.name} has no loads, and its schedule is built for at most {MOST_SCHEDULED_RANKS} "
+            f"ranks, not {world_size}"
+        )
+    if shard.kv_elements != shard.num_kv_heads * (shard.head_dim + shard.v_head_dim):
+        raise UnsupportedError(f"not priced: {record.name} has no loads, and its schedule has no latent K and V")
+
+
+def real_timeline(
+    record: Algorithm,
+    ring: Ring,
+    sequence: Sequence,
+    shard: Shard,
+    device: Device,
+    *,
+    is_backward: bool = False,
+    records_moments: bool = False,
+) -> Timeline:
+    """The timeline of the real schedule; backward, the lighter side travels, as in the runtime."""
+    check_priced(record, ring.world_size, shard)
+    problem = _problem(ring, sequence, shard)
+    takes = record.options
+    schedule = build_schedule(
+        record.name,
+        visible_blocks(problem.mask, problem.layout, problem.kv_layout),
+        heads=problem.shapes.heads if "heads" in takes else None,
+        mesh=(ring.world_size // ring.inner, ring.inner) if "mesh" in takes else None,
+        backward=problem.lighter_side() if is_backward else None,
+    )
+    return schedule_timeline(schedule, problem, shard, device, ring.per_node, record=records_moments)
+
+
+def _problem(ring: Ring, sequence: Sequence, shard: Shard) -> Problem:
+    """New tokens lie as the layout says, behind cached ones that lie so too."""
+    build = LAYOUT_BUILDERS[sequence.layout]
+    new, cached = sequence.new_tokens, sequence.cached_tokens
+    layout: Layout = build(new, ring.world_size, start=cached)
+    kv_layout = layout
+    if cached:
+        before = build(cached, ring.world_size)
+        spans = zip(before.spans_by_rank, layout.spans_by_rank, strict=True)
+        kv_layout = Layout(tuple((*old, *young) for old, young in spans))
+    mask = full()
+    if sequence.window:
+        mask = sliding_window(sequence.window - 1, 0)
+    elif sequence.is_causal:
+        mask = causal()
+    heads = Heads(shard.num_heads, shard.num_kv_heads)
+    is_encoded = shard.wire != "bf16"
+    shapes = Shapes((shard.batch,), heads, shard.head_dim, shard.v_head_dim, int(shard.itemsize), 4, is_encoded)
+    return Problem(mask, layout, kv_layout, shapes)
