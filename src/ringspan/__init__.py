@@ -7,6 +7,7 @@ process, `attention` on the ranks of a group. Only what needs torch is loaded wh
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ringspan import algorithms
 from ringspan.algorithms import Mesh, build_decode, build_schedule
 from ringspan.algorithms.choose import RingMachine
 from ringspan.errors import (
@@ -93,6 +94,7 @@ __all__ = [
     "Work",
     "__version__",
     "adapters",
+    "algorithms",
     "attention",
     "balanced",
     "build_decode",

@@ -17,6 +17,7 @@ from ringspan.planner.plan.memory import Memory, count_memory
 from ringspan.planner.plan.predict import Prediction, predict, shown_window, timeline_of
 from ringspan.planner.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.planner.plan.settings import Recipe, list_recipes
+from ringspan.planner.timeline import is_quick
 
 LEAST_GAIN = 0.01  # where both are hidden their times are equal, and neither wins
 
@@ -132,7 +133,7 @@ def _last(holds: Callable[[int], bool], most: int) -> int | None:
 
 def _break_even(request: Request, setup: Setup) -> int | None:
     """The first power of two, refined, at which the best way beats the same group without context parallelism."""
-    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode":
+    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode" or not is_quick(setup.algorithm, setup.cp):
         return None
     alone = Setup(DEFAULT, "contiguous", setup.tp, 1, setup.copies)
 

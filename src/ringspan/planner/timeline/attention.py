@@ -17,6 +17,7 @@ from ringspan.program.bind import Problem, Shapes
 from ringspan.schedule import Heads, visible_blocks
 
 MOST_SCHEDULED_RANKS = 128  # a schedule of P ranks has P² tiles
+QUICK_RANKS = 16  # up to which a real schedule is priced in about a second
 LAYOUT_BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
@@ -50,6 +51,11 @@ def check_priced(record: Algorithm, world_size: int, shard: Shard) -> None:
         raise UnsupportedError(f"not priced: {record.name} has no loads, and its schedule has no latent K and V")
 
 
+def is_quick(algorithm: str, world_size: int) -> bool:
+    """Whether a timeline is cheap enough to ask for many lengths."""
+    return find_algorithm(algorithm).loads is not None or world_size <= QUICK_RANKS
+
+
 def real_timeline(
     record: Algorithm,
     ring: Ring,
@@ -75,15 +81,7 @@ def real_timeline(
 
 
 def _problem(ring: Ring, sequence: Sequence, shard: Shard) -> Problem:
-    """New tokens lie as the layout says, behind cached ones that lie so too."""
-    build = LAYOUT_BUILDERS[sequence.layout]
-    new, cached = sequence.new_tokens, sequence.cached_tokens
-    layout: Layout = build(new, ring.world_size, start=cached)
-    kv_layout = layout
-    if cached:
-        before = build(cached, ring.world_size)
-        spans = zip(before.spans_by_rank, layout.spans_by_rank, strict=True)
-        kv_layout = Layout(tuple((*old, *young) for old, young in spans))
+    layout, kv_layout = _layouts(ring.world_size, sequence)
     mask = full()
     if sequence.window:
         mask = sliding_window(sequence.window - 1, 0)
@@ -93,3 +91,14 @@ def _problem(ring: Ring, sequence: Sequence, shard: Shard) -> Problem:
     is_encoded = shard.wire != "bf16"
     shapes = Shapes((shard.batch,), heads, shard.head_dim, shard.v_head_dim, int(shard.itemsize), 4, is_encoded)
     return Problem(mask, layout, kv_layout, shapes)
+
+
+def _layouts(world_size: int, sequence: Sequence) -> tuple[Layout, Layout]:
+    """Of queries and of keys; cached tokens lie as the new ones do."""
+    build = LAYOUT_BUILDERS[sequence.layout]
+    layout: Layout = build(sequence.new_tokens, world_size, start=sequence.cached_tokens)
+    if not sequence.cached_tokens:
+        return layout, layout
+    cached: Layout = build(sequence.cached_tokens, world_size)
+    pairs = zip(cached.spans_by_rank, layout.spans_by_rank, strict=True)
+    return layout, Layout(tuple((*old, *young) for old, young in pairs))
