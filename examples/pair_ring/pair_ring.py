@@ -61,4 +61,4 @@ if __name__ == "__main__":
     register(PAIR_RING)
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 16), dtype=np.float32)
     run = rs.simulate_attention(q, k, v, mask=rs.causal(), layout=rs.zigzag(40, 5), algorithm="pair_ring")
-    print(rs.format_schedule(run.schedule))
+    print(rs.schedule.format_schedule(run.schedule))

@@ -21,7 +21,7 @@ from ringspan.planner.catalog import load_device, load_model, parse_devices
 from ringspan.planner.cost import RINGSPAN, Shard
 from ringspan.planner.plan import Request, Setup, build_plan, count_memory, timeline_of
 from ringspan.planner.timeline import Ring, Sequence, attention_timeline, real_timeline
-from ringspan.schedule import Schedule, validate, visible_blocks
+from ringspan.schedule import Schedule, Visible, validate, visible_blocks
 from support import oracle
 from support.cases import LAYOUTS, MASKS, WORLD_SIZES, make_arrays, make_mask
 from support.toy import FOLDER, load_record, registered
@@ -67,7 +67,7 @@ def test_simulation_and_validation(toy: Algorithm, subtests: pytest.Subtests, ma
 
 
 def test_two_blocks_travel_at_a_time(toy: Algorithm) -> None:
-    schedule = build_schedule(toy.name, rs.Visible.of(np.ones((8, 9))))
+    schedule = build_schedule(toy.name, Visible.of(np.ones((8, 9))))
     assert schedule.num_steps == 5
     assert {len([one for one in step.transfers if one.src == 0]) for step in list(schedule.steps)[1:3]} == {2}
 
@@ -136,7 +136,7 @@ def test_help_and_errors_name_it(toy: Algorithm) -> None:
     with pytest.raises(rs.UnsupportedError, match=r"no such algorithm.*pair_ring"):
         rs.simulate_attention(*np.ones((3, 8, 4)), mask=rs.full(), layout=rs.zigzag(8, 2), algorithm="triple")
     with pytest.raises(rs.UnsupportedError, match="pair_ring takes no direction"):
-        build_schedule(toy.name, rs.Visible.of(np.ones((2, 3))), direction="reverse")
+        build_schedule(toy.name, Visible.of(np.ones((2, 3))), direction="reverse")
 
 
 def test_what_was_registered_can_be_taken_back() -> None:
@@ -145,14 +145,14 @@ def test_what_was_registered_can_be_taken_back() -> None:
     assert record.name not in ALGORITHMS
     assert "pair-ring" not in invoke("simulate", "--help")
     with pytest.raises(rs.UnsupportedError, match="no such algorithm"):
-        build_schedule(record.name, rs.Visible.of(np.ones((2, 3))))
+        build_schedule(record.name, Visible.of(np.ones((2, 3))))
     with pytest.raises(rs.UnsupportedError, match="no such algorithm"):
         rs.algorithms.unregister(record.name)
     with pytest.raises(rs.UnsupportedError, match="stays"):
         rs.algorithms.unregister("pass_kv")
 
 
-def _without_backward(visible: rs.Visible) -> Schedule:
+def _without_backward(visible: Visible) -> Schedule:
     raise AssertionError(visible)
 
 
@@ -199,13 +199,13 @@ def test_a_name_stays_with_its_record() -> None:
 
 
 def test_a_builder_that_returns_no_schedule_is_refused() -> None:
-    def build(visible: rs.Visible, *, backward: str | None = None) -> None:
+    def build(visible: Visible, *, backward: str | None = None) -> None:
         return None
 
     rs.algorithms.register(dataclasses.replace(load_record(), name="empty_ring", build=build))
     try:
         with pytest.raises(rs.UnsupportedError, match=r"empty_ring.*NoneType; return a Schedule"):
-            build_schedule("empty_ring", rs.Visible.of(np.ones((2, 3))))
+            build_schedule("empty_ring", Visible.of(np.ones((2, 3))))
     finally:
         rs.algorithms.unregister("empty_ring")
 

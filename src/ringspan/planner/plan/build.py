@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ringspan.algorithms.choose import DEFAULT, KV_RING, Q_RING, RINGS
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING, Q_RING, RINGS
 from ringspan.planner.catalog.files import read_data
 from ringspan.planner.plan.candidates import MANY_RANKS, Illegal, list_setups, usual_tps
 from ringspan.planner.plan.caveats import list_caveats
@@ -135,7 +135,7 @@ def _break_even(request: Request, setup: Setup) -> int | None:
     """The first power of two, refined, at which the best way beats the same group without context parallelism."""
     if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode" or not is_quick(setup.algorithm, setup.cp):
         return None
-    alone = Setup(DEFAULT, "contiguous", setup.tp, 1, setup.copies)
+    alone = Setup(DEFAULT_ALGORITHM, "contiguous", setup.tp, 1, setup.copies)
 
     def is_slower(tokens: int) -> bool:
         asked = replace(request, tokens=tokens, cached_tokens=0)

@@ -6,7 +6,7 @@ the number of forward passes in a denoising step.
 
 from collections.abc import Callable
 
-from ringspan.algorithms.choose import DEFAULT, KV_RING, Q_RING, ring_of_degrees
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING, Q_RING, ring_of_degrees
 from ringspan.planner.catalog import Cluster, Device, load_device, load_model
 from ringspan.planner.cost import EAGER, PAPER, Practice, Shard, attention_flops_per_s, message_s, tile_s
 from ringspan.planner.plan.predict import predict
@@ -93,7 +93,7 @@ def _ttft(fields: Fields) -> float:
 
 def _ttit(fields: Fields) -> float:
     request, setup = _meta(fields, "decode", int(fields["context_tokens"]))
-    name = Q_RING if setup.cp > 1 else DEFAULT
+    name = Q_RING if setup.cp > 1 else DEFAULT_ALGORITHM
     return predict(request, setup._replace(algorithm=name, layout="striped")).total_s * 1e3
 
 

@@ -4,7 +4,7 @@ An algorithm whose record has `loads` is priced by them on any number of ranks. 
 and priced, which `check_priced` limits to groups and models for which that is exact and quick.
 """
 
-from ringspan.algorithms import Algorithm, RegularCall, Ring, Sequence, build_schedule, find_algorithm
+from ringspan.algorithms import Algorithm, Mesh, RegularCall, Ring, Sequence, find_algorithm
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import causal, full, sliding_window
@@ -13,8 +13,9 @@ from ringspan.planner.cost import Shard
 from ringspan.planner.timeline.costs import DeviceCosts
 from ringspan.planner.timeline.run import Timeline, run_timeline
 from ringspan.planner.timeline.schedules import schedule_timeline
-from ringspan.program.bind import Problem, Shapes
-from ringspan.schedule import Heads, visible_blocks
+from ringspan.program.prepare import ProgramOptions, build
+from ringspan.program.problem import Problem, Shapes
+from ringspan.schedule import Heads
 
 MOST_SCHEDULED_RANKS = 128  # a schedule of P ranks has P² tiles
 QUICK_RANKS = 16  # up to which a real schedule is priced in about a second
@@ -69,14 +70,9 @@ def real_timeline(
     """The timeline of the real schedule; backward, the lighter side travels, as in the runtime."""
     check_priced(record, ring.world_size, shard)
     problem = _problem(ring, sequence, shard)
-    takes = record.options
-    schedule = build_schedule(
-        record.name,
-        visible_blocks(problem.mask, problem.layout, problem.kv_layout),
-        heads=problem.shapes.heads if "heads" in takes else None,
-        mesh=(ring.world_size // ring.inner, ring.inner) if "mesh" in takes else None,
-        backward=problem.lighter_side() if is_backward else None,
-    )
+    mesh = Mesh(ring.world_size // ring.inner, ring.inner) if "mesh" in record.options else None
+    side = problem.lighter_side() if is_backward else None
+    schedule = build(problem, record.name, ProgramOptions(mesh, backward=side))
     return schedule_timeline(schedule, problem, shard, device, ring.per_node, record=records_moments)
 
 
