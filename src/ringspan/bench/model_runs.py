@@ -23,7 +23,7 @@ from ringspan.cache import KVCache
 from ringspan.kernels.base import Kernel
 from ringspan.layout import Layout
 from ringspan.mask import causal
-from ringspan.program.prepare import prepare
+from ringspan.program.prepare import ProgramOptions, prepare
 from ringspan.program.problem import Problem, Shapes
 from ringspan.runtime.api import attention
 from ringspan.runtime.session import session_of
@@ -207,7 +207,7 @@ class Ideal:
             )
         )
         self.pieces, self.gradient_pieces = (
-            list(own_pieces(prepare(problem, rank, ALGORITHM, None, "forward", side), inputs))
+            list(own_pieces(prepare(problem, rank, ALGORITHM, ProgramOptions(backward=side)), inputs))
             for side in (None, problem.lighter_side())
         )
 
