@@ -8,6 +8,7 @@ from typing import Any
 
 from ringspan.schedule.actions import (
     ALL,
+    SUMS,
     Actions,
     AllMerge,
     Attend,
@@ -26,6 +27,7 @@ from ringspan.schedule.visible import Visible, visible_blocks
 
 __all__ = [
     "ALL",
+    "SUMS",
     "Actions",
     "AllMerge",
     "AllMerged",
