@@ -1,9 +1,9 @@
 """What do half dtypes cost compared with float32, and what does keeping the conversion memory save?
 
-Two gloo processes with one thread each, as `torchrun` starts them: the system places them, and malloc gives freed
-memory back. `rs.attention` in float32 and in bfloat16 in turn, first with the memory that a session keeps, then in
-other processes with new memory for every tensor. Processes differ in how their memory happens to lie, so there are
-several of each, in turn.
+Two gloo processes with one thread each, as `torchrun` starts them: the system places them, and malloc returns freed
+memory. `rs.attention` runs in float32 and bfloat16 in turn, first with the memory that a session keeps, then in other
+processes with new memory for every tensor. Processes differ in their memory layout, so there are several of each, in
+turn.
 
     python benchmarks/half_types.py [--rounds 40] [--teams 3] [--write]
 """

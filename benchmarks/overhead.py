@@ -1,9 +1,9 @@
 """What does a repeated call cost outside kernels and transport?
 
-One rank's side of `rs.attention`, causal and zigzag, with a kernel that returns the same result every time and a
-transport that is always through. What is left is Python: checking the arguments, finding the plan, walking the program,
-views of tensors, and the merges, which are arithmetic and are given apart. The smallest of many repetitions is taken:
-nothing makes a call faster than it is, and much makes it slower.
+One rank's side of `rs.attention`, causal and zigzag, with a kernel that returns prepared results and a transport that
+never waits. The rest is Python: checking arguments, finding the plan, walking the program, views of tensors, and the
+merges, which are arithmetic and are listed separately. The minimum of many repetitions is reported, because
+disturbances only make a call slower.
 
     python benchmarks/overhead.py [--repeats 800] [--write]
     python benchmarks/overhead.py --against CHECKOUT [--rounds 7] [--repeats 100]

@@ -1,7 +1,7 @@
 """The baseline: causal attention of one head on one device, blockwise in NumPy, as written by hand.
 
-It skips blocks that see nothing, masks only those on the diagonal, works in place, and knows nothing of ranks, masks,
-heads or NaN. The best of a few block sizes is chosen for it on the machine at hand.
+It skips hidden blocks, masks only blocks on the diagonal and works in place. It has no ranks, masks, heads or NaN
+handling. The best of a few block sizes is chosen on the machine at hand.
 """
 
 import time

@@ -2,7 +2,7 @@
 
 `rs.attention` with `reproducible=True` and without, in turn, on gloo processes with one thread each: causal, zigzag,
 pass_kv, 8 heads of 64 in float32; forward with 16,384 tokens, and with the backward pass 8,192. With more ranks than
-cores the time that passes says little, so CPU seconds stand beside it.
+cores wall time says little, so CPU seconds are reported too.
 
     python benchmarks/reproducible.py [--rounds 7] [--ranks 2 4 8] [--write]
 """

@@ -1,9 +1,9 @@
 """What does reproducible mode cost a training step?
 
 A small transformer on gloo processes with one thread each, causal and zigzag: forward, loss, backward, and gradients on
-every rank, in three ways in turn: plain modules whose gradients are all-reduced; the same with attention in
-reproducible mode; and everything reproducible. The optimizer is the same for all, and left out. With more ranks than
-cores the time that passes says little, so CPU seconds stand beside it.
+every rank, in three variants in turn: plain modules with all-reduced gradients; the same with attention in reproducible
+mode; and everything reproducible. The optimizer is the same for all and is not timed. With more ranks than cores wall
+time says little, so CPU seconds are reported too.
 
     python benchmarks/reproducible_model.py [--rounds 7] [--ranks 1 2 4] [--write]
 """

@@ -23,9 +23,9 @@ THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB
 
 
 def in_subprocess(script: str, *arguments: object) -> Any:
-    """What the script prints as JSON in a process of its own, with BLAS on one thread.
+    """Return the JSON of a script that runs in its own process, with BLAS on one thread.
 
-    On Linux a process begins with the peak resident size of its parent, so a parent that compares those stays small.
+    On Linux a process inherits the peak resident size of its parent, so a parent that compares peaks must stay small.
     """
     command = [sys.executable, script, *map(str, arguments)]
     environment = os.environ | dict.fromkeys(THREADS, "1")

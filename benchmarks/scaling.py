@@ -1,8 +1,7 @@
 """How long does planning take for many ranks: visible blocks, building, validating and compiling a schedule?
 
-Times are CPU seconds of the one thread that does the work, each in a fresh process, so that no cache helps. A schedule
-makes its steps when asked, so building counts all of them; compiling counts the programs of all ranks, of which a real
-run makes one on each.
+Times are CPU seconds of the working thread, each in a fresh process without caches. A schedule makes its steps on
+demand, so building counts all of them. Compiling counts the programs of all ranks; a real run compiles one per rank.
 
     python benchmarks/scaling.py [--ranks 256] [--runs 3] [--write]
 """

@@ -1,9 +1,8 @@
 """What does simulating many devices cost compared with plain blockwise attention on one, in time and memory?
 
-Causal attention of one head. Times are CPU seconds with BLAS on one thread, which on an idle machine are the time that
-passes. They are taken in one process, plain and simulated runs in turn, and compared round by round, so that whatever
-else the machine does falls on all of them. Memory is the peak of a process that does nothing but simulate, less that of
-one that only imports and makes the inputs.
+Causal attention of one head. Times are CPU seconds with BLAS on one thread, which equal wall time on an idle machine.
+Plain and simulated runs alternate in one process and are compared round by round, so that disturbances affect both.
+Memory is the peak of a process that only simulates, minus the peak of one that only imports and makes the inputs.
 
     python benchmarks/simulate_speed.py [--seq-len 32768] [--devices 8] [--rounds 5] [--write]
 """

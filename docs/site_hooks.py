@@ -5,6 +5,7 @@ no change here. Three documents that stand elsewhere in the repository become pa
 docs/ becomes its text, because the site does not contain that file.
 """
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -59,15 +60,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Point links to documents outside docs/ at their pages; turn links to other files outside it into text."""
-    if page.file.src_uri in OUTSIDE:
+    here = page.file.src_uri
+    if here in OUTSIDE:
         return re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", markdown)
+    folder = posixpath.dirname(here)
     pages = {f"../{path}": name for name, path in OUTSIDE.items()}
 
     def rewrite(link: re.Match[str]) -> str:
         words, target, anchor = link.groups()
-        return f"[{words}]({pages[target]}{anchor or ''})" if target in pages else words
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path in pages:
+            return f"[{words}]({posixpath.relpath(pages[path], folder or '.')}{anchor or ''})"
+        return words if path.startswith("../") else link[0]
 
-    return LINK.sub(rewrite, markdown) if "/" not in page.file.src_uri else markdown
+    return LINK.sub(rewrite, markdown)
 
 
 def on_post_page(output: str, page: Page, **_: object) -> str:

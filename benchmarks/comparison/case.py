@@ -60,7 +60,7 @@ class Case:
 class Contender(NamedTuple):
     """`run` returns out, and dq, dk, dv if the point has them, for `rows` of the sequence; neither if it is idle.
 
-    What needs no attention, such as making a mask, is done before; what a real call would have to do is not.
+    Work outside of attention, such as making a mask, is done before; all work of a real call is timed.
     """
 
     run: Callable[[], Results | None]

@@ -1,10 +1,9 @@
 """How are contenders measured side by side, and where are the figures kept until there are enough?
 
-In every round each contender that is due runs once, in an order of its own, those whose ratio matters next to each
-other, so that whatever the machine does to one it does to the other; ratios are taken within a round. A round in which
-other programs took part of the machine from those is thrown away, whatever it says. Rounds are kept in a file, point by
-point, so that a measurement can be stopped at any time and goes on where it was. Those of other code than the present
-one are thrown away too.
+In every round each due contender runs once, in random order, with contenders whose ratio matters next to each other, so
+that disturbances affect both; ratios are taken within a round. A round in which other programs used the machine is
+discarded. Rounds are kept in a file per point, so that a measurement can be stopped and resumed at any time. Rounds of
+other code than the present are discarded too.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Who starts the ranks of contenders, and tells them when to run?
 
-A team is some processes in one environment. They wait without using a core until they are told to run, so that teams of
-several environments take turns within one round.
+A team is a set of processes in one environment. They wait without using a core until they get a command, so that teams
+of several environments take turns within one round.
 """
 
 import dataclasses

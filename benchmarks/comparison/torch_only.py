@@ -34,10 +34,10 @@ def ideal(case: Case) -> Contender:
 
 
 def _shares(case: Case) -> Iterator[tuple[Tensors, bool]]:
-    """Queries with keys they see all of, or up to their own.
+    """Pair queries with keys that they see completely, or causally.
 
-    In a zigzag a rank's late half sees all keys of higher ranks, its early half none; of lower ranks both see the early
-    half, and neither the late one.
+    In zigzag, a rank's late half sees all keys of higher ranks and its early half none. Both halves see the early half
+    of lower ranks, and neither sees their late half.
     """
     own = case.own_rows()
     if not case.point.is_causal:

@@ -1,7 +1,7 @@
 """Ranks that die, freeze, stay away or fail, on 2, 3 and 4 gloo processes.
 
-Every survivor ends with a clear error within its deadline, nobody hangs, nobody aborts, and every process can exit:
-`run_ranks` sees to the last. Seconds are each rank's own measure of its one call.
+Every survivor raises a clear error within its deadline, no rank hangs or aborts, and every process can exit, which
+`run_ranks` checks. Seconds are each rank's own measure of its call.
 """
 
 import os

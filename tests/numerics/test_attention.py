@@ -246,7 +246,7 @@ def test_autocast_rounds_the_inputs_and_nothing_else(kernel: str) -> None:
 def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
     """The error is at most twice that of plain attention, and equal from 2 to 16 ranks, as maximum and on average.
 
-    The error left is that of rounding the result once, so that it does not grow with the number of parts merged.
+    The remaining error is the rounding of the result, so it does not grow with the number of merged parts.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16, 256, 32, generator=generator).to(dtype) for _ in range(3))

@@ -126,9 +126,9 @@ def test_the_shares_of_all_pieces_add_up(kernel: Kernel, dtype: torch.dtype, hea
 def test_half_types_lose_at_most_twice_what_plain_attention_loses(
     kernel: Kernel, kind: PieceKind, dtype: torch.dtype
 ) -> None:
-    """By the root of the mean square: plain attention keeps its output in float32, which here is a half type.
+    """The root mean square error is bounded: plain attention keeps its output in float32, here it has a half dtype.
 
-    A sharp softmax with few keys makes most of that: single elements may lose three times as much.
+    A sharp softmax with few keys shows this most: single elements can have three times the error.
     """
     piece, allowed = piece_of(kind, 200, 200)
     if kind is PieceKind.MASKED:

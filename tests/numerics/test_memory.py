@@ -101,9 +101,9 @@ def test_all_gather_takes_all_foreign_keys(world_size: int) -> None:
 def test_ulysses_takes_what_is_exchanged_twice(world_size: int) -> None:
     """At most out + lse + (P - 1)/P · (2 q + 2 kv + out + lse), and a piece's own.
 
-    Of q and kv the heads of other ranks are copied to be sent, and as much arrives; and the outputs of foreign queries
-    are made here for this rank's heads. A piece is one rank's queries for one rank's heads: 1/P of out. Nothing grows
-    with seq_len, since P shards of 1/P of the heads are one shard.
+    The heads of other ranks are copied out of q and kv to be sent, and as much arrives; this rank computes the outputs
+    of other ranks' queries for its own heads. A piece is one rank's queries for one rank's heads: 1/P of out. Nothing
+    grows with seq_len, because P shards of 1/P of the heads are one shard.
     """
     sizes, peak, largest, _ = measure(world_size, algorithm="ulysses", mask=rs.full())
     sent = (2 * sizes.q + 2 * sizes.kv + sizes.out + sizes.lse) * (world_size - 1) // world_size
@@ -114,10 +114,10 @@ def test_ulysses_takes_what_is_exchanged_twice(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_pass_q_takes_buffers_for_queries_and_for_results(world_size: int) -> None:
-    """At most out + lse + 3 q + 5 (out + lse), and a piece's own, however many ranks.
+    """At most out + lse + 3 q + 5 (out + lse), and a piece's own, for any number of ranks.
 
-    Queries: one is attended, one is on its way out, one on its way in. Results: one is being made, two are on their way
-    home, and two of this rank's own arrive.
+    Queries: one is attended, one leaves, one arrives. Results: one is computed, two travel to their owners, and two of
+    this rank's own arrive.
     """
     sizes, peak, largest, _ = measure(world_size, algorithm="pass_q", mask=rs.full())
     assert peak <= 7 * (sizes.out + sizes.lse) + 3 * sizes.q + slack(sizes)

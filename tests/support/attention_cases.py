@@ -1,6 +1,6 @@
-"""Cases of the table on tensors: what one rank is given, what it calls, and what must come out of it.
+"""Cases of the table on tensors: one rank's inputs, its call, and the expected result.
 
-Used by all tests of the runtime, whatever carries their messages: threads, gloo or MPI.
+All tests of the runtime use them, with threads, gloo or MPI.
 """
 
 import math

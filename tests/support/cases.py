@@ -1,7 +1,7 @@
 """The one table of cases: every algorithm × layout × mask × world_size × heads × length, as plain values.
 
-A case names things; it holds no arrays and knows no array library, so simulator, runtime and transports can all be
-driven by the same table. A new algorithm is one row in ROWS, a layout one entry in LAYOUTS, a mask one in MASKS.
+A case holds names, not arrays, so simulator, runtime and transports can all be driven by the same table. A new
+algorithm is one row in ROWS, a layout one entry in LAYOUTS, a mask one in MASKS.
 
 The whole product is some sixty thousand cases. `CASES` has one of them for each algorithm × world_size × layout × mask,
 in which mesh, direction, heads, length and the side that travels backward are chosen so that, for each algorithm, every

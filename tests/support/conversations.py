@@ -1,7 +1,7 @@
-"""Conversations over a cache: what is said, what the cache does with it, and what one device would have answered.
+"""Conversations over a cache, with the answers of one device.
 
-A story is a list of acts on some sequences. Its tensors and the oracle's answers are made beforehand, from whole
-sequences in float64; then every rank lives through the story and compares its rows.
+A story is a list of acts on some sequences. Its tensors and the oracle's answers are computed first, from whole
+sequences in float64; then every rank runs the story and compares its rows.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
-"""Small models of transformers with random weights, one for each family: what the adapter is held to.
+"""Small models of transformers with random weights, one for each family, for tests of the adapter.
 
-Weights are larger than those of a fresh model, so that attention is far from uniform and tokens differ from each other.
+The weights are larger than in a fresh model, so that attention is far from uniform and tokens differ.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Random valid schedules with arrays to run them on, and the ways to break one: for tests of `validate`.
 
-A sample is made from a random matrix of who sees whom: one document for each query rank, holding that rank's queries
-and some keys of every rank it shall see. So any matrix at all, full or sparse, comes from plain layouts and a plain
-mask, and a schedule for it can be run and its result be compared with the dense oracle.
+A sample is made from a random matrix of visible ranks: one document per query rank with that rank's queries and some
+keys of every rank that it sees. So every matrix, full or sparse, comes from layouts and a mask, and a schedule for it
+can be run and compared with the dense oracle.
 """
 
 import random

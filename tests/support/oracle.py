@@ -1,7 +1,7 @@
-"""The independent truth: dense float64 attention, its gradients and its masks, by the plain definitions.
+"""The oracle: dense float64 attention, its gradients and its masks, by the plain definitions.
 
-Nothing here comes from the library, and nothing is clever: every mask is spelled out pair by pair, the whole matrix of
-probabilities is kept, and the backward pass is the textbook one over that matrix. Masks are described by tuples:
+Nothing here comes from the library. Every mask is spelled out pair by pair, the whole matrix of probabilities is kept,
+and the backward pass is the textbook formula over that matrix. Masks are described by tuples:
 
     ("full",)  ("causal",)  ("sliding_window", left, right)  ("prefix", n)  ("documents", (length, ...))
     ("frame_causal", tokens_per_frame, start)  ("and", a, b)  ("or", a, b)  ("per_row", (spec, ...))

@@ -1,11 +1,11 @@
 """Real processes for tests: gloo ranks that start fast, are watched, and are never left behind.
 
 `run_ranks` forks ranks from a server that has imported torch once, so that a run costs tenths of a second. A rank that
-is through stays until all are, as in a real job, and must then exit. `run_interpreters` starts whole interpreters that
-end as a script does, the moment they are through; it is slower, and shows what no fork can: that an interpreter gets
-through its own shutdown. Both have a hard deadline, after which every rank is killed.
+is done waits for all others, as in a real job, and must then exit. `run_interpreters` starts whole interpreters that
+end like a script as soon as they are done; it is slower, and tests the shutdown of an interpreter. Both have a hard
+deadline, after which every rank is killed.
 
-The first rank serves the group's store, on a port the system gives it, so that runs at the same time never collide.
+The first rank serves the group's store on a port from the system, so that simultaneous runs never collide.
 """
 
 import functools

@@ -22,7 +22,7 @@ def held(layout: Layout) -> list[list[int]]:
 
 
 def from_owners(owners: list[int], world_size: int, first: int = 0) -> Layout:
-    """owners[i] holds position first + i; world_size means replicated, -1 means nobody."""
+    """owners[i] holds position first + i; world_size means replicated, -1 means that no rank holds it."""
     spans = [
         [Span(first + i, first + i + 1) for i, owner in enumerate(owners) if owner == rank]
         for rank in range(world_size + 1)

@@ -1,4 +1,4 @@
-"""A schedule and its grid are the same thing: they turn into each other, and the grids of tests/golden are as drawn.
+"""A schedule and its grid convert into each other, and the grids of tests/golden do not change.
 
 `PYTHONPATH=tests python tests/unit/test_schedule_text.py` writes the golden grids anew; look at what changed first.
 """
@@ -80,7 +80,7 @@ attends = st.lists(st.builds(Attend, sides, sides), max_size=2)
 
 @st.composite
 def schedules(draw: st.DrawFn) -> rs.Schedule:
-    """Anything that can be written, valid or not."""
+    """Any schedule that can be written, valid or not."""
     world_size = draw(st.integers(1, 12))
     ranks = st.integers(0, world_size - 1)
     transfers = st.lists(st.builds(Transfer, blocks, ranks, ranks), max_size=3)

@@ -21,7 +21,7 @@ LOCAL_AND_ALL = ((1, 0, 1), (0, 1, 1))  # and the keys that all ranks hold
 
 
 def grid(text: str) -> rs.Schedule:
-    """A schedule from its header and the cells of its steps."""
+    """Parse a schedule from its header and the cells of its steps."""
     header, *rows = text.splitlines()
     columns = " │ ".join(["step", *(f"rank {rank}" for rank in range(int(header.split()[0])))])
     return rs.schedule.parse_schedule("\n".join([header, columns, *(f"{t} │ {row}" for t, row in enumerate(rows))]))
@@ -34,7 +34,7 @@ def refusal(schedule: rs.Schedule, matrix: tuple) -> str:
 
 
 def check_place(message: str) -> None:
-    """The message names step and rank, and the grid below it points at that step and no other."""
+    """Check that the message names step and rank, and that the grid below it marks that step only."""
     first, *lines = message.splitlines()
     named = re.match(r"step (\d+): .*\brank", first)
     assert named, f"no step or no rank in {first!r}"
@@ -293,7 +293,7 @@ def mutants(samples: list[Sample]) -> Iterator[tuple[str, Sample, rs.Schedule]]:
 
 
 def verdict(mutant: rs.Schedule, visible: rs.Visible) -> str | None:
-    """The message of the refusal; None if it is accepted."""
+    """Return the message of the refusal; None if the schedule is accepted."""
     try:
         validate(mutant, visible)
     except rs.ScheduleError as error:
@@ -302,7 +302,7 @@ def verdict(mutant: rs.Schedule, visible: rs.Visible) -> str | None:
 
 
 def explanation(sample: Sample, mutant: rs.Schedule, message: str) -> str | None:
-    """Why it is right to refuse a schedule though it gives the right result for no more bytes; None if it is not."""
+    """Return why a schedule with a right result and no extra bytes is refused; None without a reason."""
     if unnamed_heads(mutant, sample.heads) == unnamed_heads(sample.schedule, sample.heads):
         return "all heads, by a name that does not fit those of the other blocks"
     reasons = {
@@ -314,7 +314,7 @@ def explanation(sample: Sample, mutant: rs.Schedule, message: str) -> str | None
 
 
 def unnamed_heads(schedule: rs.Schedule, heads: rs.Heads) -> rs.Schedule:
-    """The schedule with all heads written as None."""
+    """Replace ranges of all heads by None."""
     draft = Draft(schedule)
     for slot in draft.slots():
         num_heads = heads.num_kv_heads if slot.block.kind in ("kv", "dkv") else heads.num_heads
@@ -335,7 +335,7 @@ def test_samples_are_valid_and_various(samples):
 
 
 def test_faults(samples, monkeypatch):
-    """What is accepted does no harm; what is refused does, or there is a reason to refuse it all the same."""
+    """Accepted schedules do no harm; refused ones do, or there is another reason to refuse them."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
     wrong = []
     for name, sample, mutant in mutants(samples):
