@@ -29,7 +29,6 @@ class Reference:
         return None if request.dtype.is_floating_point else "takes only floating-point dtypes"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece in blocks of rows."""
         batch, heads, num_rows, _ = q.shape
         kv_heads = k.shape[1]
         dtype = accumulator_dtype(q.dtype)

@@ -64,13 +64,11 @@ class SdpaCpu:
     name = "sdpa_cpu"
 
     def refuses(self, request: Request) -> str | None:
-        """Refuse other devices and dtypes; any head_dim is accepted."""
         if request.device.type != "cpu":
             return "takes only tensors on the CPU"
         return None if request.dtype in DTYPES else "takes only float64, float32, bfloat16 and float16"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return attend_turned(self.forward, q, k, v, piece, scale)
         width = max(q.shape[-1], v.shape[-1])
@@ -81,7 +79,6 @@ class SdpaCpu:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        """Compute one piece's share of the gradients."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         width = max(q.shape[-1], v.shape[-1])

@@ -75,7 +75,6 @@ class CudaKernel:
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return attend_turned(self.forward, q, k, v, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))
@@ -87,7 +86,6 @@ class CudaKernel:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        """Compute one piece's share of the gradients."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))

@@ -23,7 +23,6 @@ def attend_turned(
     piece: Piece,
     scale: float,
 ) -> Partial:
-    """Attend an anticausal piece with a kernel's forward pass."""
     part = forward(_turned(q), _turned(k), _turned(v), _as_causal(piece), scale)
     return Partial(*map(_turned, part))
 
@@ -37,7 +36,6 @@ def differentiate_turned(
     piece: Piece,
     scale: float,
 ) -> Gradients:
-    """Differentiate an anticausal piece with a kernel's backward pass."""
     of_rows = Merged(*map(_turned, merged))
     part = backward(_turned(q), _turned(k), _turned(v), of_rows, _as_causal(piece), scale)
     return Gradients(*map(_turned, part))

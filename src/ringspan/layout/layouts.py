@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.spans_by_rank)
 
     @property

@@ -52,7 +52,7 @@ class Sent(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Compute."""
+    """Compute one attend of the schedule."""
 
     step: int
     attend: Attend

@@ -46,7 +46,7 @@ class Segments:
         return range(self._number[block.heads.start * width], self._number[block.heads.stop * width])
 
     def bits_of(self, block: Block) -> int:
-        """The same as a set."""
+        """Return the segments that a block covers as a set."""
         key = (block.kind, block.heads)
         bits = self._bits.get(key)
         if bits is None:

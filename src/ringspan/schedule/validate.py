@@ -122,7 +122,6 @@ class _Proof:
                 self._fail(f"after the last step {block} on rank {rank} lacks {names}{self.segments.text_of(segment)}")
 
     def _check_names(self, step: Step) -> None:
-        """Check that ranks, owners and heads exist."""
         world_size = self.schedule.world_size
         if len(step.attends) != world_size:
             self._fail(f"the step has attends for {len(step.attends)} ranks; the schedule has {world_size}")

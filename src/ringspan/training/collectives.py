@@ -118,8 +118,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Sum over the ranks and take this rank's part."""
-
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, where: _Where) -> torch.Tensor:
         _keep(ctx, where)

@@ -50,8 +50,6 @@ _BY_ROW = ("logits", "last_hidden_state")
 
 
 class _Forward(NamedTuple):
-    """The state of a forward in progress."""
-
     run: ShardRun | TurnRun
     is_whole: bool
     labels: torch.Tensor | None
@@ -85,7 +83,6 @@ class Adapter:
         return {**inputs, RUN: run} | ({} if num_items is None else {"num_items_in_batch": num_items})
 
     def before(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the model's own forward."""
         given = dict(arguments)
         run = given.pop(RUN, None)
         with self.options.session.call():
@@ -136,7 +133,6 @@ class Adapter:
         return finished
 
     def call(self, **arguments: Any) -> Any:
-        """Run a forward without hooks."""
         inputs = self.before(arguments)
         try:
             output = self.model.forward(**inputs)

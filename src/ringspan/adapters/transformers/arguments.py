@@ -71,7 +71,6 @@ class Arguments:
         self._check_names(given, self.batch | {"num_items_in_batch"})
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Of a forward."""
         encoded = {ENCODED} if self.found.has_encoder else set()
         self._check_names(given, self.batch | _OPTIONS | encoded | {"output_hidden_states"})
         self._check_configs()
@@ -81,7 +80,6 @@ class Arguments:
             check_random(self.model, self.found.is_random)
 
     def check_part(self, given: Mapping[str, Any], run: object, rank: int) -> None:
-        """Refuse arguments that a sharded batch cannot have."""
         if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
             raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
         prefix = "decoder_" if self.found.has_encoder else ""

@@ -55,7 +55,6 @@ class Conversation:
         self.columns = np.concatenate([self.columns, new], 1) if self.num_columns else new
 
     def crop(self, num_columns: int) -> None:
-        """Remove the columns from `num_columns` on."""
         self.forget_run()
         columns = self.columns[:, :num_columns]
         for row, length in enumerate(columns.sum(1).tolist()):
@@ -86,7 +85,6 @@ class Conversation:
             self.whole.is_updated.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         self.forget_run()
         self.forget_encoded()
         for row in [*self.kv.lengths]:
@@ -120,7 +118,7 @@ class ShardedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing; the KVCache allocates storage."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and offset of all keys."""
@@ -131,11 +129,9 @@ class ShardedLayer(CacheLayerMixin):
         return self.conversation.num_columns
 
     def get_max_length(self) -> int:
-        """There is no limit."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
         if self.index == 0:
             self.conversation.clear()
 
@@ -150,17 +146,14 @@ class ShardedLayer(CacheLayerMixin):
             self.conversation.crop(max(0, self.get_seq_length() + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select rows, as beam search does."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
         if self.index == 0:
             rows = torch.arange(len(self.conversation.columns))[indices.cpu()]
             self.conversation.select(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
         if self.index == 0:
             self.conversation.select([row for row in range(len(self.conversation.columns)) for _ in range(repeats)])
 

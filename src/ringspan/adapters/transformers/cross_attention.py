@@ -29,7 +29,6 @@ class Crossing(NamedTuple):
     kv_layout: Layout  # of the encoder
 
     def on_rank(self, rank: int) -> "Crossing":
-        """Restrict to the keys that one rank holds."""
         layouts = (Layout((_spans(layout, rank),)) for layout in (self.layout, self.kv_layout))
         return Crossing(self.mask, *layouts)
 

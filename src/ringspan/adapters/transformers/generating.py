@@ -36,7 +36,6 @@ class CheckedGenerate:
         model.generate = partial(_generate, check, model, model.generate)
 
     def remove(self) -> None:
-        """Restore the model's own generate()."""
         del self._model.generate
         if self._before is not None:
             self._model.generate = self._before

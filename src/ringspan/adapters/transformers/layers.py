@@ -118,10 +118,9 @@ class Recorder:
         return asked.q.new_zeros(*asked.q.shape[:3], asked.v.shape[-1])
 
     def end(self, is_done: bool) -> None:
-        """Nothing was begun."""
+        """Do nothing; a dry call has no turn."""
 
     def positions(self, side: Side) -> None:
-        """The model's own."""
         del side
 
     def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor:
@@ -132,8 +131,6 @@ class Recorder:
 
 
 class Refusal(NamedTuple):
-    """A layer and the reason why it is refused."""
-
     layer: str
     reason: str
 
@@ -248,7 +245,6 @@ def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> M
 
 
 def _is_causal(asked: Asked, options: Options) -> bool | None:
-    """Return is_causal of the call, else of the layer."""
     said: bool | None = getattr(asked.module, "is_causal", None)
     return said if options.is_causal is None else options.is_causal
 

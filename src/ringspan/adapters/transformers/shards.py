@@ -50,17 +50,14 @@ class Options(NamedTuple):
 
     @property
     def session(self) -> Session:
-        """Of the group."""
         return session_of(self.group)
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.session.transport.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
         return self.session.transport.world_size
 
     def refuse(self, error: Exception) -> None:
@@ -129,7 +126,6 @@ class ShardRun:
         del options
 
     def positions(self, side: Side) -> torch.Tensor:
-        """Return the positions of this rank's tokens."""
         run = self.source if side == "encoder" and self.source is not None else self
         return torch.from_numpy(run.layout.positions(self.options.rank))
 
@@ -152,7 +148,6 @@ class ShardRun:
 
 
 def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
-    """Return the layer that describes a module."""
     if asked.module not in layers:
         raise UnsupportedError(
             f"{type(asked.module).__name__}: parallelize did not see this layer attend; restore the model and "
@@ -267,7 +262,6 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.T
 
 
 def check_options(layout: str, algorithm: str) -> None:
-    """Refuse unknown names of layouts and algorithms."""
     known = ("auto", *ALGORITHMS)
     if algorithm not in known:
         meant = str(algorithm).replace("-", "_")

@@ -87,7 +87,6 @@ class TurnRun:
         return out if self.is_decode else out.transpose(1, 2)[tokens].transpose(0, 1)[None]
 
     def positions(self, side: Side) -> torch.Tensor:
-        """Return the positions of this rank's tokens."""
         if side == "encoder":
             assert self.source is not None
             return self.source.positions(side)
@@ -152,7 +151,6 @@ def cached_layers(layers: Mapping[nn.Module, Layer], indices: Mapping[nn.Module,
 
 
 def make_kv(ordered: tuple[Layer, ...], options: Options, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """An empty cache for these layers."""
     first = ordered[0]
     return KVCache(
         num_layers=len(ordered),
@@ -211,7 +209,6 @@ def check_new_tokens(
     num_kept: int,
     source: Part | None,
 ) -> NewTokens:
-    """Check new tokens against the cache."""
     size, seq_len = check_batch(batch)
     has_window = any(layer.mask != causal() for layer in layers.values() if layer.side == "own")
     if source is not None and conversation.num_encoded not in (0, source.run.layout.num_positions):

@@ -41,8 +41,6 @@ class Asked(NamedTuple):
 
 
 class Run(Protocol):
-    """A forward in progress."""
-
     def attend(self, asked: Asked) -> torch.Tensor:
         """Compute out, (batch, heads, seq, v_head_dim)."""
 

@@ -219,7 +219,6 @@ def _link(name: str, line_rate: float, efficiency: float) -> Link:
 
 
 def _read_calibrated(path: Path) -> Device:
-    """Read a file of `ringspan bench calibrate`."""
     data = read_toml(path)
     try:
         attention, link = data["attention"], data["link"]

@@ -36,7 +36,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def plain(entry: Entry) -> dict[str, Any]:
-    """The values alone."""
+    """Return the values without sources."""
     return {key: value["value"] if isinstance(value, dict) else value for key, value in entry.items()}
 
 

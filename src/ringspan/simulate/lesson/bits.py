@@ -29,7 +29,6 @@ def digest_bits(simulation: Simulation) -> str:
 
 
 def compare_bits(simulation: Simulation, alone: Simulation) -> Bits:
-    """Compare a run with the run of one device."""
     case, problem = simulation.case, simulation.case.problem
     grown = [bind_grid(simulation.schedule, rank, problem) for rank in range(problem.world_size)]
     assert isinstance(case.algorithm, str)

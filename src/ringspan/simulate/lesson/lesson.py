@@ -65,8 +65,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The settings as strings and numbers."""
-
     world_size: int
     seq_len: int
     num_heads: int

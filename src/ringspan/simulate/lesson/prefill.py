@@ -28,12 +28,10 @@ class Tokens:
 
     @classmethod
     def random(cls, settings: Settings, num_tokens: int, rng: np.random.Generator) -> "Tokens":
-        """Draw standard normal values."""
         heads = (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads)
         return cls(*(rng.standard_normal((n, num_tokens, settings.head_dim), dtype=np.float32) for n in heads))
 
     def then(self, more: "Tokens") -> "Tokens":
-        """Append more tokens."""
         pairs = ((self.q, more.q), (self.k, more.k), (self.v, more.v))
         return Tokens(*(np.concatenate(pair, axis=1) for pair in pairs))
 
@@ -71,8 +69,6 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """A tile that a rank computed."""
-
     q: str
     kv: str
     coverage: str
@@ -81,8 +77,6 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message that a rank sent."""
-
     block: str
     dst: int
     sent_bytes: int
@@ -149,8 +143,6 @@ class OneQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """All of it."""
-
     shards: tuple[Shard, ...]
     work: tuple[LayoutWork, ...]
     reference: Reference

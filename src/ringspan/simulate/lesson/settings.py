@@ -49,8 +49,6 @@ class LayoutChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One simulation: sizes, mask, layout and algorithms."""
-
     world_size: int
     seq_len: int
     num_heads: int
