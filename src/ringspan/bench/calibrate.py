@@ -17,7 +17,7 @@ import torch
 from ringspan.bench.calibration import Calibration, fit_attention, fit_link
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
-from ringspan.bench.settings import Job, Settings
+from ringspan.bench.settings import CalibrationSettings, Job
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.planner.cost import RINGSPAN
@@ -36,7 +36,8 @@ BUDGET_S = 1.0  # for more than that
 
 
 class _Here(NamedTuple):
-    settings: Settings
+    job: Job
+    settings: CalibrationSettings
     session: Session
     device: torch.device
     arithmetic: TorchArithmetic
@@ -44,12 +45,12 @@ class _Here(NamedTuple):
 
 def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Calibration | None:
     """One rank's part; the curves are on rank 0, None on the others."""
-    assert job.settings is not None
-    settings, session = job.settings, session_of(group)
+    assert job.calibration is not None
+    settings, session = job.calibration, session_of(group)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     kernel = choose_kernel(settings.kernel, Request(device, dtype, settings.head_dim, settings.head_dim))
     like = torch.empty(1, dtype=dtype, device=device)
-    here = _Here(settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
+    here = _Here(job, settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
     lengths = [n for n in TILE_LENGTHS if n <= max(settings.seq_len, TILE_LENGTHS[0])]
     total = 2 * len(lengths) + len(MESSAGE_BYTES) + 2
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -64,7 +65,7 @@ def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Prog
         messages.append((nbytes, _message_s(here, nbytes)))
     report(Progress(total - 1, total, "a tile while a message travels"))
     stolen_s = _stolen_s(here) if session.transport.world_size > 1 else [0.0]
-    everyone = gather_values(session.transport, (seconds, merging_s, messages, stolen_s), settings.timeout_s)
+    everyone = gather_values(session.transport, (seconds, merging_s, messages, stolen_s), job.timeout_s)
     if session.transport.rank:
         return None
     return _conclude(here, kernel.name, lengths, everyone)
@@ -88,7 +89,7 @@ def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequen
         memory_bytes_per_s=_read_bytes_per_s(here.device),
         dense_flops_per_s=_matmul_flops_per_s(here.device),
         node_size=len(everyone),
-        about=f"{settings.dtype}, head_dim {settings.head_dim}, {len(everyone)} ranks over {settings.carrier}",
+        about=f"{settings.dtype}, head_dim {settings.head_dim}, {len(everyone)} ranks over {here.job.carrier}",
         tiles=tuple((kind, n, slowest[kind, n]) for kind, n in slowest),
         messages=tuple(messages),
     )
@@ -104,13 +105,13 @@ def _time(here: _Here, call: Callable[[], object]) -> list[float]:
     seconds: list[float] = []
     num_repeats = 2 + REPEATS
     while len(seconds) < num_repeats:
-        meet(here.session.transport, here.settings.timeout_s)
+        meet(here.session.transport, here.job.timeout_s)
         start_s = time.perf_counter()
         call()
         _finish(here.device)
         seconds.append(time.perf_counter() - start_s)
         if len(seconds) == 2:
-            told = gather_values(here.session.transport, seconds[1], here.settings.timeout_s)
+            told = gather_values(here.session.transport, seconds[1], here.job.timeout_s)
             num_repeats = 2 + max(REPEATS, min(MOST_REPEATS, int(BUDGET_S / max(told))))
     return seconds[2:]
 
@@ -152,14 +153,14 @@ def _stolen_s(here: _Here) -> list[float]:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * MOST_REPEATS):
         is_sending = bool(i % 2)
-        meet(here.session.transport, here.settings.timeout_s)
+        meet(here.session.transport, here.job.timeout_s)
         handles = exchange() if is_sending else ()
         start_s = time.perf_counter()
         here.arithmetic.attend(piece, q, kv, out, True)
         _finish(here.device)
         seconds[is_sending].append(time.perf_counter() - start_s)
         for handle in handles:
-            handle.wait(here.settings.timeout_s)
+            handle.wait(here.job.timeout_s)
     return [busy - free for free, busy in zip(seconds[False], seconds[True], strict=True)]
 
 
@@ -168,7 +169,7 @@ def _message_s(here: _Here, nbytes: int) -> list[float]:
 
     def wait() -> None:
         for handle in exchange():
-            handle.wait(here.settings.timeout_s)
+            handle.wait(here.job.timeout_s)
 
     return _time(here, wait)
 

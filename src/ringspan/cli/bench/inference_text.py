@@ -4,8 +4,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.bench.inference_result import PARTS, WAYS, InferenceResult
-from ringspan.cli.page import Page, format_count, format_percent, new_table
+from ringspan.cli.formats import format_count, format_percent
+from ringspan.cli.page import Page
 from ringspan.cli.svg import Chart, Line, draw_charts
+from ringspan.cli.tables import new_table
 
 NAMES = {
     "pass_kv": "pass-KV",

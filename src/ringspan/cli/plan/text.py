@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.cli.bench.text import format_seconds
-from ringspan.cli.page import Page, format_count, format_percent, new_table
+from ringspan.cli.formats import format_count, format_percent, format_seconds
+from ringspan.cli.page import Page
+from ringspan.cli.tables import new_table
 from ringspan.planner.catalog import Model
 from ringspan.planner.plan import Option, Plan, Prediction, Request
 from ringspan.planner.plan.request import legal_tps

@@ -1,4 +1,4 @@
-"""A lesson on the terminal: short sections, each a sentence or two and then the numbers."""
+"""How is a simulation printed in full? In short sections: a sentence or two, then the numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,19 +6,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.cli.page import (
-    NO_BREAK,
-    TABLE_RANKS,
-    Page,
-    explain_grid,
-    format_bar,
-    format_count,
-    format_level,
-    format_list,
-    format_percent,
-    new_table,
-)
+from ringspan.cli.formats import format_bar, format_count, format_level, format_list, format_percent
+from ringspan.cli.page import TABLE_RANKS, Page, explain_grid
 from ringspan.cli.simulate.bits_text import bits_verdict, print_bits
+from ringspan.cli.tables import NO_BREAK, new_table
 from ringspan.simulate.lesson import (
     Check,
     Choices,
@@ -58,9 +49,9 @@ CONTENTS = {"q": "q", "kv": "k, v", "out": "out, lse"}
 
 
 def print_lesson(lesson: Lesson, console: Console) -> None:
-    """All of it, in the order in which one would explain it."""
+    """Print every section."""
     page, parameters, prefill = Page(console), lesson.parameters, lesson.prefill
-    _print_title(page, parameters)
+    print_title(page, parameters)
     _print_reference(page, prefill.reference)
     _print_shards(page, prefill.shards, parameters.seq_len)
     _print_work(page, prefill.work, parameters)
@@ -74,10 +65,12 @@ def print_lesson(lesson: Lesson, console: Console) -> None:
         print_bits(page, prefill, NAMES)
     _print_decode(page, lesson.decode, parameters)
     _print_choices(page, lesson.choices)
-    _print_verdict(page, lesson)
+    print_verdict(page, lesson)
+    page.console.print(Text(f"Try also {', '.join(_other_options(parameters))}.", "dim"))
 
 
-def _print_title(page: Page, parameters: Parameters) -> None:
+def print_title(page: Page, parameters: Parameters) -> None:
+    """Print what was simulated."""
     p = parameters
     page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'simulated device')}", "bold"))
     page.prose(
@@ -123,7 +116,7 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
         f"{shown}, the rank that holds each:" if has_strip else "",
     )
     if has_strip:
-        page.show(_strip(shards, seq_len))
+        page.show(token_strip(shards, seq_len))
     table = new_table("rank", ">tokens", "positions")
     for shard in shards[:TABLE_RANKS]:
         positions = format_list(shard.spans, COLUMN_RANKS) or "none"
@@ -132,8 +125,8 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
     page.note_hidden(len(shards))
 
 
-def _strip(shards: Sequence[Shard], seq_len: int) -> Text:
-    """The sequence from left to right, as the ranks that hold it."""
+def token_strip(shards: Sequence[Shard], seq_len: int) -> Text:
+    """The sequence from left to right, one character per token: the rank that holds it."""
     owners = {position: shard.rank for shard in shards for position in shard.positions}
     width = min(seq_len, STRIP_WIDTH)
     strip = Text()
@@ -178,7 +171,7 @@ def _print_run(page: Page, run: Run, parameters: Parameters, told: set[str]) -> 
     page.section(f"{NAMES[run.algorithm]}: {IDEAS[run.algorithm]}")
     page.prose(*_how_to_read(run, parameters, told))
     page.grid(run.grid)
-    page.show(Text("largest difference from dense attention: ").append(_verdict(run.check)))
+    page.show(Text("largest difference from dense attention: ").append(format_check(run.check)))
 
 
 def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[str]:
@@ -269,7 +262,7 @@ def _print_decode_steps(page: Page, run: DecodeRun) -> None:
         held = step.cache_tokens_per_rank
         per_rank = " ".join(map(str, held)) if len(held) <= COLUMN_RANKS else f"{min(held)} to {max(held)}"
         ranks = " ".join(map(str, step.new_token_ranks))
-        table.add_row(str(step.step), ranks, per_rank, f"{step.sent_bytes:,}", _verdict(step.check))
+        table.add_row(str(step.step), ranks, per_rank, f"{step.sent_bytes:,}", format_check(step.check))
     page.show(table)
     spread, unrotated = (
         max(held) - min(held) for held in (run.steps[-1].cache_tokens_per_rank, run.unrotated_cache_tokens_per_rank)
@@ -324,7 +317,8 @@ def _pick(algorithm: str) -> Text:
     return Text(NAMES[algorithm], "magenta" if algorithm == "pass_q" else "cyan")
 
 
-def _print_verdict(page: Page, lesson: Lesson) -> None:
+def print_verdict(page: Page, lesson: Lesson) -> None:
+    """Print whether all results are right."""
     page.console.print()
     if not lesson.failures:
         message = Text(f"✓ All {lesson.num_checks} results agree with dense attention.", "bold green")
@@ -338,7 +332,6 @@ def _print_verdict(page: Page, lesson: Lesson) -> None:
     bits = bits_verdict(lesson, NAMES)
     if bits is not None:
         page.console.print(bits)
-    page.console.print(Text(f"Try also {', '.join(_other_options(lesson.parameters))}.", "dim"))
 
 
 def _other_options(p: Parameters) -> list[str]:
@@ -353,7 +346,8 @@ def _other_options(p: Parameters) -> list[str]:
     return [option for option, is_new in options.items() if is_new][:3]
 
 
-def _verdict(check: Check) -> Text:
+def format_check(check: Check) -> Text:
+    """The largest difference from dense attention, and whether it is accepted."""
     mark, style = ("✓", "green") if check.is_verified else ("✗ wrong:", "bold red")
     worst = None if check.out_error is None or check.lse_error is None else max(check.out_error, check.lse_error)
     return Text(f"{mark} {_error(worst)}", style)

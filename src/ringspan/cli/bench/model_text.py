@@ -5,8 +5,10 @@ from rich.text import Text
 
 from ringspan.bench.result import Breakdown, Ratio, Timing
 from ringspan.bench.transformer_result import PHASES, ModelMemory, Phase, PhaseResult, Predicted, TransformerResult
-from ringspan.cli.bench.text import format_seconds, format_spread
-from ringspan.cli.page import TABLE_RANKS, Page, format_count, new_table
+from ringspan.cli.bench.attention_text import format_spread
+from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.page import TABLE_RANKS, Page
+from ringspan.cli.tables import new_table
 
 NAMES: dict[Phase, str] = {"prefill": "prefill", "train": "training step", "decode": "token"}
 

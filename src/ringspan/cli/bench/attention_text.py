@@ -6,7 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.bench.result import Machine, Parameters, PathCheck, RankResult, Ratio, Result
-from ringspan.cli.page import TABLE_RANKS, Page, format_count, new_table
+from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.page import TABLE_RANKS, Page
+from ringspan.cli.tables import new_table
 
 STATUS_STYLES = {"ok": "green", "failed": "bold red", "not available": "dim"}
 
@@ -142,14 +144,6 @@ def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> N
         console.print(Text(f"✗ {num_failed} of {num_run} paths that can run here failed.", "bold red"))
     else:
         console.print(Text(f"✓ All {num_run} paths that can run here are right.", "bold green"))
-
-
-def format_seconds(seconds: float) -> str:
-    """With three digits, in s, ms or µs; rounded first, so that 999.6 ms are 1 s and nothing is less than 1 ns."""
-    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
-    rounded = [(round(float(f"{seconds / size:.3g}"), 3), unit) for unit, size in units]
-    number, unit = next((it for it in rounded if abs(it[0]) >= 1), rounded[-1])
-    return f"{number or 0:,.12g} {unit}"
 
 
 def _format_bytes(number: int | None) -> str:

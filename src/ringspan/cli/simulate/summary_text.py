@@ -1,0 +1,49 @@
+"""What is the short report of a simulation? What ran, one schedule as a grid, and that the results are exact."""
+
+from rich.console import Console
+
+from ringspan.cli.page import Page, explain_grid
+from ringspan.cli.simulate.text import (
+    IDEAS,
+    NAMES,
+    RANK_LETTERS,
+    format_check,
+    print_title,
+    print_verdict,
+    token_strip,
+)
+from ringspan.cli.tables import new_table
+from ringspan.simulate.lesson import Lesson
+
+NEXT = (
+    ("ringspan simulate --lesson", "every step explained"),
+    ("ringspan simulate --layout contiguous", "the same ring with uneven work"),
+    ("ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 128K", "time and memory on GPUs"),
+)
+
+
+def print_summary(lesson: Lesson, console: Console) -> None:
+    """Print the report; with the default settings it fits into 40 lines of 80 columns."""
+    page, parameters, prefill = Page(console), lesson.parameters, lesson.prefill
+    print_title(page, parameters)
+    if len(prefill.shards) <= len(RANK_LETTERS):
+        page.prose("The rank that holds each token, from the first to the last:")
+        page.show(token_strip(prefill.shards, parameters.seq_len))
+    first = prefill.runs[0]
+    page.prose(
+        f"{NAMES[first.algorithm]}: {IDEAS[first.algorithm]}.", *(sentence for _, sentence in explain_grid(first.grid))
+    )
+    page.grid(first.grid)
+    times = ", ".join(f"{work.layout} {work.imbalance:.2f}" for work in prefill.work)
+    page.prose(f"Time of a KV ring by layout, if 1 is without any waiting: {times}.")
+    _print_runs(page, lesson)
+    print_verdict(page, lesson)
+    page.facts(NEXT)
+
+
+def _print_runs(page: Page, lesson: Lesson) -> None:
+    table = new_table("algorithm", ">messages", ">bytes sent", "largest difference from dense attention")
+    for run in lesson.prefill.runs:
+        num_messages = sum(traffic.num_messages for traffic in run.traffic)
+        table.add_row(NAMES[run.algorithm], f"{num_messages:,}", f"{run.sent_bytes:,}", format_check(run.check))
+    page.show(table)
