@@ -147,7 +147,7 @@ def test_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "text"),
     [
         (["--layers", "0"], "'--layers': 0 is not in the range"),
-        (["--mask", "full"], "No such option: --mask"),
+        (["--mask", "full"], "No such option"),
         (["--heads", "3", "--kv-heads", "2"], "--kv-heads 2: every KV head serves the same number of query heads"),
         (["--head-dim", "7"], "--head-dim 7: RoPE rotates dimensions in pairs; use an even number"),
         (["--tokens", "1"], "--tokens 1: a training step needs a next token as label; use 2 or more"),

@@ -16,9 +16,9 @@ from ringspan.cli.tables import new_table
 from ringspan.simulate.lesson import Lesson
 
 NEXT = (
-    ("ringspan simulate --lesson", "every step explained"),
-    ("ringspan simulate --layout contiguous", "the same ring with uneven work"),
-    ("ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 128K", "time and memory on GPUs"),
+    ("learn", "ringspan simulate --lesson"),
+    ("plan", "ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 128K"),
+    ("measure", "ringspan bench attention"),
 )
 
 
