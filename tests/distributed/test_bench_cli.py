@@ -378,7 +378,7 @@ def a_result(**changes: Any) -> results.Measured:
         ({}, 0, "✓ The result is right: 1.0e-07 off"),
         ({"check": results.Check(1e-4, 1e-5, "truth")}, 1, "✗ Wrong: 1.0e-04 off truth; at most 1.0e-05 is accepted"),
         ({"check": results.Check(None, 1e-5, "truth")}, 1, "✗ Wrong: not finite off truth"),
-        ({"scheduled_bytes": 101}, 1, "✗ Wrong: the ranks sent other bytes than the schedule says."),
+        ({"scheduled_bytes": 101}, 1, "✗ Wrong: the ranks did not send the bytes of the schedule."),
     ],
 )
 def test_a_wrong_result_or_byte_count_is_exit_code_1(

@@ -17,6 +17,7 @@ from ringspan import run_in_process
 from ringspan.bench import inference
 from ringspan.bench.inference_result import MISS_RATES, PARTS, WAYS
 from ringspan.bench.settings import InferenceSettings, Job
+from ringspan.cache import Turn
 from ringspan.cli import main
 from ringspan.cli.bench.inference import show_inference
 
@@ -67,8 +68,8 @@ def test_numbers_that_are_none_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    attend = getattr(inference, phase)
-    monkeypatch.setattr(inference, phase, lambda *args, **options: attend(*args, **options) * spoilt)
+    attend = getattr(Turn, phase)
+    monkeypatch.setattr(Turn, phase, lambda *args, **options: attend(*args, **options) * spoilt)
     settings = InferenceSettings(phase, 128, 2, 2, 1, 8, "float32", "auto", 1, 0)
     job = Job("inference", "threads", 2, 60.0, inference=settings)
     cpu = torch.device("cpu")

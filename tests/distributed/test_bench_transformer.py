@@ -17,6 +17,7 @@ from ringspan.bench import model_runs
 from ringspan.bench.settings import Job, TransformerSettings
 from ringspan.bench.transformer import measure_transformer
 from ringspan.bench.transformer_result import ANSWER, PHASES, TransformerResult
+from ringspan.cache import Turn
 from ringspan.cli import main
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
@@ -107,14 +108,16 @@ def test_the_control_is_right() -> None:
     ("name", "wrong"), [("attention", {"loss", "gradients"}), ("prefill", {"logits"}), ("decode", {"logits"})]
 )
 def test_a_broken_ring_is_found(name: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = getattr(model_runs, name)
+    if name == "attention":
+        monkeypatch.setattr(model_runs, name, local_attention)
+    else:
+        attend = getattr(Turn, name)
 
-    def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:  # a turn wants every layer to be run
-            call(q, k, v, *args, **kwargs)
-        return local_attention(q, k, v)
+        def broken(turn: Turn, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            attend(turn, q, k, v, **kwargs)  # a turn wants every layer to be run
+            return local_attention(q, k, v)
 
-    monkeypatch.setattr(model_runs, name, broken)
+        monkeypatch.setattr(Turn, name, broken)
     result = measure()
     assert not result.is_verified
     assert {what for what, check in result.checks.items() if not check.is_passed} == wrong

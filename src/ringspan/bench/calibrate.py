@@ -1,4 +1,4 @@
-"""How fast is this machine, in the planner's terms? The curves of one rank, measured while all ranks are at work.
+"""How fast is this machine, in the planner's terms? The curves of one rank, measured while all ranks compute.
 
 Tiles run through the runtime's own arithmetic, so slabs and copies count as they will in a call; all ranks compute at
 the same time, since cores share memory and power. Messages go both ways at once, as in a ring.
@@ -30,9 +30,9 @@ from ringspan.transports.base import Handle, Receive, Send
 TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)
 MESSAGE_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
 STOLEN_FROM = 2048  # tokens of the tile that is computed while a message travels
-REPEATS = 5  # at least
+REPEATS = 5  # the least number
 MOST_REPEATS = 25
-BUDGET_S = 1.0  # for more than that
+BUDGET_S = 1.0  # per measurement, for repeats beyond REPEATS
 
 
 class _Here(NamedTuple):
@@ -44,7 +44,7 @@ class _Here(NamedTuple):
 
 
 def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Calibration | None:
-    """One rank's part; the curves are on rank 0, None on the others."""
+    """Measure on this rank. Returns the curves on rank 0, None on the others."""
     assert job.calibration is not None
     settings, session = job.calibration, session_of(group)
     dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -96,12 +96,12 @@ def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequen
 
 
 def _slowest(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Of every repeat the slowest rank counts, for which the others wait; of the repeats the middle one."""
+    """The median over repeats of the slowest rank, for which the others wait."""
     return float(statistics.median(max(seconds) for seconds in zip(*of_ranks, strict=True)))
 
 
 def _time(here: _Here, call: Callable[[], object]) -> list[float]:
-    """Seconds of every repeat, all ranks beginning together; the first two are not counted."""
+    """Seconds of every repeat. All ranks begin together; two warm-up runs are not counted."""
     seconds: list[float] = []
     num_repeats = 2 + REPEATS
     while len(seconds) < num_repeats:
@@ -146,7 +146,7 @@ def _merge_s(here: _Here, n: int) -> list[float]:
 
 
 def _stolen_s(here: _Here) -> list[float]:
-    """How much longer a tile takes while the largest message travels both ways, by pairs of repeats."""
+    """How much longer a tile takes while the largest message travels both ways, for each pair of repeats."""
     q, kv, out = _operands(here, STOLEN_FROM)
     piece = Piece(slice(0, STOLEN_FROM), slice(0, STOLEN_FROM), PieceKind.FULL, None, None)
     exchange = _exchange(here, MESSAGE_BYTES[-1])
@@ -175,7 +175,7 @@ def _message_s(here: _Here, nbytes: int) -> list[float]:
 
 
 def _exchange(here: _Here, nbytes: int) -> Callable[[], Sequence[Handle]]:
-    """Starts a message to the next rank and one from the rank before."""
+    """Return a call that sends a message to the next rank and receives one from the previous rank."""
     transport = here.session.transport
     rank, size = transport.rank, transport.world_size
     sent, buffer = (torch.zeros(nbytes, dtype=torch.uint8, device=here.device) for _ in range(2))

@@ -28,21 +28,21 @@ from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithm
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.program.bind import Exchange
-from ringspan.program.prepare import Prepared, prepare
+from ringspan.program.prepare import Prepared, ProgramOptions, prepare
 from ringspan.runtime.api import attention
 from ringspan.runtime.engine import run_backward, run_forward
-from ringspan.runtime.reproducible_arithmetic import tiles_at_once
+from ringspan.runtime.modes import DEFAULT, REPRODUCIBLE
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather
 from ringspan.transports.counting import CountingTransport
 
 T = TypeVar("T")
 
-DISSECTED = 3  # runs under the watch, at most
+DISSECTED = 3  # recorded runs, at most
 
 
 class _Bench(NamedTuple):
-    """All that one rank needs."""
+    """What one rank needs to measure."""
 
     settings: Settings
     group: Any
@@ -62,7 +62,7 @@ class _Bench(NamedTuple):
 
 
 def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Measured | None:
-    """One rank's part in a measurement. The result is on rank 0, None on the others."""
+    """Measure on this rank. Returns the result on rank 0, None on the others."""
     assert job.settings is not None
     bench = _prepare(job.settings, group, device)
     settings, is_first = bench.settings, bench.rank == 0
@@ -97,7 +97,7 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
 
 
 class Steps:
-    """Counts what is begun."""
+    """Reports progress, one step at a time."""
 
     def __init__(self, report: Callable[[Progress], None], total: int) -> None:
         self._report = report
@@ -105,7 +105,7 @@ class Steps:
         self._done = 0
 
     def __call__(self, what: str) -> None:
-        """Something is begun."""
+        """Report that the next step begins."""
         self._report(Progress(self._done, self._total, what))
         self._done += 1
 
@@ -117,16 +117,21 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     dims = settings.head_dim, settings.head_dim
     request = Request(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
     kernel = choose_kernel(settings.kernel, request)
-    at_once = tiles_at_once(kernel.name, request) if settings.reproducible else None
+    mode = REPRODUCIBLE if settings.reproducible else DEFAULT
+    tiles_at_once = mode.tiles_at_once(kernel.name, request)
     passes = tuple(
-        prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction, side, at_once)
+        prepare(
+            settings.problem(),
+            rank,
+            settings.algorithm,
+            ProgramOptions(settings.mesh, settings.direction, side, mode.program, tiles_at_once),
+        )
         for side in settings.passes()
     )
     return _Bench(settings, group, session, device, drawn, passes, kernel)
 
 
 def _call(bench: _Bench) -> Results:
-    """What a user calls."""
     settings = bench.settings
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -151,7 +156,7 @@ def _call(bench: _Bench) -> Results:
 
 
 def _first_call(bench: _Bench) -> Memory:
-    """The first call of a process shows best what it needs: nothing lies about yet that it could use again."""
+    """Memory is measured in the first call, before the allocator holds blocks to reuse."""
     input_bytes = bench.drawn.nbytes
     _, (peak, above) = measure_peak(bench.device, lambda: _call(bench))
     if bench.settings.carrier == "threads":
@@ -160,7 +165,7 @@ def _first_call(bench: _Bench) -> Memory:
 
 
 def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:
-    """Call when all ranks are ready."""
+    """Time a call that begins after a barrier."""
     meet(bench.session.transport, bench.settings.timeout_s)
     _finish(bench.device)
     start_s = time.perf_counter()
@@ -171,7 +176,7 @@ def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:
 
 
 def _idle() -> None:
-    """Rank 0 is busy; this rank goes to the next meeting."""
+    """Do nothing: only rank 0 computes; this rank continues to the next barrier."""
 
 
 def _finish(device: torch.device) -> None:
@@ -180,7 +185,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _dissect(bench: _Bench) -> Dissected:
-    """The programs of the call under the watch."""
+    """Run the programs of the call and record them."""
     watch = Watch(bench.rank, bench.device)
     transport = CountingTransport(bench.session.transport)
     q = bench.drawn.inputs.q
@@ -208,7 +213,7 @@ def _dissect(bench: _Bench) -> Dissected:
 
 
 def _scheduled_bytes(bench: _Bench) -> int:
-    """What the schedules have this rank send."""
+    """Bytes that the schedules make this rank send."""
     return sum(
         message.nbytes
         for prepared in bench.passes

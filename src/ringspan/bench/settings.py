@@ -1,4 +1,4 @@
-"""What is to be measured? Checked, as far as possible without torch, before any rank is started."""
+"""What is to be measured? Settings are checked, as far as possible without torch, before any rank is started."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,7 +22,7 @@ class _Sizes(NamedTuple):
 
 
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""As the planner and most papers write them."""
+"""Names as the planner and most papers write them."""
 
 DTYPES = {
     "float64": _Sizes(8, 8),
@@ -101,7 +101,7 @@ class TransformerSettings:
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
+        """Width of the residual stream."""
         return self.num_heads * self.head_dim
 
 

@@ -20,9 +20,9 @@ PROSE_WIDTH = 96
 INDENT = 2
 
 TABLE_RANKS = 16  # rows
-GRID_RANKS = 8  # more ranks or steps are no longer read, so they are left to --json
+GRID_RANKS = 8  # larger grids are not readable; --json has them
 GRID_STEPS = 10
-GRID_BANDS = 4  # ranks that do not fit side by side are continued below, up to so many times
+GRID_BANDS = 4  # groups of ranks below one another, at most
 GRID_SEPARATOR = " │ "
 IN_WORDS = {"q": "queries", "kv": "keys and values"}
 GRID_STYLES = (
@@ -69,7 +69,7 @@ class Page:
                 self._print(Padding(part, (0, 0, 0, INDENT), expand=False), self.console.width)
 
     def facts(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Names and what they are."""
+        """A list of names and values."""
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
@@ -82,7 +82,7 @@ class Page:
         self.show(*_grid_lines(grid, self.console.width - INDENT))
 
     def _print(self, item: RenderableType, width: int) -> None:
-        """Print; rich pads lines with blanks, which have no place in a file."""
+        """Print. In a file, the blanks with which rich pads lines are removed."""
         if self.console.is_terminal:
             self.console.print(item, width=width)
             return
@@ -139,7 +139,7 @@ def _grid_lines(grid: str, width: int) -> Iterator[Text]:
 
 
 def _bands(widths: list[int], width: int) -> list[range]:
-    """Columns 1, 2, … in as few equal groups as fit beside column 0; a single one may be wider than the screen."""
+    """Columns 1, 2, … in as few equal groups as fit beside column 0. A single column may be wider than the screen."""
     num_ranks = len(widths) - 1
     bands: list[range] = []
     for num_bands in range(1, num_ranks + 1):
@@ -158,7 +158,7 @@ def _styled(line: str, *, is_header: bool) -> Text:
 
 
 def _about_attends(attends: Sequence[Attend]) -> str:
-    """By an example of two blocks, if possible of two ranks; where all are longer, by the first block of one."""
+    """An example of two blocks, if possible of two ranks; or the first of many blocks."""
     short = [(attend.qs[0], attend.kvs[0]) for attend in attends if len(attend.qs) == len(attend.kvs) == 1]
     if not short:
         q = attends[0].qs[0]

@@ -1,4 +1,4 @@
-"""A calibrated device on the terminal: what its ranks reach, and what to do with the file."""
+"""How is a calibrated device printed? What its ranks reach, and the commands that read the file."""
 
 from pathlib import Path
 

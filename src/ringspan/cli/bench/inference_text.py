@@ -1,4 +1,4 @@
-"""What a cache takes, on the terminal and as a diagram: time to first token, or time per token."""
+"""How are the times of a cache printed and drawn: time to first token, or time per token?"""
 
 from rich.console import Console
 from rich.text import Text
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def print_inference(result: InferenceResult, console: Console) -> None:
-    """Print everything."""
+    """Print the whole report."""
     page = Page(console)
     s = result.settings
     title = "Time to first token" if s.phase == "prefill" else "Time per token"

@@ -27,7 +27,7 @@ from ringspan.simulate.lesson import (
 COLUMN_RANKS = 8  # ranks, steps or spans side by side
 STRIP_WIDTH = 64
 RANK_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red are for right and wrong
+RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red mean right and wrong
 
 NAMES = {
     "pass_kv": "pass-KV",
@@ -75,7 +75,7 @@ def print_title(page: Page, parameters: Parameters) -> None:
     page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'simulated device')}", "bold"))
     page.prose(
         "A sequence too long for one device is split over several. Each computes the attention of its own part;",
-        "what it needs of the others travels in blocks.",
+        "the blocks it needs from others travel.",
     )
     heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
     direction = "" if p.direction is None else f"; direction {p.direction}"
@@ -92,8 +92,8 @@ def print_title(page: Page, parameters: Parameters) -> None:
 
 
 def _print_reference(page: Page, reference: Reference) -> None:
-    page.section("The truth to compare with")
-    page.prose("Dense attention over every pair of tokens at once, in float64. Every result below is held against it.")
+    page.section("The reference")
+    page.prose("Dense attention over every pair of tokens at once, in float64. Every result below is compared with it.")
     share = format_percent(reference.visible_pairs / reference.all_pairs, 0)
     sample = " ".join(f"{value:.4f}" for value in reference.out_sample)
     scale = f"dense attention in float32 is {_error(reference.float32_error)} off"
@@ -162,7 +162,7 @@ def _print_work(page: Page, works: Sequence[LayoutWork], parameters: Parameters)
 
 
 def _busy(work: LayoutWork, rank: int) -> Text:
-    """A rank's work at every step, as a part of what the busiest rank has."""
+    """A rank's work at every step, relative to the busiest rank."""
     levels = [format_level(pairs[rank], max(pairs)) for pairs in work.pairs_per_step]
     return Text(" ".join(levels), "cyan")
 
@@ -175,7 +175,7 @@ def _print_run(page: Page, run: Run, parameters: Parameters, told: set[str]) -> 
 
 
 def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[str]:
-    """What the grid means, by what is in it; things told in an earlier section are not told again."""
+    """Explain the symbols of the grid that no earlier section has explained."""
     for topic, sentence in explain_grid(run.grid):
         if topic not in told:
             yield sentence
@@ -335,7 +335,7 @@ def print_verdict(page: Page, lesson: Lesson) -> None:
 
 
 def _other_options(p: Parameters) -> list[str]:
-    """A few options that would show something new."""
+    """Options that show something else than this run."""
     options = {
         "--layout contiguous": p.layout != "contiguous",
         "--mask 'causal & window:16'": "sliding_window" not in p.mask,
@@ -358,7 +358,6 @@ def _error(error: float | None) -> str:
 
 
 def _spelled(text: str) -> str:
-    """Algorithms by the names the report uses."""
     for name, spelled in NAMES.items():
         text = text.replace(name, spelled)
     return text
