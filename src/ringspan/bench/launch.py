@@ -199,7 +199,10 @@ def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that `finally` and `with` clean up. Main thread only."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that `finally` and `with` clean up. Main thread only.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -207,7 +210,8 @@ def _exit_on_signals() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
