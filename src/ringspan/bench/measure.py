@@ -29,9 +29,10 @@ from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.program.bind import Exchange
 from ringspan.program.prepare import Prepared, ProgramOptions, prepare
+from ringspan.program.problem import Problem
+from ringspan.runtime import modes
 from ringspan.runtime.api import attention
 from ringspan.runtime.engine import run_backward, run_forward
-from ringspan.runtime.modes import DEFAULT, REPRODUCIBLE
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather
 from ringspan.transports.counting import CountingTransport
@@ -49,7 +50,7 @@ class _Bench(NamedTuple):
     session: Session
     device: torch.device
     drawn: Drawn
-    passes: tuple[Prepared, ...]  # forward, and backward if it is measured
+    passes: tuple[Prepared[Problem], ...]  # forward, and backward if it is measured
     kernel: Kernel
 
     @property
@@ -117,15 +118,15 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     dims = settings.head_dim, settings.head_dim
     request = Request(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
     kernel = choose_kernel(settings.kernel, request)
-    mode = REPRODUCIBLE if settings.reproducible else DEFAULT
-    tiles_at_once = mode.tiles_at_once(kernel.name, request)
+    mode = modes.REPRODUCIBLE if settings.reproducible else modes.DEFAULT
+    options = ProgramOptions(
+        settings.mesh,
+        settings.direction,
+        mode=mode.program,
+        tiles_at_once=mode.tiles_at_once(kernel.name, request),
+    )
     passes = tuple(
-        prepare(
-            settings.problem(),
-            rank,
-            settings.algorithm,
-            ProgramOptions(settings.mesh, settings.direction, side, mode.program, tiles_at_once),
-        )
+        prepare(settings.problem(), rank, settings.algorithm, options._replace(backward=side))
         for side in settings.passes()
     )
     return _Bench(settings, group, session, device, drawn, passes, kernel)

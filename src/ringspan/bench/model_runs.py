@@ -206,11 +206,7 @@ class Ideal:
             )
         )
         self.pieces, self.gradient_pieces = (
-            list(
-                own_pieces(
-                    prepare(problem, rank, ALGORITHM, ProgramOptions(direction="forward", backward=side)), inputs
-                )
-            )
+            list(own_pieces(prepare(problem, rank, ALGORITHM, ProgramOptions(backward=side)), inputs))
             for side in (None, problem.lighter_side())
         )
 

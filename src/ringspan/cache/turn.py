@@ -17,7 +17,7 @@ import torch
 from ringspan.algorithms import Query
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
-from ringspan.cache.plan import Part, RowSizes, plan_problem
+from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
 from ringspan.cache.state import CacheState
 from ringspan.cache.storage import Stored
 from ringspan.errors import CacheError, ShapeError
@@ -339,7 +339,7 @@ class Turn:
             yield from (Span(span.start + by, span.stop + by, span.step) for span in part.new[rank])
             offset += part.num_new
 
-    def _prepare(self, mask: Mask) -> Prepared:
+    def _prepare(self, mask: Mask) -> Prepared[TurnProblem]:
         state = self._state
         block_starts = tuple(tuple(state.stored[part.sequence].starts) for part in self.parts)
         sizes = row_sizes(state, self.wire_codec)

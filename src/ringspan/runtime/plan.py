@@ -6,6 +6,7 @@ check that depends on options and shapes only is made here, so a repeated call m
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -56,9 +57,11 @@ class CallOptions(NamedTuple):
 class CallPlan(NamedTuple):
     """Everything that depends on the kind of call only, not on its numbers."""
 
-    prepared: Prepared
+    prepared: Prepared[Problem]
     mode: modes.TorchMode
     kernel: Kernel
+    threads: Callable[[Kernel], AbstractContextManager[Kernel]]
+    """A context in which the program runs, which gives the kernel to call there."""
     arithmetic: Callable[[Kernel, float, torch.Tensor, Scratch | None], Arithmetic]
     scale: float
     codec: Codec | None
@@ -150,6 +153,7 @@ def _plan(
         prepared=prepare(problem, rank, options.algorithm, program_options),
         mode=mode,
         kernel=kernel,
+        threads=mode.threads(looks.q.device),
         arithmetic=mode.arithmetic if codec is None else partial(codec_arithmetic, codec),
         scale=scale,
         codec=codec,
