@@ -200,7 +200,7 @@ def test_a_refusal_has_the_deadline_of_the_call_or_else_of_the_group(timeout_s: 
         if rank == 1:
             error_of(lambda: contract.agree(Signature.of(FIELDS), TIMEOUT_S))
             return []
-        with pytest.raises(rs.ShapeError, match="q is flat|timeout_s"), session_with(contract).call(timeout_s):
+        with pytest.raises(rs.ShapeError, match=r"q is flat|timeout_s"), session_with(contract).call(timeout_s):
             raise rs.ShapeError("q is flat")
         assert isinstance(contract.transport, Listening)
         return contract.transport.deadlines

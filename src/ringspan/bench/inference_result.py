@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from ringspan.algorithms.choose import Q_RING, RINGS
 from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings
 
 MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # percent of all tokens that are new
-WAYS = ("pass_kv", "pass_q", "auto")
-PARTS = ("attention", "sendrecv", "all_to_all", "pass_q", "one_shot")
+WAYS = (*RINGS, "auto")
+PARTS = ("attention", "sendrecv", "all_to_all", Q_RING, "one_shot")
 """The parts of a decode step (attention over a rank's part of the cache, a block of queries to the next rank, partial
 results to all others) and two whole steps: queries sharded by sequence, and all queries on every rank."""
 
@@ -27,8 +28,8 @@ class PrefillPoint:
     @property
     def over_better(self) -> float:
         """How much longer the automatic choice took than the faster algorithm, as a ratio above 0."""
-        pass_kv, pass_q, auto = (self.times[way].median_s for way in WAYS)
-        return auto / min(pass_kv, pass_q) - 1
+        *rings, auto = (self.times[way].median_s for way in WAYS)
+        return auto / min(rings) - 1
 
 
 @dataclass(frozen=True, slots=True)

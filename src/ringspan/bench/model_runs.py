@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from ringspan.algorithms.choose import KV_RING
 from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
 from ringspan.bench.group import sum_over_ranks
 from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
@@ -29,7 +30,7 @@ from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 from ringspan.training import cross_rank_mean_loss, position_ids, shard_batch
 
-ALGORITHM = "pass_kv"  # of what is new to the cache K and V are never more than queries and results
+ALGORITHM = KV_RING  # of what is new to the cache K and V are never more than queries and results
 Wrap = Callable[[Attend], Attend]
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringspan.algorithms import Query
+from ringspan.algorithms.choose import KV_RING
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
 from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
@@ -60,7 +61,7 @@ class Turn:
         self.parts = parts
         self.query = query
         self.algorithm, self.reason = chosen
-        self.wire_codec = wire_codec(state, wire if self.algorithm == "pass_kv" else None)
+        self.wire_codec = wire_codec(state, wire if self.algorithm == KV_RING else None)
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By layer: the largest scales of k and of v that were sent, (KV heads,) each."""
         self.layers_done: dict[int, float | None] = {}

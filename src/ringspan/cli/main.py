@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ringspan import __version__
+from ringspan.algorithms import register_entry_points
 from ringspan.cli.bench import bench
 from ringspan.cli.errors import BadInput, in_one_line
 from ringspan.cli.plan.command import plan
@@ -60,6 +61,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal whose encoding lacks × must not end in an error
+    register_entry_points()
 
 
 main.add_command(simulate)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh, check_algorithm
-from ringspan.algorithms.choose import RingWork, choose_by_time
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, RingWork, choose_by_time
 from ringspan.errors import LayoutError, UnsupportedError
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Request
@@ -101,7 +101,7 @@ def _without_auto(options: CallOptions, looks: Looks, session: Session) -> CallO
     world_size = session.transport.world_size
     is_for_others = options.layout.world_size != world_size or options.kv_layout.world_size != world_size
     if world_size == 1 or is_for_others or options.wire is not None:  # wire= is about K and V on their way
-        return options._replace(algorithm="pass_kv")
+        return options._replace(algorithm=DEFAULT_ALGORITHM)
     work = _ring_work(options, looks)
     choice = choose_by_time(work, None, world_size)
     if choice is None:
@@ -196,9 +196,9 @@ def _check_wire(options: CallOptions, which: Pass) -> Codec | None:
             value=options.wire,
             remedy="call under torch.no_grad()",
         )
-    if options.algorithm == "pass_q":
+    if options.algorithm in ALGORITHMS and not ALGORITHMS[options.algorithm].moves_kv:
         raise UnsupportedError(
-            "in pass_q K and V do not travel", argument="wire", value=options.wire, remedy="leave it out"
+            f"in {options.algorithm} K and V do not travel", argument="wire", value=options.wire, remedy="leave it out"
         )
     return Quantized(form)
 

@@ -17,6 +17,7 @@ from ringspan.cli.files import OutputFile, write_json
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
+    OptionOfSome,
     check_layout,
     check_mask,
     check_options,
@@ -62,13 +63,15 @@ Examples:
 @click.option(
     "--direction",
     type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks travel in pass-kv, pass-q and hybrid.  [default: forward]",
+    cls=OptionOfSome,
+    help="Which way blocks travel in TAKERS.  [default: forward]",
 )
 @click.option(
     "--mesh",
     callback=parsed_by(parse_mesh),
     metavar="OUTERxINNER",
-    help="Ranks in two dimensions, for hybrid and double-ring.",
+    cls=OptionOfSome,
+    help="Ranks in two dimensions, for TAKERS.",
 )
 @click.option("--backward", "has_backward", is_flag=True, help="Measure the gradients as well.")
 @click.option("--reproducible", is_flag=True, help="Use the mode whose bits do not depend on the ranks; compare them.")

@@ -3,6 +3,8 @@
 from rich.console import Console
 from rich.text import Text
 
+from ringspan.algorithms import find_algorithm
+from ringspan.algorithms.choose import RINGS
 from ringspan.bench.inference_result import PARTS, WAYS, InferenceResult
 from ringspan.cli.formats import format_count, format_percent
 from ringspan.cli.page import Page
@@ -10,8 +12,7 @@ from ringspan.cli.svg import Chart, Line, draw_charts
 from ringspan.cli.tables import new_table
 
 NAMES = {
-    "pass_kv": "pass-KV",
-    "pass_q": "pass-Q",
+    **{name: find_algorithm(name).label for name in RINGS},
     "auto": "auto",
     "attention": "attention",
     "sendrecv": "send and receive",

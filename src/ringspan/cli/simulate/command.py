@@ -13,6 +13,7 @@ from ringspan.cli.errors import Command
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
+    OptionOfSome,
     check_layout,
     check_mask,
     check_options,
@@ -90,14 +91,16 @@ Examples:
 )
 @click.option(
     "--direction",
+    cls=OptionOfSome,
     type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks travel in pass-kv, pass-q and hybrid.  [default: forward]",
+    help="Which way blocks travel in TAKERS.  [default: forward]",
 )
 @click.option(
     "--mesh",
+    cls=OptionOfSome,
     callback=parsed_by(parse_mesh),
     metavar="OUTERxINNER",
-    help="Ranks in two dimensions, for hybrid and double-ring.",
+    help="Ranks in two dimensions, for TAKERS.",
 )
 @click.option(
     "--reproducible",

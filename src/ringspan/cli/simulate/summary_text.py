@@ -2,10 +2,9 @@
 
 from rich.console import Console
 
+from ringspan.algorithms import find_algorithm
 from ringspan.cli.page import Page, explain_grid
 from ringspan.cli.simulate.text import (
-    IDEAS,
-    NAMES,
     RANK_LETTERS,
     format_check,
     print_title,
@@ -30,8 +29,10 @@ def print_summary(lesson: Lesson, console: Console) -> None:
         page.prose("The rank that holds each token, from the first to the last:")
         page.show(token_strip(prefill.shards, parameters.seq_len))
     first = prefill.runs[0]
+    record = find_algorithm(first.algorithm)
     page.prose(
-        f"{NAMES[first.algorithm]}: {IDEAS[first.algorithm]}.", *(sentence for _, sentence in explain_grid(first.grid))
+        f"{record.label}: {record.idea}.",
+        *(sentence for _, sentence in explain_grid(first.grid)),
     )
     page.grid(first.grid)
     times = ", ".join(f"{work.layout} {work.imbalance:.2f}" for work in prefill.work)
@@ -44,6 +45,7 @@ def print_summary(lesson: Lesson, console: Console) -> None:
 def _print_runs(page: Page, lesson: Lesson) -> None:
     table = new_table("algorithm", ">messages", ">bytes sent", "largest difference from dense attention")
     for run in lesson.prefill.runs:
+        label = find_algorithm(run.algorithm).label
         num_messages = sum(traffic.num_messages for traffic in run.traffic)
-        table.add_row(NAMES[run.algorithm], f"{num_messages:,}", f"{run.sent_bytes:,}", format_check(run.check))
+        table.add_row(label, f"{num_messages:,}", f"{run.sent_bytes:,}", format_check(run.check))
     page.show(table)
