@@ -20,7 +20,7 @@ import torch
 from ringspan.algorithms import Query, check_algorithm
 from ringspan.algorithms.choose import RingWork, choose_by_time
 from ringspan.cache.plan import Part, plan_problem, ring_work
-from ringspan.cache.saving import agree, fill, read_index, save
+from ringspan.cache.saving import agree, fill, read_saved, save
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.cache.turn import CacheState, Chosen, Model, Turn, check_room, make_parts, row_sizes
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
@@ -224,15 +224,14 @@ class KVCache:
             state.refuse_during_turn("load")
             if state.placements:
                 raise CacheError(f"load into a cache of sequences {[*state.placements]}: drop them first")
-            saved = read_index(state, Path(folder))
+            index, kept = read_saved(state, Path(folder))
         agree(state, "load", Path(folder))
-        kept = {sequence: placement for sequence, placement in saved.items() if placement.length}
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
         with self.begin(lengths, algorithm="pass_kv") as turn:
             with contract.telling_refusals():
-                fill(turn, Path(folder), kept)
+                fill(turn, Path(folder), index)
             agree(state, "loaded", Path(folder))
 
     def _placement(self, sequence: int) -> Any:
