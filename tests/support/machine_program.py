@@ -42,11 +42,11 @@ def attention(rank: int, world_size: int, algorithm: str) -> Callable[[], Any]:
 def decode(rank: int, world_size: int) -> Callable[[], Any]:
     """A token of each of many sequences at a time."""
     cache = rs.KVCache(num_layers=1, num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM)
-    sequences = 96
+    sequences = 384
 
     def call() -> None:
         with cache.begin([1] * sequences, query="replicated") as turn:
-            x = torch.ones(1, HEADS, sequences, HEAD_DIM)
+            x = torch.ones(sequences, HEADS, 1, HEAD_DIM)
             attend = getattr(turn, "decode", None)
             attend(x, x, x, layer=0) if attend else rs.decode(x, x, x, turn, layer=0)  # type: ignore[attr-defined]
 
