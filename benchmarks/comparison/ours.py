@@ -16,8 +16,8 @@ from ringspan.bench.inputs import Inputs
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.kernels.softmax import accumulator_dtype
-from ringspan.program.bind import Problem, Shapes
-from ringspan.runtime.passes import prepare
+from ringspan.program.prepare import prepare
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads
 
 

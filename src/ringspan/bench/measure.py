@@ -28,8 +28,9 @@ from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithm
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.program.bind import Exchange
+from ringspan.program.prepare import Prepared, prepare
 from ringspan.runtime.api import attention
-from ringspan.runtime.passes import Prepared, prepare, run_backward, run_forward
+from ringspan.runtime.engine import run_backward, run_forward
 from ringspan.runtime.reproducible_arithmetic import tiles_at_once
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather

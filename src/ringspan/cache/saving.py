@@ -26,7 +26,8 @@ from ringspan.cache.saved_files import (
     write_index,
     write_rank,
 )
-from ringspan.cache.turn import CacheState, Turn
+from ringspan.cache.state import CacheState
+from ringspan.cache.turn import Turn
 from ringspan.errors import CacheError
 from ringspan.runtime.contract import Signature
 from ringspan.span import Positions
@@ -36,18 +37,19 @@ _CHECKSUM = struct.Struct("<I")
 
 def save(state: CacheState, folder: Path) -> None:
     """Write the committed tokens; all ranks must, into one folder that all can reach."""
-    telling_refusals = state.session.contract.telling_refusals
-    agree(state, "save", folder)
-    name = f"data-{_gather(state, secrets.token_bytes(8))[0].hex()}"
-    with telling_refusals():
+    with state.session.call() as call:
+        state.refuse_during_turn("save")
+        call.agree(signature(state, "save", folder), once=True)
+        name = f"data-{_gather(state, secrets.token_bytes(8))[0].hex()}"
+    with state.session.call() as call:
         written = _write(state, folder / name)
-    agree(state, "write the index of", folder)
-    checksums = tuple(_CHECKSUM.unpack(each)[0] for each in _gather(state, _CHECKSUM.pack(written)))
-    with telling_refusals():
+        call.agree(signature(state, "write the index of", folder), once=True)
+        checksums = tuple(_CHECKSUM.unpack(each)[0] for each in _gather(state, _CHECKSUM.pack(written)))
+    with state.session.call() as call:
         if state.rank == 0:
             write_index(folder, state.contents, SavedIndex(name, state.placements, checksums))
             _remove_older(folder, name)
-    agree(state, "have saved", folder)
+        call.agree(signature(state, "have saved", folder), once=True)
 
 
 def read_saved(state: CacheState, folder: Path) -> tuple[SavedIndex, dict[int, Placement]]:
@@ -80,12 +82,9 @@ def fill(turn: Turn, folder: Path, index: SavedIndex) -> None:
     turn.layers_done.update(dict.fromkeys(range(state.model.num_layers)))
 
 
-def agree(state: CacheState, what: str, folder: Path) -> None:
-    """All ranks are here, with the same history."""
-    signature = Signature.of(
-        {"call": what, "cache": state.description, "history": state.history, "folder": folder.name}
-    )
-    state.session.contract.agree(signature, state.session.transport.timeout_s, is_new=False)
+def signature(state: CacheState, what: str, folder: Path) -> Signature:
+    """The ranks are at the same point, with the same history."""
+    return Signature.of({"call": what, "cache": state.description, "history": state.history, "folder": folder.name})
 
 
 def _gather(state: CacheState, mine: bytes) -> list[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringspan.algorithms import build_schedule
+from ringspan.algorithms import as_mesh
 from ringspan.bench.result import Activity
 from ringspan.cli.trace import build_trace
 from ringspan.errors import UnsupportedError
@@ -20,8 +20,9 @@ from ringspan.planner.plan import Plan
 from ringspan.planner.plan.predict import ring_of, shard_of, shown_window
 from ringspan.planner.timeline import END, Round, Timeline, schedule_timeline
 from ringspan.planner.timeline.run import Seconds
-from ringspan.program.bind import Problem, Shapes
-from ringspan.schedule import Heads, visible_blocks
+from ringspan.program.prepare import ProgramOptions, build
+from ringspan.program.problem import Problem, Shapes
+from ringspan.schedule import Heads
 
 MOST_RANKS = 64
 BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -56,9 +57,8 @@ def _timeline(plan: Plan) -> Timeline:
     heads = Heads(shard.num_heads, shard.num_kv_heads)
     shapes = Shapes((shard.batch,), heads, shard.head_dim, shard.v_head_dim, 2, 4, is_encoded=request.wire != "bf16")
     mesh = (setup.cp // setup.inner, setup.inner) if setup.algorithm in ("hybrid", "double_ring") else None
-    visible = visible_blocks(mask, layout)
-    schedule = build_schedule(setup.algorithm, visible, heads=heads, mesh=mesh)
     problem = Problem(mask, layout, layout, shapes)
+    schedule = build(problem, setup.algorithm, ProgramOptions(as_mesh(mesh)))
     per_node = ring_of(request, setup).per_node
     return schedule_timeline(schedule, problem, shard, request.cluster.device, per_node, record=True)
 

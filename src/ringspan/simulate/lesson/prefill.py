@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from ringspan.layout import Layout, Work, contiguous
-from ringspan.program.bind import Problem
+from ringspan.program.problem import Problem
 from ringspan.schedule import Block, format_schedule
 from ringspan.simulate.lesson.bits import Bits, compare_bits, digest_bits
 from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
