@@ -19,9 +19,11 @@ def say(word: str, rest: str = "") -> None:
     sys.stdout.flush()
 
 
-def attention(rank: int, world_size: int, algorithm: str) -> Callable[[], Any]:
+def attention(rank: int, world_size: int, algorithm: str, timeout_s: float | None) -> Callable[[], Any]:
     """K and V of a rank are 8 MB each: longer than a second at 100 Mbit/s together."""
-    options: dict[str, Any] = {"mesh": (2, world_size // 2)} if algorithm == "double_ring" else {}
+    options: dict[str, Any] = {"timeout_s": timeout_s}
+    if algorithm == "double_ring":
+        options["mesh"] = (2, world_size // 2)
     is_backward = algorithm == "backward"
     layout = rs.zigzag(512 * world_size, world_size)
     generator = torch.Generator().manual_seed(0)
@@ -47,22 +49,22 @@ def decode(rank: int, world_size: int) -> Callable[[], Any]:
     def call() -> None:
         with cache.begin([1] * sequences, query="replicated") as turn:
             x = torch.ones(sequences, HEADS, 1, HEAD_DIM)
-            attend = getattr(turn, "decode", None)
-            attend(x, x, x, layer=0) if attend else rs.decode(x, x, x, turn, layer=0)  # type: ignore[attr-defined]
+            turn.decode(x, x, x, layer=0)
 
     return call
 
 
 def main() -> None:
     what = sys.argv[1]
+    timeout_s = float(sys.argv[2]) if len(sys.argv) > 2 else None
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")  # with torch's own deadline of 30 minutes
-    call = decode(rank, world_size) if what == "decode" else attention(rank, world_size, what)
+    call = decode(rank, world_size) if what == "decode" else attention(rank, world_size, what, timeout_s)
     call()
     say("READY")
     try:
-        for _ in range(100_000):
+        for _ in range(int(sys.argv[3]) if len(sys.argv) > 3 else 100_000):
             call()
     except Exception as error:
         say("ERROR", f"{type(error).__name__} {error}")

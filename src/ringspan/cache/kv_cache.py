@@ -252,7 +252,7 @@ class KVCache:
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
-        with self.begin(lengths, algorithm="pass_kv") as turn, state.session.call() as call:
+        with self.begin(lengths, algorithm="pass_kv") as turn, turn.step() as call:
             fill(turn, Path(folder), index)
             call.agree(signature(state, "loaded", Path(folder)), once=True)
 

@@ -6,6 +6,9 @@ Every rank sends a byte a second to every other one. A rank that is waiting asks
 - frozen: nothing was heard for the limit, though the machine still acknowledges what is sent to it;
 - cut off: the machine acknowledges nothing either.
 
+A rank that is alive may still be late. Every beat says for whom its rank waits, so that the late one is found at the
+end of a chain of ranks that wait for each other.
+
 Whoever gives up tells all others why over the same connections, so that they raise the same reason instead of waiting
 for a rank that has left. A rank that was frozen itself judges nobody by the time it slept.
 """
@@ -31,6 +34,8 @@ _BEAT_EVERY_S = 1.0
 _LATE_S = 2.0  # a gap between two looks of this rank's own thread that its clock alone cannot judge by
 _GRACE_S = 0.5  # what a rank that died had sent may still arrive
 _BEAT, _FAREWELL, _REASON = b".", b"-", b"!"
+_WAIT = struct.Struct("<bi")  # in every beat: what for, and for which rank
+_NOTHING, RECEIVING, SENDING = range(3)
 _LENGTH = struct.Struct("<I")
 _LONGEST_REASON = 8192
 _TCP_INFO = struct.Struct("<8B24I")  # Linux; see tcp_info in its headers
@@ -58,6 +63,7 @@ class _Peer:
         self.ended_at: float | None = None
         self.has_left = False  # with a farewell
         self.unread = b""
+        self.waits_for: tuple[int, int] = (_NOTHING, -1)
 
 
 class Heartbeat:
@@ -73,6 +79,7 @@ class Heartbeat:
         self._writing = threading.Lock()
         self._is_closed = threading.Event()
         self.reason: str | None = None  # why another rank has given up
+        self._waits_for: tuple[int, int] = (_NOTHING, -1)
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
             self._selector.register(peer.link.socket, selectors.EVENT_READ, peer)
@@ -87,6 +94,8 @@ class Heartbeat:
 
     def name(self, rank: int) -> str:
         """A rank with its host and process, as far as they are known."""
+        if rank == self._rank:
+            return f"rank {rank} on {self._host} (process {os.getpid()})"
         peer = self._peers.get(rank)
         return f"rank {rank}" if peer is None else str(peer.link)
 
@@ -103,6 +112,31 @@ class Heartbeat:
                 return f"{peer.link} has left the group"
         return self._silence(now)
 
+    def begin_wait(self, what: int, rank: int) -> None:
+        """This rank begins to wait: RECEIVING from another, or SENDING to it."""
+        self._waits_for = (what, rank)
+
+    def end_wait(self) -> None:
+        """This rank waits no more."""
+        self._waits_for = (_NOTHING, -1)
+
+    def suspect(self, awaited: int) -> int:
+        """The rank that keeps all others waiting, as far as the last beats tell: a rank that waits is not it."""
+        late, seen = self._rank, set[int]()
+        rank = awaited
+        while rank not in seen and rank in self._peers:
+            if self._wait_of(late) == (SENDING, rank) and self._wait_of(rank) == (RECEIVING, late):
+                break  # what the one sends and the other is waiting for does not get through
+            seen.add(late)
+            late = rank
+            what, rank = self._wait_of(late)
+            if what == _NOTHING:
+                break
+        return late
+
+    def _wait_of(self, rank: int) -> tuple[int, int]:
+        return self._waits_for if rank == self._rank else self._peers[rank].waits_for
+
     @property
     def num_links(self) -> int:
         """How many ranks are heard at all."""
@@ -114,9 +148,11 @@ class Heartbeat:
         return all(map(self.is_alive, self._peers))
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a rank has been heard of within the limit."""
+        """Whether a rank has been heard of within the limit; this one is."""
         peer = self._peers.get(rank)
-        return peer is not None and peer.ended_at is None and self._silent_s(peer, time.monotonic()) <= self.limit_s
+        return rank == self._rank or (
+            peer is not None and peer.ended_at is None and self._silent_s(peer, time.monotonic()) <= self.limit_s
+        )
 
     def await_news(self, rank: int, patience_s: float) -> None:
         """A connection to this rank has ended: give the reason for it a moment to arrive."""
@@ -184,7 +220,7 @@ class Heartbeat:
                 self._awake_since = now
             self._looked_at = now
             if now >= next_beat:
-                self._send(_BEAT)
+                self._send(_BEAT + _WAIT.pack(*self._waits_for))
                 next_beat = now + _BEAT_EVERY_S
         self._selector.close()
         for it in self._sockets:
@@ -212,6 +248,10 @@ class Heartbeat:
                     return
                 text, rest = rest[_LENGTH.size : _LENGTH.size + length], rest[_LENGTH.size + length :]
                 self.reason = self.reason or text.decode(errors="replace")
+            elif kind == _BEAT:
+                if len(rest) < _WAIT.size:
+                    return
+                peer.waits_for, rest = _WAIT.unpack_from(rest), rest[_WAIT.size :]
             peer.has_left |= kind == _FAREWELL
             peer.unread = rest
 

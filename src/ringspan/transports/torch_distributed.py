@@ -39,7 +39,7 @@ import torch.distributed as dist
 from ringspan.errors import TransportError
 from ringspan.transports.base import Posted, Receive, Send
 from ringspan.transports.gloo_wait import GlooMessage, Waiter, cut
-from ringspan.transports.heartbeat import Heartbeat, silence_limit_s
+from ringspan.transports.heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
 from ringspan.transports.heartbeat_links import connect_heartbeats
 from ringspan.transports.neighbours import find_peers
 from ringspan.transports.same_host import SameHost, SameHostMessage
@@ -112,9 +112,9 @@ class TorchDistributed:
         host = self._same_host
         try:
             if host is not None and peer in host and tensor.device.type == "cpu":
-                return _Handle(self, getattr(host, way)([tensor], peer, tag), peer, what)
+                return _Handle(self, getattr(host, way)([tensor], peer, tag), way, peer, what)
             works = [getattr(self.group, way)([part], peer, tag) for part in cut(tensor)]
-            return _Handle(self, GlooMessage(works, tensor.nbytes), peer, what)
+            return _Handle(self, GlooMessage(works, tensor.nbytes), way, peer, what)
         except RuntimeError as error:
             why = f"{self._why_closed(error, peer)}; 0 of {tensor.nbytes} bytes were through"
             raise TransportError(self._give_up(f"rank {self.rank} posted {what}: {why}")) from None
@@ -184,10 +184,11 @@ class TorchDistributed:
             raise self._failure(f"rank {self.rank} waited for {what}", error) from None
         self._waiting_since = None
 
-    def _wait_for_message(
-        self, message: "GlooMessage | SameHostMessage", timeout_s: float, peer: int, what: str
-    ) -> None:
+    def _wait_for(self, handle: "_Handle", timeout_s: float) -> None:
         """Until it is through, the peer is lost, any rank has given up, or no progress is made until the deadline."""
+        message, peer = handle.message, handle.peer
+        if self._heartbeat is not None:
+            self._heartbeat.begin_wait(SENDING if handle.way == "send" else RECEIVING, peer)
         if isinstance(message, GlooMessage):
             self._waiter.start(message)
         self._waiting_since = since = time.monotonic()
@@ -205,8 +206,10 @@ class TorchDistributed:
             reason = self._why_closed(error, peer)
         if reason is not None:
             so_far = f"{message.bytes_done} of {message.nbytes} bytes were through"
-            raise TransportError(self._give_up(f"rank {self.rank} waited for {what}: {reason}; {so_far}"))
+            raise TransportError(self._give_up(f"rank {self.rank} waited for {handle.what}: {reason}; {so_far}"))
         self._waiting_since = None
+        if self._heartbeat is not None:
+            self._heartbeat.end_wait()
 
     def _verdict(self, peer: int) -> str | None:
         """Why a wait for a peer is in vain."""
@@ -214,9 +217,10 @@ class TorchDistributed:
 
     def _how_is(self, peer: int) -> str:
         heartbeat = self._heartbeat
-        if heartbeat is None or not heartbeat.is_alive(peer):
+        late = peer if heartbeat is None else heartbeat.suspect(peer)
+        if heartbeat is None or not heartbeat.is_alive(late):
             return ""
-        return f": {heartbeat.name(peer)} is alive, but slow or busy with something else"
+        return f": {heartbeat.name(late)} is alive, but slow or busy with something else"
 
     def _why_closed(self, error: RuntimeError, peer: int) -> str:
         """A connection was closed, by a peer that died, or has given up and says why."""
@@ -316,18 +320,19 @@ def _plain(error: RuntimeError) -> str:
 class _Handle:
     """One message."""
 
-    __slots__ = ("_message", "_peer", "_transport", "_what")
+    __slots__ = ("_transport", "message", "peer", "way", "what")
 
     def __init__(
-        self, transport: TorchDistributed, message: "GlooMessage | SameHostMessage", peer: int, what: str
+        self, transport: TorchDistributed, message: "GlooMessage | SameHostMessage", way: str, peer: int, what: str
     ) -> None:
         self._transport = transport
-        self._message = message
-        self._peer = peer
-        self._what = what
+        self.message = message
+        self.way = way
+        self.peer = peer
+        self.what = what
 
     def wait(self, timeout_s: float) -> None:
-        self._transport._wait_for_message(self._message, timeout_s, self._peer, self._what)
+        self._transport._wait_for(self, timeout_s)
 
 
 class _Batch:
