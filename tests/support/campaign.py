@@ -45,6 +45,8 @@ def find_campaigns(words: list[str]) -> dict[str, Callable[[], Any]]:
         for name, campaign in vars(module).items():
             if name.startswith("test_") and hasattr(campaign, "hypothesis"):
                 found[f"{path.stem}.{name}"] = campaign
+            elif isinstance(campaign, type) and hasattr(campaign, "runTest"):
+                found[f"{path.stem}.{name}"] = campaign("runTest").runTest
     return {name: campaign for name, campaign in found.items() if not words or any(word in name for word in words)}
 
 

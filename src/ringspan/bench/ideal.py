@@ -31,10 +31,9 @@ class Operands(NamedTuple):
     piece: Piece
 
 
-def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
+def own_pieces(prepared: Prepared[Problem], inputs: Inputs) -> Iterator[Operands]:
     """The pieces of a rank's program, forward or backward."""
     problem = prepared.problem
-    assert isinstance(problem, Problem)
     tensors: dict[tuple[str, Shape], torch.Tensor] = {(name, tuple(x.shape)): x for name, x in inputs._asdict().items()}
 
     def tensor(name: str, shape: Shape) -> torch.Tensor:

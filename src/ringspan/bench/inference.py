@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from ringspan.algorithms import Query
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING
 from ringspan.bench.inference_result import (
     MISS_RATES,
+    PARTS,
     WAYS,
     DecodePoint,
     InferenceResult,
@@ -33,7 +35,7 @@ from ringspan.transports.base import Receive, Send
 
 TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2, "float16": 4e-3}
 CHECKED = 8  # rows
-QUERIES: dict[str, Query] = {"pass_q": "sharded", "one_shot": "replicated"}
+QUERIES: dict[str, Query] = {Q_RING: "sharded", "one_shot": "replicated"}
 
 
 def measure_inference(
@@ -106,9 +108,7 @@ class _Bench:
             rows = slice(sequence, sequence + 1)
             self._store(cache, {sequence: context}, k[rows, :, :context], v[rows, :, :context])
         new = [x[:, :, context:] for x in (q, k, v)]
-        runs: dict[str, list[float]] = {
-            name: [] for name in ("attention", "sendrecv", "all_to_all", "pass_q", "one_shot")
-        }
+        runs: dict[str, list[float]] = {name: [] for name in PARTS}
         error = 0.0
         for number in range(self.settings.repeats + 1):
             took = {
@@ -150,7 +150,7 @@ class _Bench:
         ]
 
     def _store(self, cache: KVCache, lengths: dict[int, int], k: torch.Tensor, v: torch.Tensor) -> None:
-        with cache.begin(lengths, algorithm="pass_kv") as turn:
+        with cache.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn:
             k, v = (turn.layout.shard(x, self.rank, 2) for x in (k, v))
             turn.store(k, v, layer=0)
 

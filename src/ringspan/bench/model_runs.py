@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from ringspan.algorithms.choose import KV_RING
 from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
 from ringspan.bench.group import sum_over_ranks
 from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
@@ -22,14 +23,14 @@ from ringspan.cache import KVCache
 from ringspan.kernels.base import Kernel
 from ringspan.layout import Layout
 from ringspan.mask import causal
-from ringspan.program.prepare import prepare
+from ringspan.program.prepare import ProgramOptions, prepare
 from ringspan.program.problem import Problem, Shapes
 from ringspan.runtime.api import attention
 from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 from ringspan.training import cross_rank_mean_loss, position_ids, shard_batch
 
-ALGORITHM = "pass_kv"  # of what is new to the cache K and V are never more than queries and results
+ALGORITHM = KV_RING  # of what is new to the cache K and V are never more than queries and results
 Wrap = Callable[[Attend], Attend]
 
 
@@ -206,7 +207,7 @@ class Ideal:
             )
         )
         self.pieces, self.gradient_pieces = (
-            list(own_pieces(prepare(problem, rank, ALGORITHM, None, "forward", side), inputs))
+            list(own_pieces(prepare(problem, rank, ALGORITHM, ProgramOptions(backward=side)), inputs))
             for side in (None, problem.lighter_side())
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ringspan.algorithms import Query, check_algorithm
-from ringspan.algorithms.choose import RingWork, choose_by_time
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING, RINGS, RingWork, choose_by_time
 from ringspan.cache.arguments import DTYPES, by_sequence, layer_masks, refuse_looking_ahead, storage_codec, whole_number
 from ringspan.cache.plan import Part, make_parts, plan_problem, ring_work
 from ringspan.cache.saving import fill, read_saved, save, signature
@@ -31,7 +31,7 @@ from ringspan.runtime.quantize import find_format
 from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 
-_ALGORITHMS = ("auto", "pass_kv", "pass_q")
+_ALGORITHMS = ("auto", *RINGS)
 
 
 class KVCache:
@@ -252,7 +252,7 @@ class KVCache:
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
-        with self.begin(lengths, algorithm="pass_kv") as turn, turn.step() as call:
+        with self.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, turn.step() as call:
             fill(turn, Path(folder), index)
             call.agree(signature(state, "loaded", Path(folder)), once=True)
 
@@ -327,7 +327,7 @@ class KVCache:
         if wire is None:
             return
         form = find_format("wire", wire)
-        if query == "replicated" or algorithm == "pass_q":
+        if query == "replicated" or algorithm == Q_RING:
             raise UnsupportedError(
                 "K and V do not travel in this turn", argument="wire", value=wire, remedy="leave it out"
             )
@@ -346,9 +346,9 @@ class KVCache:
         if algorithm != "auto":
             return Chosen(algorithm, f"{algorithm}: asked for.")
         if state.world_size == 1:
-            return Chosen("pass_kv", "pass_kv: a single rank sends nothing.")
+            return Chosen(DEFAULT_ALGORITHM, f"{DEFAULT_ALGORITHM}: a single rank sends nothing.")
         if all(part.num_new == 1 for part in parts):
-            return Chosen("pass_q", "pass_q: one query per sequence is the smallest message there is.")
+            return Chosen(Q_RING, f"{Q_RING}: one query per sequence is the smallest message there is.")
         sizes = row_sizes(state, wire_codec(state, wire))
         starts = ((),) * len(parts)
         works = {

@@ -88,12 +88,17 @@ def store_layer(turn: "Turn", k: torch.Tensor, v: torch.Tensor, layer: int) -> N
 
 
 def _attend(
-    turn: "Turn", prepared: Prepared, q: torch.Tensor, new: Rows, layer: int, scale: float, agree: Callable[[], None]
+    turn: "Turn",
+    prepared: Prepared[TurnProblem],
+    q: torch.Tensor,
+    new: Rows,
+    layer: int,
+    scale: float,
+    agree: Callable[[], None],
 ) -> Partial:
     state = turn.state
     session, rank = state.session, state.rank
     problem = prepared.problem
-    assert isinstance(problem, TurnProblem)
     views = own_views(turn, layer, problem.firsts) or [tuple(x[:, :, :0] for x in new)]
     starts = [*(part.start for part in turn.parts), *(first[rank] for first in problem.firsts)]
     is_all_new = turn.query == "sharded" and not any(starts)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 
 from ringspan.algorithms import Query
+from ringspan.algorithms.choose import KV_RING
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
-from ringspan.cache.plan import Part, RowSizes, plan_problem
+from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
 from ringspan.cache.state import CacheState
 from ringspan.cache.storage import Stored
 from ringspan.errors import CacheError, ShapeError
@@ -61,7 +62,7 @@ class Turn:
         self.parts = parts
         self.query = query
         self.algorithm, self.reason = chosen
-        self.wire_codec = wire_codec(state, wire if self.algorithm == "pass_kv" else None)
+        self.wire_codec = wire_codec(state, wire if self.algorithm == KV_RING else None)
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By layer: the largest scales of k and of v that were sent, (KV heads,) each."""
         self.layers_done: dict[int, float | None] = {}
@@ -344,7 +345,7 @@ class Turn:
             yield from (Span(span.start + by, span.stop + by, span.step) for span in part.new[rank])
             offset += part.num_new
 
-    def _prepare(self, mask: Mask) -> Prepared:
+    def _prepare(self, mask: Mask) -> Prepared[TurnProblem]:
         state = self._state
         block_starts = tuple(tuple(state.stored[part.sequence].starts) for part in self.parts)
         sizes = row_sizes(state, self.wire_codec)

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ringspan.mask import Coverage
 from ringspan.program.bind import BoundProgram, Compute, Exchange, Message, Tile
 from ringspan.program.pieces import Piece
-from ringspan.program.problem import Shape, Sizes
-from ringspan.schedule import ALL, AllMerged, Arrived, Block, Drop, Sent, Transfer
+from ringspan.program.problem import Shape
+from ringspan.schedule import ALL, SUMS, AllMerged, Arrived, Block, Drop, Sent, Transfer
 
 Value = tuple[Any, ...]
 """The arrays of a block, each (..., heads, seq, dim)."""
@@ -75,12 +75,19 @@ class Event(NamedTuple):
     coverage: Coverage | None = None
 
 
+class BlockSizes(NamedTuple):
+    """What running a program asks about its blocks; `block_shapes` remembers its results."""
+
+    world_size: int
+    block_shapes: Callable[[Block], tuple[Shape, ...]]
+
+
 class RankState:
     """The inputs and sums that one rank holds while it runs a program."""
 
-    def __init__(self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
+    def __init__(self, rank: int, sizes: BlockSizes, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
         self.rank = rank
-        self.problem = problem
+        self.sizes = sizes
         self.inputs = inputs
         self.arithmetic = arithmetic
         self.sums: dict[Block, Value] = {}
@@ -93,9 +100,9 @@ class RankState:
 
     def sum(self, block: Block) -> Value:
         """This rank's part of a sum, created if needed; for a sum this rank owns, a view of it."""
-        if block.owner in (self.rank, ALL):
-            return view_heads(self._begun(block.whole), block.heads)
-        return self._begun(block)
+        if block.heads is None or block.owner not in (self.rank, ALL):
+            return self._begun(block)
+        return view_heads(self._begun(block.whole), block.heads)
 
     def add(self, step: int, transfer: Transfer, part: Value) -> bool:  # noqa: ARG002
         """Merge an arrived part into this rank's; False if this rank had none and keeps the arrived arrays."""
@@ -109,7 +116,7 @@ class RankState:
     def take(self, step: int, transfer: Transfer) -> Value:  # noqa: ARG002
         """The value a message carries: an input, or this rank's part of a sum, which this rank then no longer has."""
         block = transfer.block
-        if not block.is_sum:
+        if block.kind not in SUMS:
             return self.input(block)
         return self.sums.pop(block) if block.owner != ALL else self.leave(block)
 
@@ -149,7 +156,7 @@ class RankState:
 
     def new_sum(self, block: Block) -> Value:
         """An empty sum of the block's size."""
-        return self.arithmetic.new_sum(block, self.problem.block_shapes(block))
+        return self.arithmetic.new_sum(block, self.sizes.block_shapes(block))
 
     def _begun(self, block: Block) -> Value:
         if block not in self.sums:
@@ -184,8 +191,8 @@ def execute(
                 value = wire.receive(posted, transfer)
                 block = transfer.block
                 if record is not None:
-                    record(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
-                if not block.is_sum:
+                    record(Event(rank, step, "merge" if block.kind in SUMS else "receive", (block,), transfer.src))
+                if block.kind not in SUMS:
                     state.inputs[block] = value
                 elif state.add(posted, transfer, value):
                     wire.release(value)
@@ -214,7 +221,7 @@ def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
     del state.leaving[block]
     parts = [
         own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
-        for peer in range(state.problem.world_size)
+        for peer in range(state.sizes.world_size)
     ]
     total = state.arithmetic.merged(block, parts)
     for part in parts[: state.rank] + parts[state.rank + 1 :]:

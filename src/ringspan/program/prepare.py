@@ -5,22 +5,22 @@ compute exactly the visible pairs never runs. `prepare` has the only cache of th
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import cache, lru_cache, partial
+from typing import Generic, NamedTuple, TypeVar
 
 from ringspan.algorithms import Direction, Mesh, Query, Side, build_decode, build_schedule
 from ringspan.program.bind import BoundProgram, bind
-from ringspan.program.execute import Arithmetic, RankState, Value
+from ringspan.program.execute import Arithmetic, BlockSizes, RankState, Value
 from ringspan.program.problem import Problem, Sizes
 from ringspan.program.reproducible.bind import bind_grid
 from ringspan.program.reproducible.state import TreeState
 from ringspan.schedule import Block, Route, Schedule, Visible, compile_rank, validate
 
-NewState = Callable[[int, Sizes, dict[Block, Value], Arithmetic], RankState]
+NewState = Callable[[int, BlockSizes, dict[Block, Value], Arithmetic], RankState]
 
 
 class Bound(NamedTuple):
-    """A rank's program, and what makes the state it runs on from (rank, problem, inputs, arithmetic)."""
+    """A rank's program, and what makes its state from (rank, sizes, inputs, arithmetic)."""
 
     program: BoundProgram
     new_state: NewState
@@ -66,17 +66,21 @@ class ProgramOptions(NamedTuple):
     """In the reproducible mode, the tiles of queries that one kernel call may take."""
 
 
-class Prepared(NamedTuple):
+AnySizes = TypeVar("AnySizes", bound=Sizes)
+
+
+class Prepared(NamedTuple, Generic[AnySizes]):
     """Everything one rank needs to run one kind of call."""
 
-    problem: Sizes
+    problem: AnySizes
+    sizes: BlockSizes
     schedule: Schedule
     program: BoundProgram
     new_state: NewState
 
     def state(self, rank: int, inputs: dict[Block, Value], arithmetic: Arithmetic) -> RankState:
         """The rank's state before the first step."""
-        return self.new_state(rank, self.problem, inputs, arithmetic)
+        return self.new_state(rank, self.sizes, inputs, arithmetic)
 
 
 _FORWARD = ProgramOptions()
@@ -96,20 +100,20 @@ def build(problem: Problem, algorithm: str, options: ProgramOptions = _FORWARD) 
 
 
 @lru_cache(maxsize=256)
-def prepare(problem: Problem, rank: int, algorithm: str, options: ProgramOptions = _FORWARD) -> Prepared:
+def prepare(problem: Problem, rank: int, algorithm: str, options: ProgramOptions = _FORWARD) -> Prepared[Problem]:
     """Build, prove, compile and bind one rank's program."""
     schedule = build(problem, algorithm, options)
     validate(schedule, problem.visible())
     return _prepared(problem, schedule, rank, options)
 
 
-def prepare_ranks(problem: Problem, schedule: Schedule, options: ProgramOptions = _FORWARD) -> list[Prepared]:
+def prepare_ranks(problem: Problem, schedule: Schedule, options: ProgramOptions = _FORWARD) -> list[Prepared[Problem]]:
     """The programs of all ranks for a schedule that is at hand, which is proved first."""
     validate(schedule, problem.visible())
     return [_prepared(problem, schedule, rank, options) for rank in range(problem.world_size)]
 
 
-def prepare_turn(problem: Sizes, rank: int, algorithm: str, query: Query) -> Prepared:
+def prepare_turn(problem: AnySizes, rank: int, algorithm: str, query: Query) -> Prepared[AnySizes]:
     """One rank's program for a turn of a cache, whose sizes never come again; its schedule does, and is kept."""
     return _prepared(problem, _proved_for_turn(problem.visible(), algorithm, query), rank, _FORWARD)
 
@@ -122,5 +126,6 @@ def _proved_for_turn(visible: Visible, algorithm: str, query: Query) -> Schedule
     return schedule
 
 
-def _prepared(problem: Sizes, schedule: Schedule, rank: int, options: ProgramOptions) -> Prepared:
-    return Prepared(problem, schedule, *options.mode.bind(schedule, rank, problem, options.tiles_at_once))
+def _prepared(problem: AnySizes, schedule: Schedule, rank: int, options: ProgramOptions) -> Prepared[AnySizes]:
+    sizes = BlockSizes(problem.world_size, cache(problem.block_shapes))
+    return Prepared(problem, sizes, schedule, *options.mode.bind(schedule, rank, problem, options.tiles_at_once))

@@ -53,7 +53,7 @@ class TorchArithmetic:
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
         self.is_widened = is_widened(like)
-        self._scratch = scratch or Scratch()
+        self._scratch = Scratch() if scratch is None and self.is_widened else scratch
         self._own = like
         self._narrow: Value = ()
         self._wide: Value = ()
@@ -86,7 +86,8 @@ class TorchArithmetic:
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Forward: attend a piece that covers all queries; the kernel's result becomes the running output."""
-        q = self._widened(q)
+        if self.is_widened:
+            q = self._widened(q)
         (queries,), (keys, values) = q, _rows(kv, piece.kv)
         if not _is_whole(queries, keys, values):
             value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
@@ -97,8 +98,8 @@ class TorchArithmetic:
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
-        q = self._widened(q)
         if self.is_widened:
+            q = self._widened(q)
             for run in key_runs(piece, self.device, *_rows(kv, piece.kv)):
                 self._attend(run, q, kv, out, is_first and run.kv.start == piece.kv.start)
         else:
@@ -121,7 +122,9 @@ class TorchArithmetic:
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
     ) -> tuple[Value, Value]:
         """Backward: add a piece's dq, dk and dv; a sum that is None starts as the kernel's result."""
-        queries, dout, out, lse = _rows(self._widened(q_grad), piece.q)
+        if self.is_widened:
+            q_grad = self._widened(q_grad)
+        queries, dout, out, lse = _rows(q_grad, piece.q)
         keys, values = _rows(kv, piece.kv)
         if dq is None and dkv is None and _is_whole(queries, keys, values):
             part = self._kernel_backward(piece, queries, keys, values, dout, out, lse)
@@ -143,25 +146,27 @@ class TorchArithmetic:
         return dq, dkv
 
     def _kernel_forward(self, piece: Piece, *inputs: torch.Tensor) -> Partial:
-        q, k, v = self._operands(*inputs)
+        q, k, v = self._operands(inputs) if self.is_widened else inputs
         return self.kernel.forward(q, k, v, piece, self.scale)
 
     def _kernel_backward(self, piece: Piece, *inputs: torch.Tensor) -> Gradients:
-        q, k, v, dout, out, lse = self._operands(*inputs)
+        q, k, v, dout, out, lse = self._operands(inputs) if self.is_widened else inputs
         return self.kernel.backward(q, k, v, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
 
-    def _operands(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The kernel's operands: on a CPU, half types are copied to float32 memory that the next call reuses."""
-        return self._scratch.operands(tensors) if self.is_widened else tensors
+    def _operands(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Half types copied to float32 memory that the next call reuses."""
+        assert self._scratch is not None
+        return self._scratch.operands(tensors)
 
     def _widened(self, q: Value) -> Value:
         """This rank's own queries in float32, if they are few: a ring attends them in every step.
 
         Queries of other ranks arrive in buffers that are reused, so their copies are not kept.
         """
-        if not self.is_widened or q[0] is not self._own or not _is_kept(q[0]):
+        if q[0] is not self._own or not _is_kept(q[0]):
             return q
         if q is not self._narrow:
+            assert self._scratch is not None
             self._narrow, self._wide = q, self._scratch.queries(q)
         return self._wide
 

@@ -22,10 +22,10 @@ from ringspan.runtime.session import session_of
 
 def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Attention:
     """Attention, differentiable if one of the tensors requires a gradient."""
-    refusal = _refusal(q, k, v, sinks)
-    if refusal is not None:
-        with session_of(call.group).call(call.timeout_s, contract=call.contract):
-            raise refusal
+    for x in (q, k, v, sinks):
+        if isinstance(x, torch.Tensor) and (is_functorch_wrapped_tensor(x) or _has_tangent(x)):
+            with session_of(call.group).call(call.timeout_s, contract=call.contract):
+                raise _refusal(x)
     if needs_grad(q, k, v, sinks):
         return Attention(*_Attend.apply(q, k, v, sinks, call))  # type: ignore[no-untyped-call]
     return run_attention(call, q, k, v, sinks, wants_grad=False)
@@ -33,7 +33,11 @@ def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """True if gradients are recorded and one of the tensors requires one."""
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def gradients_of(call: Call, number: int) -> Call:
@@ -53,23 +57,24 @@ def refuse_lse() -> NoReturn:
     raise UnsupportedError("the lse of attention has no gradient", argument="lse", remedy="use lse.detach()")
 
 
-def _refusal(*tensors: object) -> UnsupportedError | None:
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _refusal(x: torch.Tensor) -> UnsupportedError:
     """Tensors of torch.func cannot be sent, and torch says so only in the middle of a call.
 
     Tangents of forward-mode differentiation are not sent either, so those of other ranks' keys would be missing.
     """
-    given = [x for x in tensors if isinstance(x, torch.Tensor)]
-    if any(is_functorch_wrapped_tensor(x) for x in given):
+    if is_functorch_wrapped_tensor(x):
         return UnsupportedError(
             "attention inside torch.func (vmap, grad, jvp …): its tensors cannot be sent to other ranks",
             remedy="use the batch dim instead of vmap, and loss.backward() or torch.autograd.grad for gradients",
         )
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in given):  # type: ignore[no-untyped-call]
-        return UnsupportedError(
-            "attention of dual tensors (forward-mode differentiation): tangents are not sent to other ranks",
-            remedy="use loss.backward() or torch.autograd.grad",
-        )
-    return None
+    return UnsupportedError(
+        "attention of dual tensors (forward-mode differentiation): tangents are not sent to other ranks",
+        remedy="use loss.backward() or torch.autograd.grad",
+    )
 
 
 class _Attend(torch.autograd.Function):

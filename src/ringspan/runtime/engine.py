@@ -99,7 +99,7 @@ def _run(
     *tensors: Any,
 ) -> _Result:
     lent = session.scratch.lend() if is_widened(q) else nullcontext()
-    with without_autocast(q.device.type), plan.mode.threads(plan.kernel, q.device) as kernel, lent as scratch:
+    with without_autocast(q.device.type), plan.threads(plan.kernel) as kernel, lent as scratch:
         result = run(
             plan.prepared,
             q,
@@ -114,7 +114,7 @@ def _run(
 
 
 def run_forward(
-    prepared: Prepared,
+    prepared: Prepared[Problem],
     q: torch.Tensor,
     *kv: torch.Tensor,
     arithmetic: Arithmetic,
@@ -126,7 +126,7 @@ def run_forward(
 
     `kv` is k and v, or the four tensors of their encoding.
     """
-    inputs = {Block("q", rank): (q,)} | _kv_inputs(_kv_layout(prepared), rank, *kv)
+    inputs = {Block("q", rank): (q,)} | _kv_inputs(prepared.problem.kv_layout, rank, *kv)
     state = prepared.state(rank, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
         pass
@@ -135,7 +135,7 @@ def run_forward(
 
 
 def run_backward(
-    prepared: Prepared,
+    prepared: Prepared[Problem],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -150,7 +150,7 @@ def run_backward(
     dout, out, lse = merged
     # A row that sees no key gets lse = +inf, so that its weights are 0; a row whose scores reach +inf gets NaN.
     lse = lse.masked_fill(lse == torch.inf, torch.nan).masked_fill_(lse == -torch.inf, torch.inf)
-    layout = _kv_layout(prepared)
+    layout = prepared.problem.kv_layout
     inputs = {Block("q_grad", rank): (q, dout, out, lse.unsqueeze(-1))} | _kv_inputs(layout, rank, k, v)
     state = prepared.state(rank, inputs, arithmetic)
     for _ in execute(prepared.program, state, wire, record):
@@ -160,11 +160,6 @@ def run_backward(
     if layout.replicated:
         dkv = _join(local_rows(layout, rank), dkv, state.sum(Block("dkv", ALL)))
     return Gradients(dq, *dkv)
-
-
-def _kv_layout(prepared: Prepared) -> Layout:
-    assert isinstance(prepared.problem, Problem)
-    return prepared.problem.kv_layout
 
 
 def _kv_inputs(layout: Layout, rank: int, *kv: torch.Tensor) -> dict[Block, Value]:

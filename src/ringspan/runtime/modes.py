@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ class TorchMode(NamedTuple):
 
     program: Mode
     arithmetic: type[TorchArithmetic]
-    threads: Callable[[Kernel, torch.device], AbstractContextManager[Kernel]]
-    """The kernel as it is to be called while a program runs."""
+    threads: Callable[[torch.device], Callable[[Kernel], AbstractContextManager[Kernel]]]
+    """For a device: a context in which a program runs, which gives the kernel to call there."""
     tiles_at_once: Callable[[str, Request], int]
     with_sinks: Callable[[Partial, torch.Tensor], Partial]
     sink_gradients: Callable[[Transport, Layout, Merged, torch.Tensor, float], torch.Tensor]
@@ -55,7 +56,7 @@ def _sum_of_sink_gradients(
 DEFAULT = TorchMode(
     program=prepare.DEFAULT,
     arithmetic=TorchArithmetic,
-    threads=lambda kernel, _: nullcontext(kernel),
+    threads=lambda _: nullcontext,
     tiles_at_once=lambda *_: 1,
     with_sinks=lambda part, sinks: with_sinks(part, sinks, is_steady=False),
     sink_gradients=_share_of_sink_gradients,
@@ -64,7 +65,7 @@ DEFAULT = TorchMode(
 REPRODUCIBLE = TorchMode(
     program=prepare.REPRODUCIBLE,
     arithmetic=SteadyArithmetic,
-    threads=on_single_threads,
+    threads=lambda device: partial(on_single_threads, device=device),
     tiles_at_once=tiles_at_once,
     with_sinks=lambda part, sinks: with_sinks(part, sinks, is_steady=True),
     sink_gradients=_sum_of_sink_gradients,

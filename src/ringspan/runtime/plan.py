@@ -6,6 +6,7 @@ check that depends on options and shapes only is made here, so a repeated call m
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh, check_algorithm
-from ringspan.algorithms.choose import RingWork, choose_by_time
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, RingWork, choose_by_time
 from ringspan.errors import LayoutError, UnsupportedError
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Request
@@ -56,9 +57,11 @@ class CallOptions(NamedTuple):
 class CallPlan(NamedTuple):
     """Everything that depends on the kind of call only, not on its numbers."""
 
-    prepared: Prepared
+    prepared: Prepared[Problem]
     mode: modes.TorchMode
     kernel: Kernel
+    threads: Callable[[Kernel], AbstractContextManager[Kernel]]
+    """A context in which the program runs, which gives the kernel to call there."""
     arithmetic: Callable[[Kernel, float, torch.Tensor, Scratch | None], Arithmetic]
     scale: float
     codec: Codec | None
@@ -98,7 +101,7 @@ def _without_auto(options: CallOptions, looks: Looks, session: Session) -> CallO
     world_size = session.transport.world_size
     is_for_others = options.layout.world_size != world_size or options.kv_layout.world_size != world_size
     if world_size == 1 or is_for_others or options.wire is not None:  # wire= is about K and V on their way
-        return options._replace(algorithm="pass_kv")
+        return options._replace(algorithm=DEFAULT_ALGORITHM)
     work = _ring_work(options, looks)
     choice = choose_by_time(work, None, world_size)
     if choice is None:
@@ -150,6 +153,7 @@ def _plan(
         prepared=prepare(problem, rank, options.algorithm, program_options),
         mode=mode,
         kernel=kernel,
+        threads=mode.threads(looks.q.device),
         arithmetic=mode.arithmetic if codec is None else partial(codec_arithmetic, codec),
         scale=scale,
         codec=codec,
@@ -192,9 +196,9 @@ def _check_wire(options: CallOptions, which: Pass) -> Codec | None:
             value=options.wire,
             remedy="call under torch.no_grad()",
         )
-    if options.algorithm == "pass_q":
+    if options.algorithm in ALGORITHMS and not ALGORITHMS[options.algorithm].moves_kv:
         raise UnsupportedError(
-            "in pass_q K and V do not travel", argument="wire", value=options.wire, remedy="leave it out"
+            f"in {options.algorithm} K and V do not travel", argument="wire", value=options.wire, remedy="leave it out"
         )
     return Quantized(form)
 

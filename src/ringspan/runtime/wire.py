@@ -5,6 +5,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -13,10 +14,11 @@ from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.program.bind import Message
 from ringspan.program.execute import Value
 from ringspan.program.problem import Shape
-from ringspan.schedule import ALL, Transfer
+from ringspan.schedule import ALL, SUMS, Transfer
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 
 
 class Buffers:
@@ -28,7 +30,7 @@ class Buffers:
 
     def take(self, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Value:
         """Contiguous, uninitialised tensors of these shapes and dtypes."""
-        shelf = self._shelves[shapes, dtypes, device]
+        shelf = self._shelves[tuple(zip(shapes, dtypes, strict=True)), device]
         shelf.last_used = self._num_calls
         shelf.num_taken += 1
         if shelf.spare:
@@ -40,7 +42,7 @@ class Buffers:
 
     def put(self, value: Value) -> None:
         """Return tensors of the same shapes and dtypes as were taken; no more are kept than were taken."""
-        shelf = self._shelves[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device]
+        shelf = self._shelves[tuple(map(_SHAPE_AND_DTYPE, value)), value[0].device]
         if shelf.num_taken:
             shelf.num_taken -= 1
             shelf.spare.append(value)
@@ -49,8 +51,9 @@ class Buffers:
         """Called at the end of a call: free the buffers that the last few calls did not use."""
         self._num_calls += 1
         oldest = self._num_calls - _KEPT_CALLS
-        for key in [key for key, shelf in self._shelves.items() if shelf.last_used < oldest]:
-            del self._shelves[key]
+        for key, shelf in list(self._shelves.items()):
+            if shelf.last_used < oldest:
+                del self._shelves[key]
 
 
 class _Shelf:
@@ -91,7 +94,7 @@ class TransportWire:
         """Start the messages of a step."""
         if not sends and not receives:
             return
-        outgoing = [(message.transfer, tuple([x.contiguous() for x in value])) for message, value in sends]
+        outgoing = [(message.transfer, tuple(map(torch.Tensor.contiguous, value))) for message, value in sends]
         incoming = [(message.transfer, self._buffers(message)) for message in receives]
         try:
             posted = self.transport.exchange(
@@ -121,7 +124,7 @@ class TransportWire:
         handles, value = self._outgoing.pop((step, transfer))
         self._wait(handles, step, transfer, value)
         block = transfer.block
-        if block.is_sum and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
+        if block.kind in SUMS and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
             self.buffers.put(value)
 
     def release(self, value: Value, /) -> None:
@@ -130,7 +133,7 @@ class TransportWire:
 
     def _buffers(self, message: Message) -> Value:
         block, wide = message.transfer.block, accumulator_dtype(self.dtype)
-        dtypes = (wide if block.is_sum else self.dtype,) * len(message.shapes)
+        dtypes = (wide if block.kind in SUMS else self.dtype,) * len(message.shapes)
         if block.kind == "q_grad":
             dtypes = (*dtypes[:-1], wide)  # the lse
         elif block.kind == "kv" and self.kv_dtypes is not None:

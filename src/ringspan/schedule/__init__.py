@@ -9,6 +9,7 @@ from typing import Any
 
 from ringspan.schedule.actions import (
     ALL,
+    SUMS,
     Actions,
     AllMerge,
     Attend,
@@ -27,6 +28,7 @@ from ringspan.schedule.visible import Visible, visible_blocks
 
 __all__ = [
     "ALL",
+    "SUMS",
     "Actions",
     "AllMerge",
     "AllMerged",

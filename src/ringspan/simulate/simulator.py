@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.algorithms import Direction, Side, as_mesh
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.errors import ScheduleError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -121,7 +122,7 @@ def simulate_attention(
     mask: Mask,
     layout: Layout,
     kv_layout: Layout | None = None,
-    algorithm: str | Schedule = "pass_kv",
+    algorithm: str | Schedule = DEFAULT_ALGORITHM,
     direction: Direction | None = None,
     mesh: tuple[int, int] | None = None,
     scale: float | None = None,

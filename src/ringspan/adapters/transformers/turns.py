@@ -21,6 +21,7 @@ from ringspan.adapters.transformers.layers import Layer, Side
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import BY_TOKEN, Options, Part, ShardRun, check_batch, layer_of, tokens_of
 from ringspan.adapters.transformers.wiring import Asked
+from ringspan.algorithms.choose import RINGS
 from ringspan.cache import KVCache, Turn
 from ringspan.errors import CacheError, UnsupportedError
 from ringspan.layout import Layout
@@ -29,7 +30,7 @@ from ringspan.runtime.engine import Attention
 from ringspan.span import Span
 from ringspan.training import gather
 
-_TURNS = ("auto", "pass_kv", "pass_q")
+_TURNS = ("auto", *RINGS)
 
 
 @dataclass(slots=True)

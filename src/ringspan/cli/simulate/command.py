@@ -12,6 +12,7 @@ from ringspan.cli.console import new_console
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
+    OptionOfSome,
     check_layout,
     check_mask,
     check_options,
@@ -88,14 +89,16 @@ Examples:
 )
 @click.option(
     "--direction",
+    cls=OptionOfSome,
     type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks go round in pass-kv, pass-q and hybrid.  [default: forward]",
+    help="Which way blocks go round in TAKERS.  [default: forward]",
 )
 @click.option(
     "--mesh",
+    cls=OptionOfSome,
     callback=parsed_by(parse_mesh),
     metavar="OUTERxINNER",
-    help="Ranks in two dimensions, for hybrid and double-ring.",
+    help="Ranks in two dimensions, for TAKERS.",
 )
 @click.option(
     "--reproducible",

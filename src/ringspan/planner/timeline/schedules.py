@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Round, Seconds
 from ringspan.planner.catalog import Device
 from ringspan.planner.cost import Shard, merge_s, tile_s
-from ringspan.planner.timeline.run import END, EXCHANGE_ROUNDS, Load, Round, Seconds, Timeline, run_timeline
+from ringspan.planner.timeline.run import Timeline, run_timeline
 from ringspan.program.bind import Compute, Tile
 from ringspan.program.prepare import prepare_ranks
 from ringspan.program.problem import Problem

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringspan.algorithms import ALGORITHMS, list_takers
 from ringspan.errors import LayoutError, ScheduleError, UnsupportedError
 from ringspan.layout import Layout, contiguous, count_pairs, striped, zigzag
 from ringspan.mask import Coverage, Mask
@@ -316,8 +317,8 @@ class _Binder:
             raise UnsupportedError(
                 f"reproducible=True: over more ranks than the {heads.num_kv_heads} KV heads, Ulysses splits the query "
                 "heads that share one, whose gradients would then be added up in an order that depends on the number "
-                f"of ranks; exchange heads over {heads.num_kv_heads} ranks or fewer, or use pass_kv, pass_q or "
-                "all_gather"
+                f"of ranks; exchange heads over {heads.num_kv_heads} ranks or fewer, or use an algorithm that leaves "
+                f"heads whole: {', '.join(name for name in ALGORITHMS if name not in list_takers('heads'))}"
             )
 
     def _tile(self, q: Block, kv: Block) -> GridTile:

@@ -4,8 +4,7 @@ Each tile's sum is kept as the unfinished nodes of a binary tree instead of a ru
 order, `bind.py` works it out for a program; this file follows it.
 """
 
-from ringspan.program.execute import Arithmetic, RankState, Value
-from ringspan.program.problem import Sizes
+from ringspan.program.execute import Arithmetic, BlockSizes, RankState, Value
 from ringspan.program.reproducible.bind import Growth
 from ringspan.program.reproducible.cells import Cell, GridTile, Rise
 from ringspan.program.reproducible.tree import TILE
@@ -16,9 +15,9 @@ class TreeState(RankState):
     """One rank's inputs and tree nodes while it runs a program of the reproducible mode."""
 
     def __init__(
-        self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic, growth: Growth
+        self, rank: int, sizes: BlockSizes, inputs: dict[Block, Value], arithmetic: Arithmetic, growth: Growth
     ) -> None:
-        super().__init__(rank, problem, inputs, arithmetic)
+        super().__init__(rank, sizes, inputs, arithmetic)
         self.growth = growth
         self.roots = {root.slot: root for root in growth.roots}
         self.nodes: dict[int, Value] = {}
@@ -61,7 +60,7 @@ class TreeState(RankState):
     def _begun(self, block: Block) -> Value:
         """The array that the roots of a sum are copied into."""
         if block not in self.sums and block in self.growth.complete:
-            self.sums[block] = self.arithmetic.room(self.problem.block_shapes(block))
+            self.sums[block] = self.arithmetic.room(self.sizes.block_shapes(block))
         return super()._begun(block)
 
     def _attend_cell(self, tile: GridTile, cell: Cell, q: Value, kv: Value) -> Value:
