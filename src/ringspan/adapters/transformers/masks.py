@@ -68,8 +68,8 @@ class _Keys(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return np.broadcast_to((self.first <= kv) & (kv < self.stop), (q.size, kv.size))
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return (Band(np.full_like(q, self.first), np.full_like(q, self.stop)),)
+    def band(self, q: Positions) -> Band:
+        return Band(np.full_like(q, self.first), np.full_like(q, self.stop))
 
     def __repr__(self) -> str:
         return f"keys({self.first}, {self.stop})"
