@@ -63,7 +63,8 @@ class DiffusersHandle:
         options = next(iter(self._adapters.values())).options
         models = ", ".join(f"{name}: {type(x.model).__name__}" for name, x in self._adapters.items())
         closed = "" if self._hooks else ", restored"
-        return f"DiffusersHandle({models}, rank {options.rank} of {options.world_size}, algorithm={options.algorithm!r}{closed})"
+        ranks = f"rank {options.rank} of {options.world_size}"
+        return f"DiffusersHandle({models}, {ranks}, algorithm={options.algorithm!r}{closed})"
 
     def __enter__(self) -> "DiffusersHandle":
         return self
