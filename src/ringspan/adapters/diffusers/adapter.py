@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ringspan.adapters.diffusers.compare import verify
-from ringspan.adapters.diffusers.learn import dry_call, learn
+from ringspan.adapters.diffusers.learn import learn
 from ringspan.adapters.diffusers.leaves import flatten, numbers_of
 from ringspan.adapters.diffusers.plan import ForwardPlan
 from ringspan.adapters.diffusers.run import RankOptions, TokenShardRun
-from ringspan.adapters.diffusers.sizes import combine
 from ringspan.adapters.diffusers.wiring import BlockWiring
 from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.modes import in_mode
@@ -102,11 +100,7 @@ class TransformerOnRanks:
     def _learn(self, arguments: dict[str, Any]) -> ForwardPlan:
         devices = {x.device for x in self.model.parameters() if x.device.type == "cuda"}
         with in_mode(self.model, training=False), torch.random.fork_rng(devices):
-            plan, family = learn(self.model, self.wiring, arguments)
-            if not self._is_verified:
-                return plan
-            other = combine(family, lambda given: dry_call(self.model, self.wiring, given))
-            return verify(self.model, self.wiring, plan, [family.base.arguments, other])
+            return learn(self.model, self.wiring, arguments, is_verified=self._is_verified)
 
     def _check(self) -> None:
         name = type(self.model).__name__

@@ -6,25 +6,49 @@ change may count tokens. What the sizes suggest is then seen to be true: by prob
 two ranks with one process (`compare.py`).
 """
 
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from ringspan.adapters.diffusers.compare import verify
 from ringspan.adapters.diffusers.leaves import SizePlace, numbers_of
 from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, CallPlan, ForwardPlan, Side, TokenDim
 from ringspan.adapters.diffusers.probe import Draft, Probe
-from ringspan.adapters.diffusers.sizes import Family, make_family
+from ringspan.adapters.diffusers.sizes import Family, combine, make_family
 from ringspan.adapters.diffusers.trace import BlockCall, Origin, Trace
 from ringspan.adapters.diffusers.wiring import BlockWiring
 from ringspan.errors import UnsupportedError
 
+_MOST_CANDIDATES = 3
+
 Vector = tuple[int, ...]  # a size in each of the dry calls
 
 
-def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> tuple[ForwardPlan, Family]:
-    """The plan of a model that is called with arguments like these, and small calls of this kind."""
+def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, is_verified: bool = True) -> ForwardPlan:
+    """The plan of a model that is called with arguments like these.
+
+    If several sequences could be the one to split, the first is taken with which two ranks agree with one process.
+    """
+    family = find_family(model, wiring, arguments)
+    table = _SizeTable(type(model).__name__, family)
+    refusal: UnsupportedError | None = None
+    for tokens in table.candidates():
+        try:
+            plan = _learn_plan(model, wiring, arguments, family, table.with_tokens(tokens))
+            if is_verified:
+                other = combine(family, lambda given: dry_call(model, wiring, given))
+                plan = verify(model, wiring, plan, [family.base.arguments, other])
+        except UnsupportedError as error:
+            refusal = refusal or error
+        else:
+            return plan
+    assert refusal is not None
+    raise refusal
+
+
+def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Family:
+    """Small calls like this one."""
     name = type(model).__name__
     family = make_family(arguments, lambda given: dry_call(model, wiring, given))
     if family is None:
@@ -41,13 +65,17 @@ def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> t
             f"{name}: no size of its arguments could be changed so that its output and the arguments of its blocks "
             "change too, so it is not known which dims follow its tokens; give parallelize a small call as example="
         )
-    sizes = _SizeTable(name, family)
+    return family
+
+
+def _learn_plan(
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], family: Family, sizes: "_SizeTable"
+) -> ForwardPlan:
     drafts = sizes.draft()
     rows = _probe(model, wiring, family.base.arguments, drafts, sizes.tokens[0])
     numbers = numbers_of(arguments)
     fixed = {place: size for place, size in numbers.items() if place not in family.places and place.dim is not None}
-    calls = _plan_calls(drafts, rows, sizes)
-    return ForwardPlan(calls, frozenset(), fixed, family.places), family
+    return ForwardPlan(_plan_calls(drafts, rows, sizes), frozenset(), fixed)
 
 
 def trace_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Trace:
@@ -80,7 +108,12 @@ class _SizeTable:
         for trace in self.traces[1:]:
             if [_form(call) for call in trace.calls] != [_form(call) for call in first.calls]:
                 raise UnsupportedError(f"{name} calls other blocks, or attention more or less often, for other sizes")
-        self.tokens = self._find_tokens()
+        self.tokens: Vector = ()
+
+    def with_tokens(self, tokens: Vector) -> "_SizeTable":
+        """The same table, to be read with this sequence as the one that is split."""
+        self.tokens = tokens
+        return self
 
     def vector(self, number: int, place: SizePlace) -> Vector:
         """A size of an argument of one call."""
@@ -108,19 +141,27 @@ class _SizeTable:
             raise UnsupportedError(f"{self.name}: no block takes tokens")
         return drafts
 
-    def _find_tokens(self) -> Vector:
-        """The sequence that most blocks are called with."""
-        found: Counter[Vector] = Counter()
-        for number, call in enumerate(self.traces[0].calls):
+    def candidates(self) -> list[Vector]:
+        """The sequences that could be split; first the one that most blocks are given, with or without others."""
+        calls = self.traces[0].calls
+        streams: list[set[Vector]] = []
+        for number, call in enumerate(calls):
             places = [place for place in call.inputs if call.ndims.get(place.path) == 3 and place.dim in (0, 1)]
-            vectors = {self.vector(number, place) for place in places}
-            found.update(vector for vector in vectors if self.follows_video(vector))
+            streams.append({x for x in (self.vector(number, place) for place in places) if self.follows_video(x)})
+        found = set[Vector]().union(*streams)
         if not found:
+            names = ", ".join(sorted({call.name for call in calls})[:4])
             raise UnsupportedError(
-                f"{self.name}: none of its blocks ({', '.join(sorted({c.name for c in self.traces[0].calls})[:4])} …) "
-                "takes tokens, (batch, tokens, features), whose number follows the size of the video"
+                f"{self.name}: none of its blocks ({names} …) takes tokens, (batch, tokens, features), whose number "
+                "follows the size of the video"
             )
-        return max(found, key=lambda vector: (found[vector], vector[0]))
+
+        def rank(tokens: Vector) -> tuple[int, int, int]:
+            self.tokens = tokens
+            joined = sum(any(self.others(x) is not None for x in stream) for stream in streams)
+            return joined, sum(tokens in stream for stream in streams), tokens[0]
+
+        return sorted(found, key=rank, reverse=True)[:_MOST_CANDIDATES]
 
     def _draft_call(self, number: int, shards: set[Origin]) -> Draft:
         call = self.traces[0].calls[number]

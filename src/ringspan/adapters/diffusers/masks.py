@@ -1,18 +1,20 @@
 """Which mask does a model mean by the tensor it gives to attention?
 
 Masks are read, not built. Most say which keys are padding; those of all pairs may say that frames are causal. What is
-neither is refused. The tokens of the video are never padding: of another rank's that could not be seen here.
+neither is refused. Attention is given the part of a mask that belongs to this rank's keys; which whole it is a part of
+is found among the arguments of the block.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ringspan.adapters.diffusers.plan import Side
 from ringspan.adapters.keys import Keys, by_row
 from ringspan.errors import UnsupportedError
+from ringspan.layout import Layout
 from ringspan.mask import Mask, frame_causal, full
 
 _HIDDEN = -1e4  # models add this, or less, to the scores of keys that are hidden
@@ -29,7 +31,7 @@ class Read(NamedTuple):
 NO_MASK = Read(full(), None)
 
 
-def read_part(mask: torch.Tensor, side: Side, num_tokens: int, num_local: int) -> Read:
+def read_part(mask: torch.Tensor, layout: Layout, rank: int, wholes: Sequence[torch.Tensor]) -> Read:
     """A mask over this rank's own keys and those that all ranks hold, (…, q or 1, keys)."""
     visible = _without_heads(_visible(mask))
     rows, keys = visible.any(-1), visible.any(-2)
@@ -38,13 +40,30 @@ def read_part(mask: torch.Tensor, side: Side, num_tokens: int, num_local: int) -
             "attn_mask hides different keys from different queries, and a rank has a part of the keys only; a mask of "
             "all pairs must be an argument of the blocks"
         )
-    num_others = keys.shape[-1] - num_local
-    start = num_others if side.others_first else 0
-    if not keys[:, start : start + num_local].all():
-        raise UnsupportedError("attn_mask hides tokens of the video; leave padding out of the latents")
-    others = torch.cat([keys[:, :start], keys[:, start + num_local :]], 1).cpu().numpy()
-    found = by_row([_keys_mask(row.tobytes(), num_tokens, side.others_first) for row in others])
+    found = by_row([_keys_mask(row.tobytes()) for row in _whole_keys(keys, layout, rank, wholes).cpu().numpy()])
     return Read(found or full(), None if rows.all() else ~rows[:, None, :, None])
+
+
+def _whole_keys(keys: torch.Tensor, layout: Layout, rank: int, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(batch or 1, all keys): this rank's part is in one of the masks that the block was given, or hides no tokens."""
+    for whole in wholes:
+        sizes = [size for size in whole.shape if size != 1]
+        if not sizes or sizes[-1] != layout.num_positions or len(sizes) > 2:
+            continue
+        rows = whole.reshape(-1, layout.num_positions)
+        for visible in (rows != 0, rows == 0) if rows.is_floating_point() else (rows != 0,):
+            mine = layout.shard(visible, rank, 1)
+            if mine.shape[0] in (1, keys.shape[0]) and torch.equal(mine.expand_as(keys), keys):
+                return visible
+    others = np.searchsorted(layout.positions(rank), layout.replicated_positions())
+    whole = keys.new_ones(keys.shape[0], layout.num_positions)
+    whole[:, layout.replicated_positions()] = keys[:, others]
+    if not torch.equal(layout.shard(whole, rank, 1), keys):
+        raise UnsupportedError(
+            "attn_mask hides tokens, and no argument of the block tells which ones on other ranks; leave padding out "
+            "of the latents"
+        )
+    return whole
 
 
 def read_whole(mask: torch.Tensor) -> Read:
@@ -75,14 +94,13 @@ def _without_heads(visible: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _keys_mask(others: bytes, num_tokens: int, others_first: bool) -> Mask:
-    """All tokens, and those of the others that are not padding."""
-    beside, tokens = np.frombuffer(others, np.bool_), np.ones(num_tokens, np.bool_)
-    visible = np.concatenate([beside, tokens] if others_first else [tokens, beside])
+def _keys_mask(bits: bytes) -> Mask:
+    """Every query sees the same keys: those of the runs of True."""
+    visible = np.frombuffer(bits, np.bool_)
     if visible.all():
         return full()
     ends = np.flatnonzero(np.diff(visible, prepend=False, append=False)).tolist()
-    found: Mask = Keys(ends[0], ends[1])
+    found: Mask = Keys(*ends[:2]) if ends else Keys(0, 0)
     for first, stop in zip(ends[2::2], ends[3::2], strict=True):
         found = found | Keys(first, stop)
     return found

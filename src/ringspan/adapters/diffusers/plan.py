@@ -63,7 +63,6 @@ class ForwardPlan:
     calls: tuple[CallPlan, ...]
     cut_counts: frozenset[str]  # the names of ints that do count tokens
     fixed: dict[SizePlace, int]  # sizes of the model's arguments that were not changed while learning
-    variable: frozenset[SizePlace]
 
     @property
     def last(self) -> int:

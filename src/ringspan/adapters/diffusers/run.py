@@ -150,6 +150,7 @@ class TokenShardRun(Walk):
         self.options = options
         self.num_tokens: int | None = None
         self._wholes: dict[int, tuple[torch.Tensor, Read]] = {}  # masks of all pairs, by id
+        self._masks: list[torch.Tensor] = []  # of this block, whole, if they are of keys
         self._rank = options.rank
         self._world_size = options.world_size
 
@@ -160,6 +161,7 @@ class TokenShardRun(Walk):
             return arguments
         if self.num_tokens is None:
             self.num_tokens = self._count_tokens(call, arguments)
+        self._masks = []
         return {key: map_leaves(lambda leaf: self._cut(call, leaf), x, key) for key, x in arguments.items()}
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
@@ -222,6 +224,8 @@ class TokenShardRun(Walk):
                 f"{what} has shape {tuple(value.shape)}, and its dim {tokens.dim} should have a row for each of "
                 f"{self.num_tokens} tokens"
             )
+        if tokens.dim == value.ndim - 1:  # its rows are keys
+            self._masks.append(value)
         layout = _beside(self.num_tokens, self._world_size, others, tokens.side.others_first)
         return layout.shard(value, self._rank, tokens.dim)
 
@@ -288,8 +292,7 @@ class TokenShardRun(Walk):
             if attends.q != ONLY_TOKENS:
                 raise UnsupportedError("a mask of all pairs of tokens and others is not recognised")
             return self._read_whole(mask)
-        num_local = kv_layout.shard_len(self._rank) - len(kv_layout.replicated_positions())
-        return read_part(mask, attends.keys, self.num_tokens, num_local)
+        return read_part(mask, kv_layout, self._rank, self._masks)
 
     def _read_whole(self, mask: torch.Tensor) -> Read:
         """Once for all layers that are given the same tensor."""
