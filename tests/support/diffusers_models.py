@@ -3,6 +3,7 @@
 The numbers of tokens are odd. Rows of a batch have prompts of different lengths where a model takes a mask.
 """
 
+# ruff: noqa: C408
 import torch
 
 
@@ -412,9 +413,6 @@ def allegro():
         sample_frames=3,
         caption_channels=8,
     )
-    t, h, w = torch.meshgrid(torch.arange(3), torch.arange(5), torch.arange(7), indexing="ij")
-    grid = torch.stack([t.reshape(-1), h.reshape(-1), w.reshape(-1)])
-    f = [rnd(105, 4, seed=7)] * 3
     x = dict(
         hidden_states=rnd(2, 4, 3, 10, 14),
         encoder_hidden_states=rnd(2, 12, 8, seed=2),
@@ -911,3 +909,106 @@ def build(name):
             if x.abs().max() == 0:
                 x.normal_(std=0.05)
     return model.eval(), arguments | {"return_dict": False}
+
+
+def wan_pipeline():
+    """A pipeline without text encoder, and the arguments of a call that ends with latents."""
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+
+    vae = AutoencoderKLWan(
+        base_dim=3,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    pipe = WanPipeline(
+        tokenizer=None, text_encoder=None, transformer=build("wan")[0], vae=vae.eval(), scheduler=scheduler
+    )
+    return pipe, {
+        "prompt_embeds": rnd(1, 12, 16),
+        "negative_prompt_embeds": rnd(1, 12, 16, seed=2),
+        "guidance_scale": 5.0,
+    }
+
+
+def hunyuan_pipeline():
+    """Like `wan_pipeline`; guidance is an argument of the transformer."""
+    from diffusers import AutoencoderKLHunyuanVideo, FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline
+
+    vae = AutoencoderKLHunyuanVideo(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        mid_block_add_attention=True,
+    )
+    pipe = HunyuanVideoPipeline(
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=build("hunyuan")[0],
+        vae=vae.eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+    )
+    return pipe, {
+        "prompt_embeds": rnd(1, 12, 16),
+        "pooled_prompt_embeds": rnd(1, 8),
+        "prompt_attention_mask": mask(1, 12, 7),
+    }
+
+
+def cogvideox_pipeline():
+    """Like `wan_pipeline`; guidance doubles the batch."""
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline
+
+    vae = AutoencoderKLCogVideoX(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        temporal_compression_ratio=4,
+    )
+    pipe = CogVideoXPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=vae.eval(),
+        transformer=build("cogvideox")[0],
+        scheduler=CogVideoXDDIMScheduler(),
+    )
+    return pipe, {
+        "prompt_embeds": rnd(1, 12, 16),
+        "negative_prompt_embeds": rnd(1, 12, 16, seed=2),
+        "guidance_scale": 5.0,
+        "max_sequence_length": 12,
+    }
+
+
+PIPELINES = {"wan": wan_pipeline, "hunyuan": hunyuan_pipeline, "cogvideox": cogvideox_pipeline}
+
+
+def denoise(pipe, arguments, *, seed=3, num_steps=4):
+    """The latents of a few steps."""
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        **arguments,
+        height=80,
+        width=112,
+        num_frames=9,
+        num_inference_steps=num_steps,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(seed),
+        return_dict=False,
+    )[0]

@@ -104,10 +104,6 @@ class _SizeTable:
         self.name = name
         self.traces = [family.base.trace, *(variant.trace for variant in family.variants)]
         self.is_video = [False, *(variant.is_video for variant in family.variants)]
-        first = self.traces[0]
-        for trace in self.traces[1:]:
-            if [_form(call) for call in trace.calls] != [_form(call) for call in first.calls]:
-                raise UnsupportedError(f"{name} calls other blocks, or attention more or less often, for other sizes")
         self.tokens: Vector = ()
 
     def with_tokens(self, tokens: Vector) -> "_SizeTable":
@@ -204,10 +200,6 @@ class _SizeTable:
         return None if q is None else q > 0, None if keys is None else keys > 0
 
 
-def _form(call: BlockCall) -> tuple[Any, ...]:
-    return call.name, tuple(call.inputs), tuple(call.outputs), len(call.attended)
-
-
 def _probe(
     model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], drafts: list[Draft], num_tokens: int
 ) -> list[dict[tuple[int, str], int]]:
@@ -253,7 +245,8 @@ def _plan_calls(drafts: list[Draft], rows: list[dict[tuple[int, str], int]], siz
             side = sides.of(number, path, has_others)
             if side is not None:
                 outputs[path] = TokenDim(dim, side, True)
-        calls.append(CallPlan(draft.name, tokens, outputs, frozenset(draft.counts), attends))
+        tensors = frozenset(sizes.traces[0].calls[number].origins)
+        calls.append(CallPlan(draft.name, tensors, tokens, outputs, frozenset(draft.counts), attends))
     return tuple(calls)
 
 

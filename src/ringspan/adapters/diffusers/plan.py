@@ -45,6 +45,7 @@ class CallPlan:
     """One call of a block."""
 
     name: str
+    tensors: frozenset[str]  # the paths of all tensors among its arguments
     tokens: dict[str, TokenDim]  # by the path of an argument
     outputs: dict[str, TokenDim]
     counts: frozenset[str]  # ints that may count tokens from the first one on

@@ -74,7 +74,7 @@ class Walk:
         self._number += 1
         if self._number >= len(self.plan.calls) or self.plan.calls[self._number].name != name:
             raise UnsupportedError(
-                f"{name} is called where {self._expected()} was when the model was learned; step caches and whatever "
+                f"{name} is called where {self._name_of(self._number)} was when the model was learned; step caches and whatever "
                 "else leaves blocks out must be off"
             )
         self._attended = 0
@@ -107,7 +107,7 @@ class Walk:
         """All blocks were called."""
         if self._number != len(self.plan.calls) - 1:
             raise UnsupportedError(
-                f"the forward ended where {self._expected()} was called when the model was learned; step caches and "
+                f"the forward ended where {self._name_of(self._number + 1)} was called when the model was learned; step caches and "
                 "whatever else leaves blocks out must be off"
             )
 
@@ -136,8 +136,7 @@ class Walk:
         """Functions of torch besides attention are called as they are."""
         return function(*args, **kwargs)
 
-    def _expected(self) -> str:
-        number = max(self._number, 0) if self._inside is not None else self._number + 1
+    def _name_of(self, number: int) -> str:
         calls = self.plan.calls
         return calls[number].name if number < len(calls) else "the end of the forward"
 
@@ -159,6 +158,10 @@ class TokenShardRun(Walk):
         call = self.begin(name)
         if not call.takes_part:
             return arguments
+        tensors = {path for path, x in flatten(arguments) if isinstance(x, torch.Tensor)}
+        if tensors != call.tensors:
+            names = ", ".join(sorted(tensors ^ call.tensors))
+            raise UnsupportedError(f"{name} was learned with other tensors among its arguments: {names}")
         if self.num_tokens is None:
             self.num_tokens = self._count_tokens(call, arguments)
         self._masks = []

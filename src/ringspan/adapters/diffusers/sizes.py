@@ -17,6 +17,7 @@ from ringspan.adapters.diffusers.trace import Trace
 
 _SMALL = 16  # sizes up to here stay
 _TARGETS = (12, 16, 24, 8)
+_MOST_BESIDE = 8  # rows more than tokens that a table of positions may have
 _MOST_SINGLE = 8  # places of one size that are tried one by one
 
 Dry = Callable[[dict[str, Any]], Trace | None]  # None if the model fails
@@ -45,18 +46,11 @@ class Family(NamedTuple):
 
 
 def make_family(arguments: dict[str, Any], dry: Dry) -> Family | None:
-    """Smaller copies of a call; None if no copy that is small enough works."""
-    shrunk = _shrink(arguments, dry)
-    trace = dry(shrunk)
-    if trace is None:
-        return None
-    variants = []
-    for size in _sizes(shrunk):
-        found = _first(
-            shrunk, size, (size - 1, size + 1, size - 2, size + 2, size + 4, size // 2, 2 * size), trace, dry
-        )
-        variants += [] if found is None else [found]
-    return Family(Variant(shrunk, trace, frozenset(), False), tuple(variants))
+    """Smaller copies of a call; None if it does not work even without attention."""
+    family = _Search(dry, takes_features=False).family(arguments)
+    if family is not None and not any(variant.is_video for variant in family.variants):
+        return _Search(dry, takes_features=True).family(arguments)
+    return family
 
 
 def combine(family: Family, dry: Dry) -> dict[str, Any]:
@@ -74,50 +68,69 @@ def combine(family: Family, dry: Dry) -> dict[str, Any]:
     return resize(base, changed)
 
 
-def _shrink(arguments: dict[str, Any], dry: Dry) -> dict[str, Any]:
-    trace = dry(arguments) if max(_sizes(arguments), default=0) <= _SMALL else None
-    for size in _sizes(arguments):
-        if size > _SMALL and size in _sizes(arguments):
-            found = _first(arguments, size, tuple(x for x in _TARGETS if x < size), trace, dry)
-            if found is not None:
+class _Search:
+    """Tries sizes out. Last dims of three are taken for features, unless tokens were found nowhere else."""
+
+    def __init__(self, dry: Dry, *, takes_features: bool) -> None:
+        self.dry = dry
+        self.takes_features = takes_features
+
+    def family(self, arguments: dict[str, Any]) -> Family | None:
+        """A small call and its variants."""
+        arguments = self._shrink(arguments)
+        trace = self.dry(arguments)
+        if trace is None:
+            return None
+        variants: list[Variant] = []
+        for size in self._sizes(arguments):
+            targets = (size - 1, size + 1, size - 2, size + 2, size + 4, size // 2, 2 * size)
+            variants += self._variants(arguments, size, targets, trace)
+        return Family(Variant(arguments, trace, frozenset(), False), tuple(variants))
+
+    def _shrink(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        trace = self.dry(arguments) if max(self._sizes(arguments), default=0) <= _SMALL else None
+        for size in self._sizes(arguments):
+            targets = tuple(x for x in _TARGETS if x < size)
+            while size > _SMALL and (found := next(self._variants(arguments, size, targets, trace), None)) is not None:
                 arguments, trace = found.arguments, found.trace
-    return arguments
+        return arguments
 
+    def _variants(
+        self, arguments: dict[str, Any], size: int, targets: tuple[int, ...], before: Trace | None
+    ) -> Iterator[Variant]:
+        """What changes with a size, by guesses that the model takes; each place with this size is changed once."""
+        places = self._places(arguments)
+        done: set[SizePlace] = set()
+        for guess in _guesses(places, size, before):
+            for target in targets:
+                sizes = guess(target)
+                if target < 2 or sizes is None or any(place in done for place in sizes if places[place] == size):
+                    continue
+                changed = resize(arguments, sizes)
+                trace = self.dry(changed)
+                if trace is None or (before is not None and trace.form != before.form):
+                    continue
+                if before is None or trace.sizes != before.sizes:
+                    done |= {place for place in sizes if places[place] == size}
+                    is_video = before is not None and trace.output_sizes != before.output_sizes
+                    yield Variant(changed, trace, frozenset(sizes), is_video)
+                    break
 
-def _sizes(arguments: dict[str, Any]) -> list[int]:
-    return sorted(set(_places(arguments).values()), reverse=True)
+    def _sizes(self, arguments: dict[str, Any]) -> list[int]:
+        return sorted(set(self._places(arguments).values()), reverse=True)
 
+    def _places(self, arguments: dict[str, Any]) -> Sizes:
+        """Numbers that could be sizes of a sequence."""
+        ndims = {path: x.ndim for path, x in flatten(arguments) if isinstance(x, torch.Tensor)}
+        tokens = [x for _, x in flatten(arguments) if isinstance(x, torch.Tensor) and x.ndim >= 3]
+        batch = tokens[0].shape[0] if tokens else 0
 
-def _places(arguments: dict[str, Any]) -> Sizes:
-    """Numbers that could be sizes of a sequence: neither those of the batch nor of features."""
-    ndims = {path: x.ndim for path, x in flatten(arguments) if isinstance(x, torch.Tensor)}
-    tokens = [x for _, x in flatten(arguments) if isinstance(x, torch.Tensor) and x.ndim >= 3]
-    batch = tokens[0].shape[0] if tokens else 0
+        def is_fixed(place: SizePlace, size: int) -> bool:
+            is_batch = place.dim == 0 and size == batch
+            is_feature = ndims.get(place.path) == 3 and place.dim == 2 and not self.takes_features
+            return size < 2 or is_batch or is_feature
 
-    def is_fixed(place: SizePlace, size: int) -> bool:
-        is_batch = place.dim == 0 and size == batch
-        return size < 2 or is_batch or (ndims.get(place.path) == 3 and place.dim == 2)
-
-    return {place: size for place, size in numbers_of(arguments).items() if not is_fixed(place, size)}
-
-
-def _first(
-    arguments: dict[str, Any], size: int, targets: tuple[int, ...], before: Trace | None, dry: Dry
-) -> Variant | None:
-    """The first guess at what changes with a size that the model takes."""
-    tried: list[Sizes] = []
-    for guess in _guesses(_places(arguments), size, before):
-        for target in targets:
-            sizes = guess(target)
-            if target < 2 or sizes is None or sizes in tried:
-                continue
-            tried.append(sizes)
-            changed = resize(arguments, sizes)
-            trace = dry(changed)
-            if trace is not None and (before is None or trace.sizes != before.sizes):
-                is_video = before is not None and trace.output_sizes != before.output_sizes
-                return Variant(changed, trace, frozenset(sizes), is_video)
-    return None
+        return {place: size for place, size in numbers_of(arguments).items() if not is_fixed(place, size)}
 
 
 def _guesses(places: Sizes, size: int, before: Trace | None) -> Iterator[Callable[[int], Sizes | None]]:
@@ -134,6 +147,9 @@ def _guesses(places: Sizes, size: int, before: Trace | None) -> Iterator[Callabl
         for following in [*apart, larger] if len(apart) > 1 else apart:
             for group in groups:
                 yield partial(_scaled, group, following, size, power)
+    for following in apart:
+        for group in groups if max(following.values()) <= size + _MOST_BESIDE else ():
+            yield partial(_shifted, group, following, size)
 
 
 def _all_of(group: list[SizePlace], target: int) -> Sizes:
@@ -146,3 +162,8 @@ def _scaled(group: list[SizePlace], following: Sizes, size: int, power: int, tar
     if any(rest for _, rest in new.values()):
         return None
     return dict.fromkeys(group, target) | {place: value for place, (value, _) in new.items()}
+
+
+def _shifted(group: list[SizePlace], following: Sizes, size: int, target: int) -> Sizes:
+    """Also the numbers that are larger by a few."""
+    return dict.fromkeys(group, target) | {place: value + target - size for place, value in following.items()}

@@ -48,6 +48,11 @@ class Trace:
         self._origins: dict[int, tuple[torch.Tensor, frozenset[Origin]]] = {}  # by id; the tensor keeps its id
 
     @property
+    def form(self) -> list[tuple[Any, ...]]:
+        """All that must not differ between two calls of which one plan is made."""
+        return [(call.name, tuple(call.inputs), tuple(call.outputs), len(call.attended)) for call in self.calls]
+
+    @property
     def sizes(self) -> tuple[tuple[tuple[SizePlace, int], ...], ...]:
         """All that can tell two calls apart."""
         return tuple(tuple(call.inputs.items()) for call in self.calls)
