@@ -21,6 +21,8 @@ from ringspan.runtime.session import Session, session_of
 from ringspan.span import Span
 from ringspan.training import gather
 
+_NOTHING_LEFT_OUT = "step caches and whatever else leaves blocks out must be off"
+
 
 class RankOptions(NamedTuple):
     """How a model runs on ranks."""
@@ -74,8 +76,8 @@ class Walk:
         self._number += 1
         if self._number >= len(self.plan.calls) or self.plan.calls[self._number].name != name:
             raise UnsupportedError(
-                f"{name} is called where {self._name_of(self._number)} was when the model was learned; step caches and whatever "
-                "else leaves blocks out must be off"
+                f"{name} is called where {self._name_of(self._number)} was when the model was learned; "
+                f"{_NOTHING_LEFT_OUT}"
             )
         self._attended = 0
         call = self.plan.calls[self._number]
@@ -107,8 +109,8 @@ class Walk:
         """All blocks were called."""
         if self._number != len(self.plan.calls) - 1:
             raise UnsupportedError(
-                f"the forward ended where {self._name_of(self._number + 1)} was called when the model was learned; step caches and "
-                "whatever else leaves blocks out must be off"
+                f"the forward ended where {self._name_of(self._number + 1)} was called when the model was learned; "
+                f"{_NOTHING_LEFT_OUT}"
             )
 
     def note_attention(self, label: str, attends: Attends, asked: SdpaCall, out: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ tried out. A guess changes one size, or all equal ones, and if need be the numbe
 the model takes it and its blocks then see other sizes. Attention is left out of these calls, so they cost little.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ringspan.adapters.diffusers.leaves import SizePlace, flatten, numbers_of, r
 from ringspan.adapters.diffusers.trace import Trace
 
 _SMALL = 16  # sizes up to here stay
-_TARGETS = (12, 16, 24, 8)
+_TARGETS = (12, 16, 8, 24, 20, 28)
 _MOST_BESIDE = 8  # rows more than tokens that a table of positions may have
 _MOST_SINGLE = 8  # places of one size that are tried one by one
 
@@ -90,13 +90,17 @@ class _Search:
     def _shrink(self, arguments: dict[str, Any]) -> dict[str, Any]:
         trace = self.dry(arguments) if max(self._sizes(arguments), default=0) <= _SMALL else None
         for size in self._sizes(arguments):
-            targets = tuple(x for x in _TARGETS if x < size)
-            while size > _SMALL and (found := next(self._variants(arguments, size, targets, trace), None)) is not None:
+            while size > _SMALL:
+                taken = self._sizes(arguments)  # equal sizes could be told apart less easily
+                targets = sorted((x for x in _TARGETS if x < size), key=lambda x: x in taken)
+                found = next(self._variants(arguments, size, targets, trace), None)
+                if found is None:
+                    break
                 arguments, trace = found.arguments, found.trace
         return arguments
 
     def _variants(
-        self, arguments: dict[str, Any], size: int, targets: tuple[int, ...], before: Trace | None
+        self, arguments: dict[str, Any], size: int, targets: Sequence[int], before: Trace | None
     ) -> Iterator[Variant]:
         """What changes with a size, by guesses that the model takes; each place with this size is changed once."""
         places = self._places(arguments)
