@@ -54,9 +54,8 @@ class _Result(NamedTuple):
 
 def verify(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, calls: Sequence[dict[str, Any]]) -> ForwardPlan:
     """The plan, with the ints that count tokens; refuses the model if two ranks make something else of a call."""
-    counts = sorted(frozenset[str]().union(*(call.counts for call in plan.calls)))
-    guesses = [frozenset[str]()]
-    guesses += [frozenset(counts), *(frozenset([x]) for x in counts)] if counts else []
+    counts = tuple(sorted({name for call in plan.calls for name in call.counts}))
+    guesses: list[tuple[str, ...]] = [(), *([counts, *((name,) for name in counts)] if counts else [])]
     expected = [_run(model, wiring, AloneRun(plan, []), call) for call in calls]
     refusal: UnsupportedError | None = None
     for guess in guesses:

@@ -75,7 +75,7 @@ def _learn_plan(
     rows = _probe(model, wiring, family.base.arguments, drafts, sizes.tokens[0])
     numbers = numbers_of(arguments)
     fixed = {place: size for place, size in numbers.items() if place not in family.places and place.dim is not None}
-    return ForwardPlan(_plan_calls(drafts, rows, sizes), frozenset(), fixed)
+    return ForwardPlan(_plan_calls(drafts, rows, sizes), (), fixed)
 
 
 def trace_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Trace:
@@ -245,8 +245,8 @@ def _plan_calls(drafts: list[Draft], rows: list[dict[tuple[int, str], int]], siz
             side = sides.of(number, path, has_others)
             if side is not None:
                 outputs[path] = TokenDim(dim, side, True)
-        tensors = frozenset(sizes.traces[0].calls[number].origins)
-        calls.append(CallPlan(draft.name, tensors, tokens, outputs, frozenset(draft.counts), attends))
+        tensors = tuple(sizes.traces[0].calls[number].origins)
+        calls.append(CallPlan(draft.name, tensors, tokens, outputs, tuple(sorted(draft.counts)), attends))
     return tuple(calls)
 
 

@@ -1,7 +1,8 @@
 """What was learned of a model: for each call of a block which dims and numbers follow its tokens, and what it attends.
 
 A sequence of "tokens" is split over the ranks. Whatever else stands in front of it or behind it in a tensor, such as
-the tokens of a prompt, every rank holds. Nothing here depends on how many tokens there are, nor on the rank.
+the tokens of a prompt, every rank holds. Nothing here depends on how many tokens there are, nor on the rank: ranks
+compare their plans as texts.
 """
 
 from dataclasses import dataclass
@@ -45,10 +46,10 @@ class CallPlan:
     """One call of a block."""
 
     name: str
-    tensors: frozenset[str]  # the paths of all tensors among its arguments
+    tensors: tuple[str, ...]  # the paths of all tensors among its arguments
     tokens: dict[str, TokenDim]  # by the path of an argument
     outputs: dict[str, TokenDim]
-    counts: frozenset[str]  # ints that may count tokens from the first one on
+    counts: tuple[str, ...]  # ints that may count tokens from the first one on
     attends: tuple[Attends, ...]
 
     @property
@@ -62,7 +63,7 @@ class ForwardPlan:
     """All calls of blocks in one forward, in order."""
 
     calls: tuple[CallPlan, ...]
-    cut_counts: frozenset[str]  # the names of ints that do count tokens
+    cut_counts: tuple[str, ...]  # the names of ints that do count tokens
     fixed: dict[SizePlace, int]  # sizes of the model's arguments that were not changed while learning
 
     @property

@@ -160,9 +160,9 @@ class TokenShardRun(Walk):
         call = self.begin(name)
         if not call.takes_part:
             return arguments
-        tensors = {path for path, x in flatten(arguments) if isinstance(x, torch.Tensor)}
-        if tensors != call.tensors:
-            names = ", ".join(sorted(tensors ^ call.tensors))
+        tensors = [path for path, x in flatten(arguments) if isinstance(x, torch.Tensor)]
+        if sorted(tensors) != sorted(call.tensors):
+            names = ", ".join(sorted({*tensors} ^ {*call.tensors}))
             raise UnsupportedError(f"{name} was learned with other tensors among its arguments: {names}")
         if self.num_tokens is None:
             self.num_tokens = self._count_tokens(call, arguments)
