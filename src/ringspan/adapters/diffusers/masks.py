@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ringspan.adapters.diffusers.outer_masks import OuterMask
 from ringspan.adapters.keys import Keys, by_row
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout
@@ -40,6 +41,18 @@ def read_part(mask: torch.Tensor, layout: Layout, rank: int, wholes: Sequence[to
             "attn_mask hides different keys from different queries, and a rank has a part of the keys only; a mask of "
             "all pairs must be an argument of the blocks"
         )
+    return _read_keys(rows, keys, layout, rank, wholes)
+
+
+def read_outer(outer: OuterMask, layout: Layout, rank: int, wholes: Sequence[torch.Tensor]) -> Read:
+    """A mask of all pairs that shows some keys to some queries, and nothing to the others."""
+    keys = outer.keys[:, 0, 0]
+    return _read_keys(outer.queries[:, 0, :, 0] & keys.any(-1, keepdim=True), keys, layout, rank, wholes)
+
+
+def _read_keys(
+    rows: torch.Tensor, keys: torch.Tensor, layout: Layout, rank: int, wholes: Sequence[torch.Tensor]
+) -> Read:
     found = by_row([_keys_mask(row.tobytes()) for row in _whole_keys(keys, layout, rank, wholes).cpu().numpy()])
     return Read(found or full(), None if rows.all() else ~rows[:, None, :, None])
 

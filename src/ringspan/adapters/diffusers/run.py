@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ringspan.adapters.diffusers.leaves import Leaf, flatten, is_count, map_leaves
-from ringspan.adapters.diffusers.masks import NO_MASK, Read, read_part, read_whole
+from ringspan.adapters.diffusers.masks import NO_MASK, Read, read_outer, read_part, read_whole
+from ringspan.adapters.diffusers.outer_masks import OuterMasks
 from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, CallPlan, ForwardPlan, Side
 from ringspan.adapters.diffusers.wiring import SdpaCall
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
@@ -151,6 +152,7 @@ class TokenShardRun(Walk):
         self.options = options
         self.num_tokens: int | None = None
         self._wholes: dict[int, tuple[torch.Tensor, Read]] = {}  # masks of all pairs, by id
+        self._outer_masks = OuterMasks()
         self._masks: list[torch.Tensor] = []  # of this block, whole, if they are of keys
         self._rank = options.rank
         self._world_size = options.world_size
@@ -167,6 +169,7 @@ class TokenShardRun(Walk):
         if self.num_tokens is None:
             self.num_tokens = self._count_tokens(call, arguments)
         self._masks = []
+        self._outer_masks.clear()
         return {key: map_leaves(lambda leaf: self._cut(call, leaf), x, key) for key, x in arguments.items()}
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
@@ -195,6 +198,12 @@ class TokenShardRun(Walk):
             raise UnsupportedError(f"{label}: {error}") from None
         self.note_attention(label, attends, asked, out)
         return out
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inside of blocks masks of all pairs are not built."""
+        if self._inside is None:
+            return function(*args, **kwargs)
+        return self._outer_masks.call(function, args, kwargs)
 
     # Arguments and outputs
 
@@ -291,7 +300,9 @@ class TokenShardRun(Walk):
             return Read(causal(), None)
         if mask is None:
             return NO_MASK
-        assert attends.keys is not None
+        outer = self._outer_masks.find(mask)
+        if outer is not None:
+            return read_outer(outer, kv_layout, self._rank, self._masks)
         num_keys = kv_layout.num_positions
         if mask.shape[-2:] == (num_keys, num_keys) and self._world_size > 1:
             if attends.q != ONLY_TOKENS:
