@@ -20,16 +20,17 @@ from support.diffused import error_of, on_ranks, run_alone, whole
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that is made."""
+    """The bytes of the largest tensor that is made of anything but a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.bytes = 0
+        self._weights = {x.untyped_storage().data_ptr() for x in model.parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self._weights:
                 self.bytes = max(self.bytes, x.untyped_storage().nbytes())
         return out
 
@@ -42,7 +43,7 @@ def test_no_mask_of_all_pairs_is_built():
         expected = whole(alone.model(**many))
 
     def forward(model, group):
-        with torch.no_grad(), parallelize(model, group, example=alone.arguments), Largest() as largest:
+        with torch.no_grad(), parallelize(model, group, example=alone.arguments), Largest(model) as largest:
             return whole(model(**many)), largest.bytes
 
     for output, num_bytes in on_ranks(alone, 2, forward):
