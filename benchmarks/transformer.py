@@ -28,7 +28,7 @@ def main() -> None:
 
 def measure(kv_heads: int, tokens: int, repeats: int) -> str:
     sizes = {"ranks": 2, "heads": 4, "kv-heads": kv_heads, "tokens": tokens, "repeats": repeats}
-    words = ["bench", "--transformer", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
+    words = ["bench", "model", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
     done = subprocess.run([sys.executable, "-m", "ringspan", *words], check=True, stdout=subprocess.PIPE, text=True)
     return f"`ringspan {' '.join(words)}`\n\n{describe_machine()}.\n\n```text\n{done.stdout.rstrip()}\n```"
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ WITH_COMMANDS = [ROOT / "README.md", DOCS / "learn.md", DOCS / "plan.md"]
 WITH_SNIPPETS = [
     DOCS / f"{name}.md" for name in ("index", "learn", "plan", "inference", "reproducible", "transformers")
 ]
+WITH_DIFFUSERS = pytest.param(
+    DOCS / "video.md",
+    marks=pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install '.[diffusers]'"),
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = "…"
 
@@ -25,7 +30,7 @@ def fences(document: Path) -> list[tuple[str, str]]:
     return FENCE.findall(document.read_text())
 
 
-@pytest.mark.parametrize("document", WITH_SNIPPETS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*WITH_SNIPPETS, WITH_DIFFUSERS], ids=lambda path: path.name)
 def test_python_snippets_print_what_is_shown(document):
     blocks = fences(document)
     namespace: dict[str, object] = {}
