@@ -19,7 +19,7 @@ FLOORS = (
 SAYS = {
     "cli": "commands",
     "bench": "measure this machine",
-    "adapters": "transformers",
+    "adapters": "whole models",
     "training": "batch, labels, loss",
     "cache": "KV cache over ranks",
     "reproducible": "layers, same bits",
