@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "learn.md", ROOT / "docs" / "pl
 WITH_TORCH = [
     ROOT / "docs" / f"{name}.md" for name in ("inference", "reproducible", "reproducible_model", "transformers")
 ]
+WITH_DIFFUSERS = pytest.param(
+    ROOT / "docs" / "video.md",
+    marks=pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install '.[diffusers]'"),
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = "…"
 
@@ -25,7 +30,7 @@ def fences(document: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "document",
-    [*DOCUMENTS, *WITH_TORCH],
+    [*DOCUMENTS, *WITH_TORCH, WITH_DIFFUSERS],
     ids=lambda path: path.name,
 )
 def test_python_snippets_print_what_is_shown(document):

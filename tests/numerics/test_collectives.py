@@ -315,7 +315,7 @@ def test_a_part_that_is_no_tensor_is_refused_on_all_ranks() -> None:
 
     first, second = errors_of(2, gather)
     assert isinstance(second, rs.ShapeError)
-    assert str(second) == "part is a ndarray: give a tensor"
+    assert str(second) == "part: expected a tensor, got ndarray; give a tensor"
     assert str(second) in str(first)
 
 

@@ -159,7 +159,7 @@ def test_what_is_not_elementwise_is_refused() -> None:
 def test_elementwise_of_nothing_and_of_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* give one tensor or more"):
         rs.reproducible.elementwise(torch.sigmoid)
-    with pytest.raises(rs.ShapeError, match=r"tensors\[1\] is a float: give a tensor"):
+    with pytest.raises(rs.ShapeError, match=r"tensors\[1\]: expected a tensor, got float"):
         rs.reproducible.elementwise(torch.add, X, 1.0)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.modes import in_mode
 from ringspan.adapters.transformers.arguments import Found, takes_use_cache
 from ringspan.adapters.transformers.cache import Conversation, ShardedLayer
 from ringspan.adapters.transformers.layers import Layer, Recorder, Side, describe_layers
@@ -197,15 +198,3 @@ def _find_cached(
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
     """How the model is told to make no cache, if it can make one."""
     return {"use_cache": False} if takes_use_cache(model) else {}
-
-
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or not, for a while."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training

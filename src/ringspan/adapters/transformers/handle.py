@@ -21,11 +21,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
 from ringspan.adapters.transformers.arguments import check_random
 from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
-from ringspan.adapters.transformers.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
@@ -87,7 +87,7 @@ class Handle:
         Call it on every rank after the last `backward()` of a step, before gradients are clipped and the optimizer
         steps. Leave it out if DDP or FSDP reduces gradients.
         """
-        reduce_gradients(self._adapter.model, self._adapter.options)
+        reduce_gradients(self._adapter.model, self._adapter.options.group)
 
     def restore(self) -> None:
         """The model as it was before; a second call does nothing."""

@@ -6,16 +6,15 @@ places. So a mask is never concluded from a name, and one that has no equal here
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringspan.adapters.keys import Keys, by_row
 from ringspan.errors import MaskError
-from ringspan.mask import Allowed, Band, Mask, causal, documents, full, per_row, sliding_window
-from ringspan.span import Positions
+from ringspan.mask import Mask, causal, documents, full, sliding_window
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tokens = npt.NDArray[np.bool_]  # (batch, columns): False is padding
@@ -58,23 +57,6 @@ def _places(far: int, ends: list[int]) -> npt.NDArray[np.int64]:
     return np.array(sorted(place for place in near if 0 <= place < 2 * far))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Keys(Mask):
-    """Every query sees the keys from `first` on and before `stop`."""
-
-    first: int
-    stop: int
-
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return np.broadcast_to((self.first <= kv) & (kv < self.stop), (q.size, kv.size))
-
-    def band(self, q: Positions) -> Band:
-        return Band(np.full_like(q, self.first), np.full_like(q, self.stop))
-
-    def __repr__(self) -> str:
-        return f"keys({self.first}, {self.stop})"
-
-
 def padding_mask(tokens: Tokens) -> Mask | None:
     """Who may see whom if padding is seen by nobody; None if there is none.
 
@@ -89,13 +71,13 @@ def _padding(tokens: npt.NDArray[np.bool_], number: int) -> Mask:
     if len(found) == len(tokens):
         return full()
     if not len(found):
-        return _Keys(0, 0)
+        return Keys(0, 0)
     first, last = int(found[0]), int(found[-1])
     if len(found) != last - first + 1:
         raise MaskError(
             f"attention_mask[{number}] has padding between tokens: it may stand before them or behind them; take it out"
         )
-    return _Keys(first, last + 1)
+    return Keys(first, last + 1)
 
 
 def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:
@@ -104,10 +86,3 @@ def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:
     length = position_ids.shape[1]
     rows = [documents(np.diff([0, *found, length]).tolist()) if len(found) else full() for found in cuts]
     return by_row(rows)
-
-
-def by_row(rows: list[Mask]) -> Mask | None:
-    """One mask for all rows, if it is the same for all; None if nothing is masked."""
-    if all(row == full() for row in rows):
-        return None
-    return rows[0] if all(row == rows[0] for row in rows) else per_row(rows)

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.modes import in_mode
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
 from ringspan.adapters.transformers.arguments import Found
-from ringspan.adapters.transformers.examine import in_mode, left_alone, without_cache
+from ringspan.adapters.transformers.examine import left_alone, without_cache
 from ringspan.adapters.transformers.shards import Options
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM

@@ -39,12 +39,17 @@ def _timeline(plan: Plan) -> Timeline:
     request, setup = plan.request, plan.best.setup
     if setup.cp > MOST_RANKS:
         raise UnsupportedError(
-            f"--trace: the best way has {setup.cp} ranks, and a trace shows every rank; use at most {MOST_RANKS}, with "
-            "more tensor parallelism (--tp) or fewer devices"
+            f"the best way has {setup.cp} ranks, and a trace shows every rank",
+            argument="trace",
+            remedy=f"use at most {MOST_RANKS}, with more tensor parallelism or fewer devices",
         )
     shard = shard_of(request, setup)
     if request.model.latent is not None or request.cached_tokens or request.phase == "decode":
-        raise UnsupportedError("--trace: only for a prefill without cache, a denoising or a training step, without MLA")
+        raise UnsupportedError(
+            "only a prefill without cache, a denoising or a training step, without MLA, has a trace",
+            argument="trace",
+            remedy="leave it out",
+        )
     sequence = sequence_of(request, setup, shown_window(request.model))
     record, device = find_algorithm(setup.algorithm), request.cluster.device
     return real_timeline(record, ring_of(request, setup), sequence, shard, device, records_moments=True)

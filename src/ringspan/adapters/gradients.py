@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspan.adapters.transformers.shards import Options
 from ringspan.layout import contiguous
+from ringspan.runtime.session import session_of
 from ringspan.training import gather
 
 _BUCKET = 2**22  # elements
@@ -20,10 +20,10 @@ _EVERY = 100  # training forwards
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Sum the gradients of a model's parameters over the ranks, in place."""
-    session = options.session
-    if options.world_size == 1:
+def reduce_gradients(model: nn.Module, group: Any) -> None:
+    """Sum the gradients of a model's parameters over the ranks of a group, in place."""
+    session = session_of(group)
+    if session.transport.world_size == 1:
         return
     weights = [x for x in model.parameters() if x.requires_grad]
     # An expert that got none of this rank's tokens has no gradient here, but may have one elsewhere.
@@ -36,7 +36,7 @@ def reduce_gradients(model: nn.Module, options: Options) -> None:
     grads = [x.grad for x in weights if x.grad is not None]
     for dtype, device in dict.fromkeys((x.dtype, x.device) for x in grads):
         for bucket in _buckets([x for x in grads if (x.dtype, x.device) == (dtype, device)]):
-            flat = _sum(torch.cat([x.flatten() for x in bucket]), options)
+            flat = _sum(torch.cat([x.flatten() for x in bucket]), group, session.transport.world_size)
             for x, part in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
 
@@ -52,8 +52,7 @@ def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _sum(flat: torch.Tensor, options: Options) -> torch.Tensor:
-    size, group = options.world_size, options.group
+def _sum(flat: torch.Tensor, group: Any, size: int) -> torch.Tensor:
     length = flat.numel()
     flat = torch.nn.functional.pad(flat.detach(), (0, -length % size))
     layout = contiguous(flat.numel(), size)
