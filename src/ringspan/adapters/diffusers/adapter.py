@@ -59,7 +59,7 @@ class TransformerOnRanks:
         """Agree with the other ranks, and begin."""
         self._forget()
         self._telling(self._check)
-        self._agree(arguments)
+        self.agree(arguments, self.options)
         plan = self.find_plan(arguments)
         self._run = TokenShardRun(plan, self.options)
         self._under_way = ExitStack()
@@ -113,8 +113,9 @@ class TransformerOnRanks:
         if dropping:
             raise UnsupportedError(f"{name} has dropout in training, which ranks would draw apart; set it to 0")
 
-    def _agree(self, arguments: dict[str, Any]) -> None:
-        session = self.options.session
+    def agree(self, arguments: dict[str, Any], options: RankOptions) -> None:
+        """All ranks of a group call the model with these arguments."""
+        session = options.session
         trains = torch.is_grad_enabled() and self.model.training
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training}
         fields |= {"gradient": torch.is_grad_enabled()}
