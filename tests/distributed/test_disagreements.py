@@ -41,7 +41,7 @@ REFUSALS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
     "a v of another dtype": (every(torch.Tensor.double, "v"), "ShapeError: dtypes torch.float32"),
     "a layout for other ranks": (
         lambda _, world_size: {"layout": rs.zigzag(SEQ_LEN, world_size + 1)},
-        "LayoutError: the layout is for",
+        "LayoutError: layout: it is for",
     ),
     "an unknown algorithm": (given(algorithm="magic"), "UnsupportedError: algorithm='magic'"),
 }

@@ -54,7 +54,7 @@ def test_what_has_no_labels(tokens: torch.Tensor) -> None:
 
 
 def test_tokens_that_are_no_tensor() -> None:
-    with pytest.raises(rs.ShapeError, match="tokens is a list: give a tensor"):
+    with pytest.raises(rs.ShapeError, match="tokens: expected a tensor, got list"):
         rs.next_token_labels([1, 2, 3])
 
 
@@ -146,7 +146,7 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
         ({"input_ids": IDS}, {"document_lengths": [3, 2]}, "expected a sum of 6"),
         ({"input_ids": IDS}, {"document_lengths": [6, 0]}, "at least one token"),
         ({"input_ids": IDS}, {"document_lengths": [1.5, 4.5]}, "expected a sum of 6"),
-        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids'] is a list"),
+        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids']: expected a tensor, got list"),
         ({"input_ids": IDS, "labels": IDS[:1]}, {}, "batch['labels'].shape=(1, 6)"),
         ({"input_ids": IDS, "labels": IDS[..., None]}, {}, "batch['labels'].shape=(2, 6, 1)"),
         ({"input_ids": IDS, "labels": IDS.float()}, {}, "labels are torch.float32"),
@@ -202,14 +202,14 @@ def test_a_batch_that_one_rank_refuses_is_refused_on_all() -> None:
         return f"{raised.type.__name__}: {raised.value}"
 
     first, second = on_ranks(2, on_rank)
-    assert first.startswith("ShapeError: batch['input_ids'] is a list")
+    assert first.startswith("ShapeError: batch['input_ids']: expected a tensor, got list")
     assert second.startswith("TransportError: the call was refused, on rank 0: ShapeError: batch['input_ids']")
 
 
 def test_layouts_for_other_groups_are_refused() -> None:
     layout = rs.zigzag(6, 2)
     for call in (partial(rs.shard_batch, {"input_ids": IDS}), rs.position_ids):
-        with pytest.raises(rs.LayoutError, match="the layout is for 2 ranks and the group has 1"):
+        with pytest.raises(rs.LayoutError, match="layout: it is for 2 ranks and the group has 1"):
             call(layout)
 
 
@@ -224,7 +224,10 @@ def test_what_is_no_layout_is_refused_as_by_attention(layout: Any) -> None:
     for call in calls:
         with pytest.raises(rs.LayoutError) as refused:
             call(layout=layout)
-        assert str(refused.value) == f"layout={layout}: a layout is a value such as rs.zigzag(seq_len, world_size)"
+        assert str(refused.value) == (
+            f"layout={layout}: expected a Layout, got {type(layout).__name__}; use a layout such as rs.zigzag(seq_len, "
+            "world_size)"
+        )
 
 
 # The loss
@@ -319,7 +322,7 @@ def test_a_loss_that_is_no_tensor_is_refused_on_all_ranks() -> None:
         return str(raised.value)
 
     own, others = on_ranks(2, on_rank)
-    assert own == "losses is a float: give a tensor"
+    assert own == "losses: expected a tensor, got float; give a tensor"
     assert own in others
 
 

@@ -18,8 +18,9 @@ class Keys(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return np.broadcast_to((self.first <= kv) & (kv < self.stop), (q.size, kv.size))
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return (Band(np.full_like(q, self.first), np.full_like(q, self.stop)),)
+    def band(self, q: Positions) -> Band:
+        """The same keys for every query."""
+        return Band(np.full_like(q, self.first), np.full_like(q, self.stop))
 
     def __repr__(self) -> str:
         return f"keys({self.first}, {self.stop})"

@@ -17,7 +17,7 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     chosen = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
     if not chosen:
         choices = ", ".join(["auto", *(kernel.name for kernel in KERNELS)])
-        raise UnsupportedError(f"kernel={name!r}: there is no such kernel; use one of {choices}")
+        raise UnsupportedError("there is no such kernel", argument="kernel", value=name, remedy=f"use one of {choices}")
     refusals = {}
     for kernel in chosen:
         reason = kernel.refuses(request)
@@ -26,8 +26,12 @@ def choose_kernel(name: str, request: Request) -> Kernel:
         refusals[kernel.name] = reason
     able = [kernel.name for kernel in KERNELS if kernel.refuses(request) is None]
     reasons = "; ".join(f"{kernel} {reason}" for kernel, reason in refusals.items())
-    way_out = f"use kernel='auto', or {' or '.join(able)}" if able else "convert the tensors"
-    raise UnsupportedError(f"kernel={name!r} with {_format_request(request)}: {reasons}; {way_out}")
+    raise UnsupportedError(
+        f"cannot compute {_format_request(request)}: {reasons}",
+        argument="kernel",
+        value=name,
+        remedy=f"use auto, or {' or '.join(able)}" if able else "convert the tensors",
+    )
 
 
 def _format_request(request: Request) -> str:

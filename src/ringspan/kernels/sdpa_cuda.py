@@ -1,7 +1,7 @@
 """Attention of one piece by the fused CUDA operators of PyTorch that return the log-sum-exp, and its gradients.
 
 Thin on purpose: these have not been run on a GPU here, neither forward nor backward, only traced for signatures, shapes
-and types. On a machine with a GPU `ringspan bench --selfcheck` runs every path of this file and compares it with dense
+and types. On a machine with a GPU `ringspan bench selfcheck` runs every path of this file and compares it with dense
 attention.
 
 Heads that share a KV head: flash and cuDNN take them as they are; efficient wants as many heads on both sides and is

@@ -2,10 +2,9 @@
 
 Peaks and line rates come from `devices.toml`; what is reached of them from `curves.toml`, which `benchmarks/
 fit_curves.py` writes from published measurements; choices that are nobody's measurement (which kernel, which network)
-from `defaults.toml`. A file that `ringspan bench --calibrate` wrote takes the place of all three.
+from `defaults.toml`. A file that `ringspan bench calibrate` wrote takes the place of all three.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any, NamedTuple
 
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog.files import find, plain, read_data, read_toml, unverified
+
+MOST_DEVICES = 2**14
+LARGEST_FIGURE = 1e30  # of a calibrated file, and its inverse the smallest: products and quotients of a few stay finite
 
 MAY_BE_0 = (  # of the figures of a calibrated file
     *("latency_s", "steals", "call_s", "softmax_dims", "ramp_full_tokens", "ramp_causal_tokens"),
@@ -86,7 +88,10 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
     found = re.fullmatch(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?(.+)", text.strip())
     if found is None or found[1] is None or found[3].startswith("-"):
         raise ShapeError(
-            f"{text!r} names no devices; use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100"
+            "this names no devices",
+            argument="devices",
+            value=text,
+            remedy="use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100",
         )
     device = load_device(found[3], network, kernel)
     if found[2] is not None:
@@ -97,13 +102,22 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
         nodes = count // per_node if per_node else 0
         if per_node and count % per_node:
             raise ShapeError(
-                f"{text!r}: {count} devices do not fill nodes of {per_node}; write NODESxPER_NODExDEVICE, such as "
-                f"{nodes + 1}x{per_node}x{found[3]}"
+                f"{count} devices do not fill nodes of {per_node}",
+                argument="devices",
+                value=text,
+                remedy=f"write NODESxPER_NODExDEVICE, such as {nodes + 1}x{per_node}x{found[3]}",
             )
     if nodes < 1 or per_node < 1:
-        raise ShapeError(f"{text!r}: there must be at least 1 device")
-    if nodes * per_node > 2**20:
-        raise ShapeError(f"{text!r}: {nodes * per_node:,} devices; use at most {2**20:,}")
+        raise ShapeError(
+            "a cluster has at least 1 device", argument="devices", value=text, remedy="use a count above 0"
+        )
+    if nodes * per_node > MOST_DEVICES:
+        raise ShapeError(
+            f"planning takes time for every step of a ring over all {nodes * per_node:,} devices",
+            argument="devices",
+            value=text,
+            remedy=f"use at most {MOST_DEVICES:,}",
+        )
     return Cluster(nodes, per_node, device)
 
 
@@ -112,7 +126,9 @@ def load_device(name: str, network: str | None = None, kernel: str | None = None
     if name.endswith(".toml"):
         for argument, value in (("network", network), ("kernel", kernel)):
             if value is not None:
-                raise UnsupportedError(f"{argument}={value!r}: {name} has its own, as measured; leave it out")
+                raise UnsupportedError(
+                    f"{name} has its own, as measured", argument=argument, value=value, remedy="leave it out"
+                )
         return _read_calibrated(Path(name))
     data, defaults, curves = (read_data(file) for file in ("devices.toml", "defaults.toml", "curves.toml"))
     name = defaults["alias"].get(name.lower(), name.lower())
@@ -168,7 +184,12 @@ def _aliases(defaults: dict[str, Any]) -> list[dict[str, Any]]:
 def _attention(name: str, peak: float, kernel: str) -> tuple[Attention, str]:
     curves = read_data("curves.toml")["attention"]
     if kernel not in curves:
-        raise UnsupportedError(f"kernel={kernel!r} has no curve; use one of {', '.join(curves)}")
+        raise UnsupportedError(
+            "no measured curve of this kernel is known",
+            argument="kernel",
+            value=kernel,
+            remedy=f"use one of {', '.join(curves)}",
+        )
     curve, known = curves[kernel], curves[kernel]["efficiency"]
     note = ""
     efficiency = known.get(name)
@@ -220,7 +241,7 @@ def _link(name: str, line_rate: float, efficiency: float) -> Link:
 
 
 def _read_calibrated(path: Path) -> Device:
-    """A file of `ringspan bench --calibrate`."""
+    """A file of `ringspan bench calibrate`."""
     data = read_toml(path)
     try:
         attention, link = data["attention"], data["link"]
@@ -242,7 +263,7 @@ def _read_calibrated(path: Path) -> Device:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"{path} is no calibrated device ({error!r}); write one with ringspan bench --calibrate {path}"
+            f"{path} is not a calibrated device ({error!r}); write one with ringspan bench calibrate {path}"
         ) from None
 
 
@@ -251,9 +272,9 @@ def _figure(path: Path, table: dict[str, Any], key: str) -> float:
     value = table[key]
     may_be_0 = key in MAY_BE_0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value < math.inf or (may_be_0 and value == 0)):
+    if not is_number or not (1 / LARGEST_FIGURE <= value <= LARGEST_FIGURE or (may_be_0 and value == 0)):
         raise UnsupportedError(
-            f"{path}: {key}={value!r} is no finite number {'of at least' if may_be_0 else 'above'} 0; write the file "
-            f"anew with ringspan bench --calibrate {path}"
+            f"{path}: {key}={value!r}: expected a number {'of at least' if may_be_0 else 'above'} 0 and up to "
+            f"{LARGEST_FIGURE:g}; write the file anew with ringspan bench calibrate {path}"
         )
     return float(value)

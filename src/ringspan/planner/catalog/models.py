@@ -55,7 +55,7 @@ def _llm(figures: dict[str, Any]) -> Model:
     if figures["attention"] == "mla":
         raise UnsupportedError(
             f"{figures['id']}: the catalogue has no q_lora_rank and no count of dense layers for it, so its weights "
-            "cannot be counted; give --model the path of its config.json, which has them"
+            "cannot be counted; give the path of its config.json, which has them"
         )
     _need(figures, "layers", "heads_q", "heads_kv", "head_dim", "hidden_size")
     experts = None
@@ -130,7 +130,7 @@ def _need(figures: dict[str, Any], *keys: str) -> None:
     missing = [key for key in keys if key not in figures]
     if missing:
         raise UnsupportedError(
-            f"{figures['id']}: {', '.join(missing)} not found in the catalogue, and nothing is guessed; give --model "
+            f"{figures['id']}: {', '.join(missing)} not found in the catalogue, and nothing is guessed; give "
             "the path of its config.json"
         )
 

@@ -1,6 +1,5 @@
 """What is a model, to a planner? Its shapes: what FLOPs and bytes are counted from, and nothing else."""
 
-import reprlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,20 +55,34 @@ class Video(NamedTuple):
         patch_t, patch_h, patch_w = self.patch
         for name, length in (("frames", frames), ("height", height), ("width", width)):
             if length > LONGEST:
-                raise ShapeError(f"{name}={reprlib.repr(length)}: use at most {LONGEST:,}")
+                raise ShapeError("too large", argument=name, value=length, remedy=f"use at most {LONGEST:,}")
         if frames < 1 or (frames - 1) % self.temporal_stride:
             near = max(1, round((frames - 1) / self.temporal_stride) * self.temporal_stride + 1)
             raise ShapeError(
-                f"frames={frames}: the VAE takes 1 + a multiple of {self.temporal_stride} frames; use {near}, say"
+                f"the VAE takes 1 + a multiple of {self.temporal_stride} frames",
+                argument="frames",
+                value=frames,
+                remedy=f"use {near}",
             )
         for name, pixels, patch in (("height", height, patch_h), ("width", width, patch_w)):
             step = self.spatial_stride * patch
             if pixels < step or pixels % step:
                 near = max(1, round(pixels / step)) * step
-                raise ShapeError(f"{name}={pixels}: a token is {step} pixels; use a multiple, such as {near}")
+                raise ShapeError(
+                    f"a token is {step} pixels wide and high",
+                    argument=name,
+                    value=pixels,
+                    remedy=f"use a multiple, such as {near}",
+                )
         latents = (frames - 1) // self.temporal_stride + 1
         if latents % patch_t:
-            raise ShapeError(f"frames={frames}: {latents} latent frames are not a multiple of the patch of {patch_t}")
+            near = frames - latents % patch_t * self.temporal_stride
+            raise ShapeError(
+                f"{latents} latent frames are not a multiple of the patch of {patch_t}",
+                argument="frames",
+                value=frames,
+                remedy=f"use {near if near > 0 else frames + (patch_t - latents % patch_t) * self.temporal_stride}",
+            )
         step_h, step_w = self.spatial_stride * patch_h, self.spatial_stride * patch_w
         video = latents // patch_t * (height // step_h) * (width // step_w)
         return video + (self.text_tokens if self.is_text_joint else 0)

@@ -41,7 +41,9 @@ class LayoutChoice(NamedTuple):
                 return striped(seq_len, world_size, block=self.block, align=align, start=start)
             case "balanced":
                 return balanced(mask, seq_len, world_size, align=align, start=start)
-        raise LayoutError(f"layout={self.name!r}: there is no such layout; use one of {', '.join(LAYOUTS)}")
+        raise LayoutError(
+            "there is no such layout", argument="layout", value=self.name, remedy=f"use one of {', '.join(LAYOUTS)}"
+        )
 
     def __str__(self) -> str:
         return self.name if self.block == 1 else f"{self.name}:{self.block}"
@@ -69,24 +71,29 @@ class Settings:
         scores = self.num_heads * self.seq_len**2
         if scores > MAX_SCORES:
             raise ShapeError(
-                f"--tokens {self.seq_len}, --heads {self.num_heads}: the dense reference would compute {scores:,} "
-                f"scores (heads × tokens²), more than {MAX_SCORES:,}; use {_either(self._smaller_sizes())}"
+                f"with {self.num_heads} heads the dense reference would compute {scores:,} scores (heads × tokens²), "
+                f"more than {MAX_SCORES:,}",
+                argument="seq_len",
+                value=self.seq_len,
+                remedy=f"use {_either(self._smaller_sizes())}",
             )
         elements = self.num_heads * self.seq_len * self.head_dim
         if elements > MAX_ELEMENTS:
             head_dim = MAX_ELEMENTS // (self.num_heads * self.seq_len)
             raise ShapeError(
-                f"--tokens {self.seq_len}, --heads {self.num_heads}, --head-dim {self.head_dim}: the queries would "
-                f"have {elements:,} elements, more than {MAX_ELEMENTS:,}; "
-                f"use {_either([*self._smaller_sizes(), f'--head-dim {head_dim}'])}"
+                f"with {self.num_heads} heads of {self.head_dim} the queries would have {elements:,} elements, more "
+                f"than {MAX_ELEMENTS:,}",
+                argument="seq_len",
+                value=self.seq_len,
+                remedy=f"use {_either([*self._smaller_sizes(), f'a head_dim of {head_dim}'])}",
             )
 
     def _smaller_sizes(self) -> list[str]:
-        """The options that would each, alone, bring the simulation within both limits."""
+        """The sizes that would each, alone, bring the simulation within both limits."""
         heads = min(MAX_SCORES // self.seq_len**2, MAX_ELEMENTS // (self.seq_len * self.head_dim))
         heads -= heads % self.num_kv_heads
         tokens = min(math.isqrt(MAX_SCORES // self.num_heads), MAX_ELEMENTS // (self.num_heads * self.head_dim))
-        return [*([f"--heads {heads}"] if heads else []), f"--tokens {tokens}"]
+        return [*([f"{heads} heads"] if heads else []), f"{tokens} tokens"]
 
     def build_layout(self, choice: LayoutChoice) -> Layout:
         """A layout of the sequence; in the reproducible mode on its grid."""
@@ -103,8 +110,10 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
         legal = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ShapeError(
-            f"--heads {num_heads}, --kv-heads {num_kv_heads}: every KV head serves the same number of query heads; "
-            f"use --kv-heads {_either(legal)}"
+            f"every KV head serves the same number of query heads, and there are {num_heads}",
+            argument="num_kv_heads",
+            value=num_kv_heads,
+            remedy=f"use {_either(legal)}",
         )
 
 
