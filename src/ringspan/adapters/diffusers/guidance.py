@@ -16,7 +16,7 @@ import torch
 from ringspan.adapters.diffusers.adapter import TransformerOnRanks
 from ringspan.adapters.diffusers.leaves import Leaf, flatten, map_leaves
 from ringspan.adapters.diffusers.run import RankOptions
-from ringspan.errors import LayoutError, TransportError
+from ringspan.errors import LayoutError
 from ringspan.layout import contiguous
 from ringspan.training import gather
 
@@ -83,10 +83,14 @@ class GuidedForward:
                 raise
             self._adapter.after(output)
         except Exception as error:
-            if not isinstance(error, TransportError):
-                self._branches.refuse(error)
+            self._tell_branches(error)
             raise
         return output
+
+    def _tell_branches(self, error: Exception) -> None:
+        """The other branch waits for an exchange, whoever else knows of the error."""
+        session = self._branches.session
+        session.contract.refuse(f"{type(error).__name__}: {error}", session.transport.timeout_s)
 
     # A call for both branches
 

@@ -22,7 +22,7 @@ from ringspan.adapters.diffusers.guidance import GuidedForward
 from ringspan.adapters.diffusers.run import RankOptions
 from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.algorithms import ALGORITHMS, check_algorithm
-from ringspan.errors import RingspanError, ShapeError, UnsupportedError
+from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.runtime.contract import Signature
 
 __all__ = ["DiffusersHandle", "parallelize"]
@@ -109,16 +109,13 @@ def parallelize(
     """
     options = RankOptions(group, algorithm, mesh)
     branches = None if cfg is None else RankOptions(cfg, algorithm, mesh)
-    try:
+    with options.session.call():
         check_algorithm(algorithm, ["auto", *ALGORITHMS])
         models = _transformers(model)
         for name, found in models.items():
             _check_model(name, found)
         if example is not None and len(models) > 1:
             raise ShapeError(f"the pipeline has {len(models)} transformers", argument="example", remedy="leave it out")
-    except RingspanError as error:
-        options.refuse(error)
-        raise
     adapters = {name: TransformerOnRanks(found, options, verify) for name, found in models.items()}
     handle = DiffusersHandle(adapters, branches)
     try:
@@ -129,7 +126,8 @@ def parallelize(
             "weights": [digest_weights(found) for found in models.values()],
         }
         for session in [x.session for x in (options, branches) if x is not None]:
-            session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+            with session.call() as call:
+                call.agree(Signature.of(fields), once=True)
         if example is not None:
             (adapter,) = adapters.values()
             with torch.no_grad():
