@@ -34,8 +34,9 @@ from ringspan.simulate import (
 from ringspan.span import Span
 
 if TYPE_CHECKING:
-    from ringspan import adapters, reproducible
+    from ringspan import adapters, compat, reproducible, verify
     from ringspan.cache import KVCache, Turn, decode, error_bound, prefill, store
+    from ringspan.compat.torch_context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
     from ringspan.runtime.api import attention
     from ringspan.runtime.calibrate import measure_machine, use_machine
     from ringspan.runtime.engine import Attention
@@ -49,6 +50,8 @@ _NEED_TORCH = {
     "KVCache": "ringspan.cache.kv_cache",
     "Turn": "ringspan.cache.calls",
     "attention": "ringspan.runtime.api",
+    "context_parallel": "ringspan.compat.torch_context_parallel",
+    "context_parallel_unshard": "ringspan.compat.torch_context_parallel",
     "cross_rank_mean_loss": "ringspan.training.batches",
     "decode": "ringspan.cache.calls",
     "error_bound": "ringspan.cache.calls",
@@ -59,10 +62,12 @@ _NEED_TORCH = {
     "prefill": "ringspan.cache.calls",
     "reproducible": "ringspan.reproducible",
     "run_in_process": "ringspan.transports.in_process",
+    "set_rotate_method": "ringspan.compat.torch_context_parallel",
     "shard": "ringspan.training.collectives",
     "shard_batch": "ringspan.training.batches",
     "store": "ringspan.cache.calls",
     "use_machine": "ringspan.runtime.calibrate",
+    "verify": "ringspan.verify",
 }
 
 __all__ = [
@@ -98,6 +103,9 @@ __all__ = [
     "build_decode",
     "build_schedule",
     "causal",
+    "compat",
+    "context_parallel",
+    "context_parallel_unshard",
     "contiguous",
     "cross_rank_mean_loss",
     "decode",
@@ -118,6 +126,7 @@ __all__ = [
     "ring_attention_context_parallel",
     "ring_attention_simulate",
     "run_in_process",
+    "set_rotate_method",
     "shard",
     "shard_batch",
     "simulate_attention",
@@ -126,6 +135,7 @@ __all__ = [
     "striped",
     "use_machine",
     "validate",
+    "verify",
     "visible_blocks",
     "zigzag",
 ]
@@ -136,8 +146,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "adapters":
-        return import_module("ringspan.adapters")
+    if name in ("adapters", "compat"):
+        return import_module(f"ringspan.{name}")
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:

@@ -17,6 +17,7 @@ from ringspan.algorithms import ALGORITHMS
 from ringspan.cli.bench.command import bench
 from ringspan.cli.plan.command import plan
 from ringspan.cli.simulate.command import simulate
+from ringspan.cli.verify.command import verify
 from ringspan.errors import RingspanError
 
 __all__ = ["main"]
@@ -81,3 +82,4 @@ def main() -> None:
 main.add_command(simulate)
 main.add_command(plan)
 main.add_command(bench)
+main.add_command(verify)
