@@ -4,8 +4,9 @@ import multiprocessing as mp
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ringspan.verify.targets.base import RankCall, Target
 
 CASE_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 180.0
+_GRACE_S = 10.0  # for the other ranks, after one has failed
 
 
 class Refused(NamedTuple):
@@ -70,13 +72,11 @@ def run_rank(target: Target, case: VerifyCase, group: Any, rank: int) -> RankRes
     q = leaf(layout.shard(question.q, rank, 2))
     k, v = (leaf(kv_layout.shard(x, rank, 2)) for x in (question.k, question.v))
     sinks = None if question.sinks is None else leaf(question.sinks)
-    with torch.enable_grad():
-        result = target.attend(
-            RankCall(
-                *(q, k, v, mask_of(case.pattern), layout, kv_layout),
-                *(case.scale, sinks, case.softcap, group, rank, case),
-            )
-        )
+    call = RankCall(
+        *(q, k, v, mask_of(case.pattern), layout, kv_layout), *(case.scale, sinks, case.softcap, group, rank, case)
+    )
+    with torch.enable_grad(), target.surroundings(call):
+        result = target.attend(call)
         out, lse = result if isinstance(result, tuple) else (result, None)
         found = {"out": _numbers(out)} | ({} if lse is None else {"lse": _numbers(lse)})
         if case.has_backward:
@@ -135,7 +135,7 @@ class _Processes:
         store = str(Path(self._directory.name) / "store")
         world_size = cases[0].world_size
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work, args=(make_target, list(cases), rank, world_size, store, theirs), daemon=True
             )
@@ -158,24 +158,44 @@ class _Processes:
         """The outcome of the next case."""
         self.is_new = False
         case = next(self._cases)
+        waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        for pipe in waiting:
+            with suppress(BrokenPipeError):
+                pipe.send("next")
+        parts: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
-        parts: list[Any] = []
-        refusals = 0
-        for rank, pipe in enumerate(self._pipes):
-            wait_s = max(0.0, deadline - time.monotonic())
-            try:
-                if not pipe.poll(min(wait_s, 10.0) if refusals else wait_s):
-                    return Hung(f"rank {rank} had no result after {timeout_s:g} s")
-                parts.append(pipe.recv())
-            except EOFError:
-                return Hung(f"rank {rank} died")
-            refusals += isinstance(parts[-1], Refused)
-        refused = [part for part in parts if isinstance(part, Refused)]
-        if len(refused) == len(parts):
-            return refused[0]
-        if refused:
-            return Hung(f"{len(refused)} of {len(parts)} ranks raised: {refused[0].kind}: {refused[0].message}")
-        return join_ranks(case, parts)
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for heard in ready:
+                assert isinstance(heard, Connection)
+                parts[waiting.pop(heard)] = _received(heard)
+            if any(isinstance(part, Refused | Hung) for part in parts.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return _outcome_of(case, [parts.get(rank) for rank in range(len(self._pipes))], timeout_s)
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return Hung("died")
+
+
+def _outcome_of(case: VerifyCase, parts: Sequence[Any], timeout_s: float) -> Outcome:
+    """Of what the ranks said; None is a rank that said nothing."""
+    refused = [part for part in parts if isinstance(part, Refused)]
+    if len(refused) == len(parts):
+        return refused[0]
+    if refused:
+        return Hung(f"{len(refused)} of {len(parts)} ranks raised: {refused[0].kind}: {refused[0].message}")
+    for rank, part in enumerate(parts):
+        if part is None:
+            return Hung(f"rank {rank} had no result after {timeout_s:g} s")
+        if isinstance(part, Hung):
+            return Hung(f"rank {rank} died")
+    return join_ranks(case, parts)
 
 
 def _work(
@@ -192,6 +212,7 @@ def _work(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
     target = make_target()
     for case in cases:
+        pipe.recv()  # until all ranks are through with the case before
         try:
             pipe.send(run_rank(target, case, dist.group.WORLD, rank))
         except Exception as error:

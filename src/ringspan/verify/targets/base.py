@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -96,6 +97,11 @@ class Target:
     def attend(self, call: RankCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """This rank's out, or (out, lse), with gradients if q asks for them; raise to refuse."""
         raise NotImplementedError
+
+    def surroundings(self, call: RankCall) -> AbstractContextManager[Any]:
+        """A context around the forward and the backward pass."""
+        del call
+        return nullcontext()
 
     def can_ask(self, case: VerifyCase) -> bool:
         """Whether the target has a way to be asked for a case at all."""

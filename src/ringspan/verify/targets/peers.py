@@ -1,11 +1,13 @@
 """Other libraries' attention as targets. Each is imported only when it is asked for."""
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.errors import UnsupportedError
 from ringspan.verify.targets.base import RankCall, Target
@@ -23,21 +25,31 @@ class TorchContextParallel(Target):
         """F.scaled_dot_product_attention in this context takes is_causal and no other mask."""
         return not case.features - {*self.features, "odd_length", "gqa"}
 
-    def attend(self, call: RankCall) -> torch.Tensor:
-        """Whole buffers are cut by the context, as its users do."""
+    def surroundings(self, call: RankCall) -> AbstractContextManager[Any]:
+        """Its context cuts whole buffers; here it is told the length by one that nobody uses."""
         from torch.distributed.tensor.experimental import context_parallel
 
         if call.case.length % (2 * call.world_size):
             raise UnsupportedError("its load balancing takes multiples of 2 * ranks only")
-        mesh = DeviceMesh("cpu", list(range(call.world_size)))
-        with context_parallel(mesh, buffers=[torch.zeros(call.case.length)], buffer_seq_dims=[0]):
-            out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-                *(call.q, call.k, call.v),
-                is_causal=call.is_causal,
-                scale=call.scale,
-                enable_gqa=call.q.shape[1] != call.k.shape[1],
-            )
-        return out
+        mesh = _mesh(call.world_size)
+        context: AbstractContextManager[Any] = context_parallel(
+            mesh, buffers=[torch.zeros(call.case.length)], buffer_seq_dims=[0]
+        )
+        return context
+
+    def attend(self, call: RankCall) -> torch.Tensor:
+        """PyTorch's own attention, inside the context."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(call.q, call.k, call.v),
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.q.shape[1] != call.k.shape[1],
+        )
+
+
+@functools.cache
+def _mesh(world_size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world_size,))
 
 
 class RingAttentionPytorch(Target):
