@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringspan.verify.cases import make_cases
 from ringspan.verify.diagnose import diagnose
 from ringspan.verify.ranks import Hung, Outcome, Refused, join_ranks, run_rank
 from ringspan.verify.report import VerifyReport
-from ringspan.verify.run import Progressing, judge
+from ringspan.verify.run import Progressing, cases_for, judge
 from ringspan.verify.targets.find import find_target
 
 _TIMEOUT = timedelta(seconds=60)
@@ -42,7 +41,7 @@ def _verify(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     results = dist.new_group(backend="gloo", timeout=3 * _TIMEOUT)
     found = find_target(target, **options)
-    cases = make_cases([world_size], tuple(found.layouts), thorough=thorough, seed=seed)
+    cases = cases_for(found, [world_size], thorough=thorough, seed=seed)
     start = time.monotonic()
     verdicts, failures = [], []
     for number, case in enumerate(cases):

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ringspan.errors import ShapeError
@@ -50,7 +51,7 @@ def verify(
     if not sizes or any(not isinstance(size, int) or not 1 <= size <= 8 for size in sizes):
         raise ShapeError("numbers of ranks are from 1 to 8", argument="world_sizes", value=sizes)
     found = find_target(target, features=features, layouts=layouts, ranks=ranks)
-    cases = make_cases(sizes, tuple(found.layouts), thorough=thorough, seed=seed)
+    cases = cases_for(found, sizes, thorough=thorough, seed=seed)
     start = time.monotonic()
     verdicts, failures = [], []
     make_again = functools.partial(find_target, target, features=features, layouts=layouts, ranks=ranks)
@@ -61,6 +62,12 @@ def verify(
         failures += [] if failure is None else [failure]
     diagnosis = diagnose(failures) if failures else None
     return VerifyReport(found.name, tuple(verdicts), diagnosis, time.monotonic() - start)
+
+
+def cases_for(target: Target, world_sizes: Iterable[int], *, thorough: bool, seed: int) -> list[VerifyCase]:
+    """The table for a target; one that declares no gradients is asked for none."""
+    cases = make_cases(world_sizes, tuple(target.layouts), thorough=thorough, seed=seed)
+    return cases if "backward" in target.features else [replace(case, has_backward=False) for case in cases]
 
 
 def check(target: Any, **options: Any) -> VerifyReport:

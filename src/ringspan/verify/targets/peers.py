@@ -1,7 +1,7 @@
 """Other libraries' attention as targets. Each is imported only when it is asked for."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.errors import UnsupportedError
+from ringspan.verify.cases import VerifyCase
 from ringspan.verify.targets.base import RankCall, Target
 
 
@@ -21,7 +22,7 @@ class TorchContextParallel(Target):
     layouts = ("zigzag",)
     ranks = "processes"
 
-    def can_ask(self, case: Any) -> bool:
+    def can_ask(self, case: VerifyCase) -> bool:
         """F.scaled_dot_product_attention in this context takes is_causal and no other mask."""
         return not case.features - {*self.features, "odd_length", "gqa"}
 
@@ -60,7 +61,7 @@ class RingAttentionPytorch(Target):
     layouts = ("contiguous",)
     ranks = "processes"
 
-    def can_ask(self, case: Any) -> bool:
+    def can_ask(self, case: VerifyCase) -> bool:
         """It takes causal and no other mask, and shards of one length."""
         return not case.features - set(self.features)
 
@@ -97,12 +98,81 @@ class RingFlashAttn(Target):
         return out
 
 
+class Ringmaster(Target):
+    """`ringmaster.ring.ring_attention` with its math provider; keys and values travel from neighbour to neighbour."""
+
+    name = "axolotl-ringmaster"
+    features: Collection[str] = ("full", "causal", "float32", "bfloat16", "backward", "gqa", "scale", "few_heads")
+    layouts = ("contiguous",)
+    ranks = "processes"
+    _rotate = "ALLTOALL"
+
+    def can_ask(self, case: VerifyCase) -> bool:
+        """It takes full and causal attention, windows and scales, over shards of one length."""
+        return not case.features - {*self.features, "float64", "window"}
+
+    def attend(self, call: RankCall) -> torch.Tensor:
+        """(batch, heads, seq, dim) in, (batch, seq, heads, dim) out."""
+        ring, config = import_module("ringmaster.ring"), import_module("ringmaster.config")
+        scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        out: torch.Tensor = ring.ring_attention(
+            *(call.q, call.k, call.v),
+            group=call.group,
+            causal=call.is_causal,
+            scaling=scale,
+            dropout=0.0,
+            provider="math",
+            rotate_method=getattr(config.RotateMethod, self._rotate),
+            attn_implementation="math",
+            window=call.window,
+        )
+        return out.transpose(1, 2)
+
+
+class RingmasterGathering(Ringmaster):
+    """The same with all keys and values gathered, which is its default."""
+
+    name = "axolotl-ringmaster:allgather"
+    features = (*Ringmaster.features, "window")
+    _rotate = "ALLGATHER"
+
+
+class Yunchang(Target):
+    """`yunchang.ring.ring_pytorch_attn_func` with its torch kernel; tensors are (batch, seq, heads, dim)."""
+
+    name = "yunchang"
+    features = ("full", "causal", "float32", "bfloat16", "scale")
+    layouts = ("contiguous",)
+    ranks = "processes"
+
+    def can_ask(self, case: VerifyCase) -> bool:
+        """Its signature takes a window and soft cap too; shards have one length."""
+        return not case.features - {*self.features, "backward", "gqa", "few_heads", "window", "softcap"}
+
+    def attend(self, call: RankCall) -> torch.Tensor:
+        """Contiguous shards."""
+        ring, kernels = import_module("yunchang.ring"), import_module("yunchang.kernels")
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (call.q, call.k, call.v))
+        result = ring.ring_pytorch_attn_func(
+            *(q, k, v),
+            softmax_scale=call.scale,
+            causal=call.is_causal,
+            window_size=call.window or (-1, -1),
+            softcap=call.softcap or 0.0,
+            group=call.group,
+            attn_type=kernels.AttnType.TORCH,
+        )
+        out: torch.Tensor = (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+        return out
+
+
 PEERS: dict[str, tuple[str, Callable[[], Target] | None]] = {
     "torch": ("torch", TorchContextParallel),
     "ring_flash_attn": ("ring_flash_attn", RingFlashAttn),
     "ring_attention_pytorch": ("ring_attention_pytorch.ring_flash_attention", RingAttentionPytorch),
-    "axolotl-ringmaster": ("ringmaster", None),
-    "yunchang": ("yunchang", None),
+    "axolotl-ringmaster": ("ringmaster.ring", Ringmaster),
+    "axolotl-ringmaster:allgather": ("ringmaster.ring", RingmasterGathering),
+    "yunchang": ("yunchang.ring", Yunchang),
     "diffusers": ("diffusers", None),
 }
 """By name: the module that must import, and what makes a target; None where no adapter is written."""
