@@ -13,7 +13,8 @@ from ringspan.cli import main
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "learn.md", ROOT / "docs" / "plan.md"]
 WITH_TORCH = [
-    ROOT / "docs" / f"{name}.md" for name in ("inference", "reproducible", "reproducible_model", "transformers")
+    ROOT / "docs" / f"{name}.md"
+    for name in ("inference", "reproducible", "reproducible_model", "transformers", "verify")
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = "…"

@@ -70,7 +70,7 @@ def diagnose(failures: Sequence[Failure]) -> Diagnosis:
     fitting = [match for found in matches for match in found if match.mistake == mistake]
     num_explained = sum(any(match.mistake == mistake for match in found) for found in matches)
     detail = max(fitting, key=lambda match: match.score).detail
-    if 2 * num_explained < len(chosen):
+    if 4 * num_explained < len(chosen):
         return Diagnosis(UNKNOWN, f"{mistake} explains a few cases", num_explained, len(chosen), where)
     return Diagnosis(mistake, detail, num_explained, len(chosen), where)
 

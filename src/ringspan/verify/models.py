@@ -1,6 +1,7 @@
 """Which layer of a parallelized model differs first from the model in one process?"""
 
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -89,9 +90,12 @@ def _outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """The last output of every module, by name, in the order in which modules returned."""
     outputs: dict[str, torch.Tensor] = {}
     hooks = []
+    here = threading.get_ident()  # ranks that are threads may share a model
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if threading.get_ident() != here:
+                return
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, torch.Tensor) and first.is_floating_point():
                 outputs.setdefault(name, first.detach().clone())

@@ -110,6 +110,11 @@ def _swapped(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tu
     return out * weights[0] + part * weights[1], np.logaddexp(lse, part_lse)
 
 
+def _binary(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    weights = _share(lse / LOG2, part_lse / LOG2), _share(part_lse / LOG2, lse / LOG2)
+    return out * weights[0] + part * weights[1], np.logaddexp(lse, part_lse)
+
+
 def _not_updated(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
     return out * _share(lse, part_lse) + part * _share(part_lse, lse), np.where(np.isneginf(lse), part_lse, lse)
 
@@ -154,6 +159,7 @@ def _added_lse(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> 
 
 _MERGES: tuple[tuple[str, str, Merge], ...] = (
     ("merge weights swapped", "the old result gets the new one's weight", _swapped),
+    ("log-sum-exp in base 2", "log2 taken for ln", _binary),
     ("log-sum-exp not updated", "that of the first block stays", _not_updated),
     ("log-sum-exp not updated", "that of the latest block replaces it", _overwritten),
     ("log-sum-exp not updated", "log-sum-exps added", _added_lse),

@@ -160,7 +160,7 @@ class Yunchang(Target):
             window_size=call.window or (-1, -1),
             softcap=call.softcap or 0.0,
             group=call.group,
-            attn_type=kernels.AttnType.TORCH,
+            attn_type=kernels.AttnType.TORCH_MATH,
         )
         out: torch.Tensor = (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
         return out
