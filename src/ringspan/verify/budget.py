@@ -46,7 +46,6 @@ def budget(question: Question, right: Answer, dtype: str, world_size: int) -> Bu
     score_error = (q.shape[-1] + 2) * accumulator * score_size.max(-1, initial=0.0)[..., None]
     steps = (2 * num_keys + 8 * world_size + 16) * accumulator + (world_size + 4) * half
     factor = 2 * (2 * score_error + steps)  # (batch, heads, n, 1)
-    worst = factor.max(initial=0.0)
 
     size_v, size_dout = abs(v), abs(question.dout)
     out = factor * (right.weights @ size_v) + accumulator
@@ -55,18 +54,20 @@ def budget(question: Question, right: Answer, dtype: str, world_size: int) -> Bu
     lse = factor[..., 0] * (1 + lse_size)
     dprobs_size = size_dout @ size_v.swapaxes(-1, -2)
     dscores_size = right.weights * (dprobs_size + (right.weights * dprobs_size).sum(-1, keepdims=True))
-    sizes = products(_unturned(question), abs(q), abs(k), dscores_size, right.weights)
-    dv_size = right.weights.swapaxes(-1, -2) @ size_dout
+    # Each query brings its own factor into the sums over queries that dk and dv are.
+    dq, dk, _ = products(_unturned(question), abs(q), abs(k), factor * dscores_size, right.weights)
+    dv = (factor * right.weights).swapaxes(-1, -2) @ size_dout
     dsinks = None
     if question.sinks is not None:
         share = np.exp(question.sinks[:, None] - right.lse)
-        dsinks = 4 * worst * (share * (size_dout * (right.weights @ size_v)).sum(-1)).sum((0, 2)) + accumulator
+        by_row = share * (size_dout * (right.weights @ size_v)).sum(-1)
+        dsinks = 4 * (factor[..., 0] * by_row).sum((0, 2)) + accumulator
     return Budget(
         out,
         lse,
-        4 * factor * abs(sizes[0]) + accumulator,
-        4 * worst * abs(sum_heads(question, sizes[1])) + accumulator,
-        2 * worst * sum_heads(question, dv_size) + accumulator,
+        4 * abs(dq) + accumulator,
+        4 * abs(sum_heads(question, dk)) + accumulator,
+        2 * sum_heads(question, dv) + accumulator,
         dsinks,
     )
 
