@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 WITH_COMMANDS = [ROOT / "README.md", DOCS / "learn.md", DOCS / "plan.md"]
 WITH_SNIPPETS = [
-    DOCS / f"{name}.md" for name in ("index", "learn", "plan", "inference", "reproducible", "transformers")
+    DOCS / f"{name}.md" for name in ("index", "learn", "plan", "inference", "reproducible", "transformers", "verify")
 ]
 WITH_DIFFUSERS = pytest.param(
     DOCS / "video.md",

@@ -16,6 +16,7 @@ from ringspan.cli.bench import bench
 from ringspan.cli.errors import BadInput, in_one_line
 from ringspan.cli.plan.command import plan
 from ringspan.cli.simulate.command import simulate
+from ringspan.cli.verify.command import verify
 from ringspan.errors import RingspanError
 
 __all__ = ["main"]
@@ -67,3 +68,4 @@ def main() -> None:
 main.add_command(simulate)
 main.add_command(plan)
 main.add_command(bench)
+main.add_command(verify)

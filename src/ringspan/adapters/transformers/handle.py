@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
 from ringspan.adapters.transformers.arguments import check_random
+from ringspan.adapters.transformers.by_name import NAME
 from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
 from ringspan.adapters.transformers.layers import Layer
@@ -183,15 +184,17 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
     ]
+    # A model loaded under our name has PyTorch's attention until now, and gets the name back when it is restored.
+    own = [(module, "sdpa" if name == NAME else name) for module, name in attention]
     wiring = Wiring()
     try:
         model.set_attn_implementation(wiring.name)
         found = examine(model, wiring)
-        _set_attention(attention)
+        _set_attention(own)
         reference = make_reference(model)
         found = found._replace(
             is_random=find_random(model, reference),
-            pads_alike=_pads_alike(attention, found.layers.values()),
+            pads_alike=_pads_alike(own, found.layers.values()),
             **find_loss(model, reference)._asdict(),
         )
         if model.training:
@@ -199,7 +202,7 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
-            _set_attention(attention)
+            _set_attention(own)
             check_sizes(model, options)
             model.set_attn_implementation(wiring.name)
     except BaseException:
