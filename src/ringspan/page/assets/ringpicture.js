@@ -1,0 +1,99 @@
+// The ranks on a ring: what each holds and computes in a step, and what travels between them.
+
+const CARD = { width: 104, height: 66 };
+
+function buildRingPicture() {
+  const svg = s('svg', { class: 'ring', role: 'img' });
+  const element = h('div', { class: 'ring-box' }, svg);
+  let drawn = null;
+  let travelling = [];
+  function draw() {
+    if (!drawn) return;
+    const width = Math.max(280, Math.round(element.clientWidth || 480));
+    travelling = drawRing(svg, drawn.run, drawn.t, width);
+  }
+  new ResizeObserver(draw).observe(element);
+  return {
+    element,
+    show(run, t) { drawn = { run, t }; draw(); },
+    // Moves what travels to a share of its way.
+    move(share) { for (const { chipElement, at } of travelling) chipElement.setAttribute('transform', at(share)); },
+  };
+}
+
+function drawRing(svg, run, t, width) {
+  const isDone = t >= run.num_steps;
+  const numRanks = run.ranks;
+  const small = width < 420;
+  const cardWidth = small && numRanks > 4 ? 84 : CARD.width;
+  const columns = Math.max(1, Math.floor(width / (cardWidth + 8)));
+  const onRing = numRanks <= 8;
+  const height = onRing ? (numRanks > 4 ? (small ? 470 : 430) : small ? 330 : 360) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const centres = Array.from({ length: numRanks }, (_, rank) => {
+    if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
+    const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
+    const radius = [Math.min(width / 2 - cardWidth / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
+    return [width / 2 + radius[0] * Math.cos(angle), height / 2 + radius[1] * Math.sin(angle)];
+  });
+  svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+  svg.setAttribute('width', width);
+  svg.setAttribute('height', height);
+  const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
+  const sends = cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
+  svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
+  const arrows = onRing ? sends.map((send) => drawArrow(send, centres, cardWidth, sends.length <= 2 * numRanks)) : [];
+  const cards = centres.map((centre, rank) => drawCard(rank, centre, cardWidth, cells[rank], isDone));
+  svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean));
+  return arrows.filter((arrow) => arrow.chipElement);
+}
+
+function describeRing(cells, sends, t, isDone) {
+  if (isDone) return 'All steps are done; nothing travels.';
+  const computing = cells.map(([, tiles], rank) => `rank ${rank} ${tiles.length ? `computes ${tiles.map(([q, kv]) => `${q}×${kv}`).join(' ')}` : 'waits'}`);
+  const sending = sends.slice(0, 16).map(({ block, src, dst }) => `${block} from rank ${src} to rank ${dst}`);
+  return `Step ${t}: ${computing.join(', ')}. ${sending.length ? `Travelling: ${sending.join(', ')}.` : 'Nothing travels.'}`;
+}
+
+function drawCard(rank, [x, y], width, [held, tiles], isDone) {
+  const lines = isDone ? [`out${rank} is done`] : tiles.length ? tiles.map(([q, kv]) => `${q} × ${kv}`) : ['waits'];
+  const room = width < 100 ? 13 : 16;
+  const shown = lines.length > 1 ? [shorten(lines[0], room), lines.length > 2 ? `and ${lines.length - 1} tiles more` : shorten(lines[1], room)] : [shorten(lines[0], room)];
+  const holds = held.length ? `holds ${held.length > 1 ? `${held.length} blocks` : held[0]}` : '';
+  return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${tiles.length ? 'busy' : 'idle'}` },
+    s('rect', { width, height: CARD.height, rx: 9, class: 'card-box' }),
+    s('path', { d: `M0 22V9A9 9 0 0 1 9 0H${width - 9}A9 9 0 0 1 ${width} 9V22Z`, fill: paintOf(rank) }),
+    s('rect', { x: 6, y: 3.5, width: 50, height: 15, rx: 7.5, class: 'name-plate' }),
+    s('text', { x: 31, y: 15, class: 'card-name' }, `rank ${rank}`),
+    ...shown.map((line, i) => s('text', { x: width / 2, y: 38 + 15 * i, class: 'card-work' }, line)),
+    shown.length < 2 ? s('text', { x: width / 2, y: 57, class: 'card-holds' }, shorten(holds, room + 2)) : null);
+}
+
+const shorten = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+function drawArrow({ block, src, dst }, centres, width, isLabelled) {
+  const [[x0, y0], [x1, y1]] = [edge(centres[src], centres[dst], width), edge(centres[dst], centres[src], width)];
+  const [dx, dy] = [x1 - x0, y1 - y0];
+  const bend = 0.12;
+  const control = [(x0 + x1) / 2 + dy * bend, (y0 + y1) / 2 - dx * bend];
+  const at = (share) => {
+    const rest = 1 - share;
+    const point = [0, 1].map((i) => rest * rest * [x0, y0][i] + 2 * rest * share * control[i] + share * share * [x1, y1][i]);
+    return `translate(${point[0].toFixed(1)} ${point[1].toFixed(1)})`;
+  };
+  const line = s('path', { d: `M${x0} ${y0}Q${control} ${x1} ${y1}`, class: 'arrow', 'marker-end': 'url(#head)' });
+  if (!isLabelled) return { line, at };
+  const { owner } = parseBlock(block);
+  const half = 4 + 3.6 * block.length;
+  const chipElement = s('g', { transform: at(0.5), class: 'travelling' },
+    s('rect', { x: -half, y: -11, width: 2 * half, height: 22, rx: 11, fill: paintOf(owner), class: 'chip-edge' }),
+    s('rect', { x: -half + 4, y: -7.5, width: 2 * half - 8, height: 15, rx: 7.5, class: 'name-plate' }),
+    s('text', { x: 0, y: 4, class: 'chip-name' }, block));
+  return { line, chipElement, at };
+}
+
+// Where the line between two cards leaves the first.
+function edge([x, y], [toX, toY], width) {
+  const [dx, dy] = [toX - x, toY - y];
+  const share = Math.min((width / 2 + 5) / Math.abs(dx || 1e-9), (CARD.height / 2 + 5) / Math.abs(dy || 1e-9));
+  return [x + dx * share, y + dy * share].map((value) => Math.round(value * 10) / 10);
+}

@@ -1,0 +1,33 @@
+"""What must one rank hold? Bytes of one layer's attention, by number of ranks and algorithm."""
+
+from typing import Any
+
+from ringspan.page.units import format_tokens
+from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.plan.memory import attention_buffers
+
+TOKENS = 2**20
+NUM_RANKS = (1, 2, 4, 8, 16, 32)
+ALGORITHMS = (("pass_kv", "ring, pass-KV"), ("pass_q", "ring, pass-Q"), ("all_gather", "all-gather"), ("ulysses", "Ulysses"))
+SHARD = Shard(1, 32, 32, 128, 128, 2 * 32 * 128, 2, "bf16", RINGSPAN)
+
+
+def describe_memory() -> dict[str, Any]:
+    """Per algorithm and number of ranks: the bytes of the rank's own tokens, and those of the buffers."""
+    return {
+        "tokens": format_tokens(TOKENS),
+        "heads": [SHARD.num_heads, SHARD.num_kv_heads],
+        "head_dim": SHARD.head_dim,
+        "ranks": list(NUM_RANKS),
+        "algorithms": [
+            {"key": key, "label": label, "bytes": [count_bytes(key, ranks) for ranks in NUM_RANKS]}
+            for key, label in ALGORITHMS
+        ],
+    }
+
+
+def count_bytes(algorithm: str, ranks: int) -> list[int]:
+    """q of the rank's tokens, k and v of them, and what a call takes above its inputs (output and messages)."""
+    tokens = -(-TOKENS // ranks)
+    buffers = attention_buffers(algorithm, ranks, ranks, tokens, tokens, SHARD)
+    return [int(tokens * SHARD.q_bytes), int(tokens * SHARD.kv_bytes), int(buffers)]
