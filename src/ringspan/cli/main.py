@@ -15,6 +15,7 @@ import click
 from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS
 from ringspan.cli.bench.command import bench
+from ringspan.cli.page_command import page
 from ringspan.cli.plan.command import plan
 from ringspan.cli.simulate.command import simulate
 from ringspan.errors import RingspanError
@@ -80,4 +81,5 @@ def main() -> None:
 
 main.add_command(simulate)
 main.add_command(plan)
+main.add_command(page)
 main.add_command(bench)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.algorithms import ALGORITHMS, Direction, build_decode
+from ringspan.algorithms import ALGORITHMS, build_decode
+from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask, causal, documents, full, sliding_window
 from ringspan.page.replay import Inputs
 from ringspan.schedule import Heads, visible_blocks
-from ringspan.algorithms.ulysses import check_heads
 from ringspan.simulate import Simulation, simulate_attention
 from ringspan.span import Span
 
@@ -38,7 +38,12 @@ RANKS = tuple(Choice(str(n), str(n), f"{n} ranks", f"--devices {n}") for n in (2
 
 LAYOUTS = (
     Choice("contiguous", "contiguous", "Each rank holds one run of neighbouring tokens.", "--layout contiguous"),
-    Choice("zigzag", "zigzag", "Each rank holds one early and one late run, which balances a causal mask.", "--layout zigzag"),
+    Choice(
+        "zigzag",
+        "zigzag",
+        "Each rank holds one early and one late run, which balances a causal mask.",
+        "--layout zigzag",
+    ),
     Choice("striped", "striped", "Tokens are dealt to the ranks one by one.", "--layout striped"),
 )
 
@@ -77,7 +82,8 @@ ALGORITHM_CHOICES = (
     Choice(
         "ulysses",
         "Ulysses",
-        "Two exchanges trade tokens for heads: each rank computes a few heads over the whole sequence, then results go home.",
+        "Two exchanges trade tokens for heads: each rank computes a few heads over the whole sequence, then results "
+        "go home.",
         "--algorithm ulysses",
     ),
     Choice(
@@ -94,13 +100,18 @@ ALGORITHM_CHOICES = (
     Choice(
         "decode_sharded",
         "decode, batch",
-        "Each of four sequences has one new query on one rank. The queries travel round the ring past the resting cache.",
+        "Each of four sequences has one new query on one rank. Queries travel round the ring past the resting cache.",
     ),
 )
 
 DIRECTIONS = (
     Choice("forward", "forward", "Blocks move to the next rank: rank r holds block (r − t) mod P at step t.", ""),
-    Choice("reverse", "reverse", "Blocks move to the previous rank: rank r holds block (r + t) mod P at step t.", "--direction reverse"),
+    Choice(
+        "reverse",
+        "reverse",
+        "Blocks move to the previous rank: rank r holds block (r + t) mod P at step t.",
+        "--direction reverse",
+    ),
 )
 
 BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -179,7 +190,9 @@ def _run_decode(one: Combination) -> Simulation:
         length = SEQ_LEN // one.ranks
         spans: list[list[Span]] = [[] for _ in range(one.ranks)]
         for sequence in range(one.ranks):
-            for rank, of_rank in enumerate(BUILDERS[one.layout](length, one.ranks, start=sequence * length).spans_by_rank):
+            for rank, of_rank in enumerate(
+                BUILDERS[one.layout](length, one.ranks, start=sequence * length).spans_by_rank
+            ):
                 spans[rank] += of_rank
         kv_layout, mask = Layout(tuple(map(tuple, spans))), causal() & documents([length] * one.ranks)
         lasts = [(sequence + 1) * length - 1 for sequence in range(one.ranks)]

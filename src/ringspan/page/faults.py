@@ -12,10 +12,9 @@ from ringspan.algorithms import build_schedule
 from ringspan.errors import ScheduleError
 from ringspan.layout import Layout, contiguous, zigzag
 from ringspan.mask import causal
-from ringspan.page.cases import HEADS, SEQ_LEN, random_inputs
+from ringspan.page.cases import SEQ_LEN, random_inputs
 from ringspan.page.replay import Deliver, PlainSum, Replay, as_sent, replay
 from ringspan.page.runs import follow_queries, idle_shares, pick_rows, round_error
-from ringspan.program.bind import Problem
 from ringspan.program.execute import RankState
 from ringspan.schedule import Attend, Block, Schedule, Step, Transfer, format_schedule, validate, visible_blocks
 from ringspan.simulate import Simulation, simulate_attention
@@ -48,6 +47,8 @@ def list_faults() -> list[Fault]:
     layout = zigzag(SEQ_LEN, WORLD_SIZE)
     right = ring(layout)
     overwritten, deliver = _overwrite(right)
+    shorter = Schedule.of_steps(WORLD_SIZE, None, _without_the_last(right))
+    longer = Schedule.of_steps(WORLD_SIZE, None, _with_one_more(right))
     turned = Schedule.of_steps(
         WORLD_SIZE, None, [Step(mine.attends, theirs.transfers) for mine, theirs in _both_ways(layout)]
     )
@@ -65,8 +66,8 @@ def list_faults() -> list[Fault]:
             "plain_sum",
             "add outputs as they are",
             "The outputs of the blocks are added without weighing each by its share of the softmax.",
-            "The proof passes, because the schedule is right: the mistake is in the arithmetic. Each block's output was "
-            "divided by the sum of its own weights; only the log-sum-exp says how much that sum is of the whole.",
+            "The proof passes, because the schedule is right: the mistake is in the arithmetic. Each block's output "
+            "was divided by the sum of its own weights; only the log-sum-exp says how much that sum is of the whole.",
             layout,
             right,
             right,
@@ -100,7 +101,8 @@ def list_faults() -> list[Fault]:
             "The ring stops one step early: the last block never arrives and is never attended.",
             "P ranks need P steps and P − 1 hops. The output looks plausible, since most keys were seen.",
             layout,
-            *(2 * [Schedule.of_steps(WORLD_SIZE, None, _without_the_last(right))]),
+            shorter,
+            shorter,
         ),
         Fault(
             "extra_hop",
@@ -108,7 +110,8 @@ def list_faults() -> list[Fault]:
             "The ring goes on until every block is home again, and each rank attends its own block a second time.",
             "A key that is counted twice gets twice its weight.",
             layout,
-            *(2 * [Schedule.of_steps(WORLD_SIZE, None, _with_one_more(right))]),
+            longer,
+            longer,
         ),
         Fault(
             "contiguous",
@@ -140,7 +143,10 @@ def refusal_of(fault: Fault) -> str | None:
 def run_fault(fault: Fault) -> Replay:
     """Outputs step by step."""
     return replay(
-        fault.ran, _right_run(fault.layout).case.problem, random_inputs(SEQ_LEN, SEQ_LEN), state=fault.state,
+        fault.ran,
+        _right_run(fault.layout).case.problem,
+        random_inputs(SEQ_LEN, SEQ_LEN),
+        state=fault.state,
         deliver=fault.deliver,
     )
 
@@ -175,7 +181,7 @@ def _right_run(layout: Layout) -> Simulation:
 
 
 def _overwrite(right: Schedule) -> tuple[Schedule, Deliver]:
-    """In step 1 rank 2 attends and sends on kv0, which has just overwritten kv1; and what rank 3 takes for kv1 is kv0."""
+    """In step 1 rank 2 attends and sends on kv0, which has just overwritten kv1; rank 3 takes it for kv1."""
     lost, late = Block("kv", 1), Block("kv", 0)
 
     def deliver(step: int, transfer: Transfer) -> tuple[int, Transfer]:
@@ -184,9 +190,7 @@ def _overwrite(right: Schedule) -> tuple[Schedule, Deliver]:
     steps = list(right.steps)
     attends = [list(of_rank) for of_rank in steps[1].attends]
     attends[2] = [Attend(attend.qs, (late,)) for attend in attends[2]]
-    transfers = [
-        Transfer(late, 2, one.dst) if (one.src, one.block) == (2, lost) else one for one in steps[1].transfers
-    ]
+    transfers = [Transfer(late, 2, one.dst) if (one.src, one.block) == (2, lost) else one for one in steps[1].transfers]
     steps[1] = Step(attends, transfers)
     return Schedule.of_steps(WORLD_SIZE, None, steps), deliver
 
@@ -214,5 +218,3 @@ def _with_one_more(right: Schedule) -> list[Step]:
     home = [Transfer(Block("kv", (rank + 1) % WORLD_SIZE), rank, (rank + 1) % WORLD_SIZE) for rank in ranks]
     again = [[Attend((Block("q", rank),), (Block("kv", rank),))] for rank in ranks]
     return [*steps, Step(last.attends, home), Step(again)]
-
-

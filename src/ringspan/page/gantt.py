@@ -23,7 +23,7 @@ def describe_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
         "title": title,
         "lanes": [f"rank {rank}" for rank in range(len(timeline.compute_s))],
         "total_s": timeline.makespan_s,
-        "bars": [[lane, kind, *map(_round, span), label, note] for lane, kind, *span, label, note in bars],  # type: ignore[arg-type]
+        "bars": [[lane, kind, *map(_round, span), label, note] for lane, kind, *span, label, note in bars],
     }
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS
 from ringspan.page.cases import (
     ALGORITHM_CHOICES,
@@ -20,7 +21,6 @@ from ringspan.page.html import assemble
 from ringspan.page.memory import describe_memory
 from ringspan.page.questions import PLAIN, RING, WINDOW, list_questions
 from ringspan.page.runs import Json, describe_run, share_tables
-from ringspan import __version__
 
 FIRST_QUERY = 29
 PRESETS = (
@@ -47,8 +47,9 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
     return {
         "title": "Ring attention, step by step",
         "lead": [
-            "A sequence too long for one device is spread over several ranks. Each keeps its own queries, and blocks of "
-            "keys and values travel round a ring until every query has met every key it may see. The result is exact.",
+            "A sequence too long for one device is spread over several ranks. Each keeps its own queries, and blocks "
+            "of keys and values travel round a ring until every query has met every key it may see. The result is "
+            "exact.",
             "Everything here is computed by the library: the schedules are those it runs, the numbers those of its "
             "simulator. Step through it, break it, and see what it costs.",
         ],
@@ -77,8 +78,9 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "lead": [
                     "While a rank computes on one block, the next one is on its way. Compute grows with the square of "
                     "the tokens, messages only linearly, so from some length on the messages cost nothing.",
-                    f"Predicted for {hiding['ranks']} × {hiding['device']}, one layer with {hiding['heads'][0]} query heads "
-                    f"over {hiding['heads'][1]} KV heads of {hiding['head_dim']} elements, bfloat16, causal mask.",
+                    f"Predicted for {hiding['ranks']} × {hiding['device']}, one layer with {hiding['heads'][0]} query "
+                    f"heads over {hiding['heads'][1]} KV heads of {hiding['head_dim']} elements, bfloat16, "
+                    "causal mask.",
                 ],
                 **hiding,
             },
@@ -88,8 +90,9 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "nav": "Memory",
                 "title": "What must one rank hold?",
                 "lead": [
-                    f"Attention of one layer over {memory['tokens']} tokens, {memory['heads'][0]} heads of {memory['head_dim']} "
-                    "elements, bfloat16. In the ring everything is a share of the tokens, so memory falls as 1 / P; an "
+                    f"Attention of one layer over {memory['tokens']} tokens, {memory['heads'][0]} heads of "
+                    f"{memory['head_dim']} elements, bfloat16. In the ring everything is a share of the tokens, "
+                    "so memory falls as 1 / P; an "
                     "all-gather keeps all keys and values on every rank."
                 ],
                 **memory,
@@ -142,5 +145,3 @@ def ring_section(runs: dict[str, Json]) -> dict[str, Any]:
 
 def _takers(option: str) -> list[str]:
     return [name for name, algorithm in ALGORITHMS.items() if option in algorithm.options]
-
-

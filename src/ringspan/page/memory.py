@@ -8,7 +8,12 @@ from ringspan.planner.plan.memory import attention_buffers
 
 TOKENS = 2**20
 NUM_RANKS = (1, 2, 4, 8, 16, 32)
-ALGORITHMS = (("pass_kv", "ring, pass-KV"), ("pass_q", "ring, pass-Q"), ("all_gather", "all-gather"), ("ulysses", "Ulysses"))
+ALGORITHMS = (
+    ("pass_kv", "ring, pass-KV"),
+    ("pass_q", "ring, pass-Q"),
+    ("all_gather", "all-gather"),
+    ("ulysses", "Ulysses"),
+)
 SHARD = Shard(1, 32, 32, 128, 128, 2 * 32 * 128, 2, "bf16", RINGSPAN)
 
 
@@ -27,7 +32,7 @@ def describe_memory() -> dict[str, Any]:
 
 
 def count_bytes(algorithm: str, ranks: int) -> list[int]:
-    """q of the rank's tokens, k and v of them, and what a call takes above its inputs (output and messages)."""
+    """Q of the rank's tokens, k and v of them, and what a call takes above its inputs (output and messages)."""
     tokens = -(-TOKENS // ranks)
     buffers = attention_buffers(algorithm, ranks, ranks, tokens, tokens, SHARD)
     return [int(tokens * SHARD.q_bytes), int(tokens * SHARD.kv_bytes), int(buffers)]

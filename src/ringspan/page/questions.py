@@ -112,7 +112,12 @@ def _nearest_quotient(memory: Json) -> int:
 
 def _number(text: str, answer: float, tolerance: float, because: str, look: Json, unit: str = "") -> dict[str, Any]:
     return {
-        "text": text, "answer": answer, "tolerance": tolerance, "because": because, "look": look, "unit": unit,
+        "text": text,
+        "answer": answer,
+        "tolerance": tolerance,
+        "because": because,
+        "look": look,
+        "unit": unit,
     }
 
 

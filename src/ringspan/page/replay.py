@@ -75,12 +75,8 @@ def replay(
     network = _Network(deliver)
     events: list[Event] = []
     owner_of_q = ALL if problem.layout.replicated else None
-    states = [
-        state(rank, problem, _blocks_of(rank, problem, inputs), arithmetic) for rank in range(problem.world_size)
-    ]
-    runs = [
-        execute(bind(compile_rank(schedule, one.rank), problem), one, network, events.append) for one in states
-    ]
+    states = [state(rank, problem, _blocks_of(rank, problem, inputs), arithmetic) for rank in range(problem.world_size)]
+    runs = [execute(bind(compile_rank(schedule, one.rank), problem), one, network, events.append) for one in states]
     snapshots = []
     for _ in range(schedule.num_steps):
         for run in runs:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from ringspan import __version__
 from ringspan.cli.bench.inference import refuse_others
 from ringspan.cli.console import new_console
+from ringspan.cli.page_command import command_line, write_page
 from ringspan.cli.values import OutputFile, check_writable, parse_tokens, parsed_by
 from ringspan.errors import RingspanError, ShapeError, UnsupportedError
 
@@ -102,6 +103,7 @@ def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
 @click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
 @click.option("--trace", type=OutputFile(), help="Write the timeline, for ui.perfetto.dev.")
 @click.option("--plot", type=OutputFile(), help="Write time against length and devices, SVG.")
+@click.option("--html", type=OutputFile(), help="Write the plan as an interactive page.")
 @click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
@@ -118,7 +120,7 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     for name in ("model", "devices"):
         if options[name] is None:
             raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
-    for name in ("trace", "plot"):
+    for name in ("trace", "plot", "html"):
         check_writable(ctx, f"--{name}", options[name])
     from ringspan.planner.plan import build_plan
 
@@ -138,6 +140,10 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
         from ringspan.cli.plan.plot import plot_plan
 
         options["plot"].write_text(plot_plan(answer), encoding="utf-8")
+    if options["html"] is not None:
+        from ringspan.page import build_plan_page
+
+        write_page(options["html"], build_plan_page(answer, command_line(ctx)))
     if as_json:
         from ringspan.cli.plan.as_json import plan_as_json
 

@@ -3,18 +3,22 @@
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
 
 import click
 
 from ringspan import __version__
 from ringspan.algorithms import Direction, Mesh
 from ringspan.cli.console import new_console
+from ringspan.cli.page_command import command_line, write_page
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
+    OutputFile,
     check_layout,
     check_mask,
     check_options,
+    check_writable,
     parse_layout,
     parse_mask,
     parse_mesh,
@@ -103,6 +107,7 @@ Examples:
     help=f"The bits do not depend on the devices: sums in tiles of {TILE} tokens; compare with one device.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random q, k and v.")
+@click.option("--html", type=OutputFile(), help="Write the runs as an interactive page.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def simulate(
@@ -119,6 +124,7 @@ def simulate(
     mesh: Mesh | None,
     reproducible: bool,
     seed: int,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Run exact attention on simulated devices, step by step, and check it.
@@ -133,7 +139,11 @@ def simulate(
     check_mask(mask, tokens)
     check_layout(layout, reproducible)
     sizes = (devices, tokens, heads, kv_heads, head_dim)
-    lesson = _run(Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible))
+    check_writable(ctx, "--html", html)
+    settings = Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible)
+    if html is not None:
+        _write_page(ctx, settings, html)
+    lesson = _run(settings)
     if as_json:
         click.echo(json.dumps({"version": __version__, **dataclasses.asdict(lesson)}, indent=2, allow_nan=False))
     else:
@@ -148,6 +158,12 @@ def _run(settings: Settings) -> Lesson:
 
     with Console(stderr=True).status("") as status:
         return run_lesson(settings, lambda doing: status.update(f"Computing: {doing}"))
+
+
+def _write_page(ctx: click.Context, settings: Settings, path: Path) -> None:
+    from ringspan.page import build_settings_page
+
+    write_page(path, build_settings_page(settings, command_line(ctx)))
 
 
 def _print(lesson: Lesson) -> None:

@@ -17,7 +17,7 @@ const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG_NS
 
 const format = {
   count: (value) => Math.round(value).toLocaleString('en-US'),
-  percent: (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)} %`,
+  percent: (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}\u00a0%`,
   error: (value) => (value === 0 ? '0' : value.toExponential(1).replace('e+0', '').replace('e+', 'e')),
   bytes(value) {
     for (const [unit, size] of [['TB', 1e12], ['GB', 1e9], ['MB', 1e6], ['kB', 1e3]]) {
@@ -54,21 +54,28 @@ const STROKES = [
 ];
 
 function patternDefs() {
-  const patterns = STROKES.map((strokes, look) =>
-    s('pattern', { id: `look-${look}`, width: 4, height: 4, patternUnits: 'userSpaceOnUse', class: `pattern look-${look}` },
-      s('rect', { width: 4, height: 4 }), ...strokes.map(([tag, attributes]) => s(tag, { class: 'stroke', ...attributes }))));
+  // Twice: for pictures drawn in pixels, and for the matrix, whose unit is a pair.
+  const patterns = [['look', 1], ['cell', 0.3]].flatMap(([name, scale]) => STROKES.map((strokes, look) =>
+    s('pattern', { id: `${name}-${look}`, width: 4, height: 4, patternUnits: 'userSpaceOnUse', patternTransform: `scale(${scale})`, class: `pattern look-${look}` },
+      s('rect', { width: 4, height: 4 }), ...strokes.map(([tag, attributes]) => s(tag, { class: 'stroke', ...attributes })))));
   return s('svg', { class: 'defs', 'aria-hidden': 'true', width: 0, height: 0 }, s('defs', {}, ...patterns,
     s('marker', { id: 'head', viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: 'userSpaceOnUse', orient: 'auto' },
       s('path', { d: 'M0 0L8 4L0 8z', class: 'head' }))));
 }
 
 const lookOf = (owner) => (owner === '*' ? 'look-all' : `look-${Number(owner) % NUM_LOOKS}`);
-const paintOf = (owner) => (owner === '*' ? 'var(--all)' : `url(#look-${Number(owner) % NUM_LOOKS})`);
+const paintOf = (owner, name = 'look') => (owner === '*' ? 'var(--all)' : `url(#${name}-${Number(owner) % NUM_LOOKS})`);
 
 // A block's name, such as kv3 or q0[0:2], told apart.
 function parseBlock(name) {
   const [, kind, owner, heads] = /^([a-z_]+)(\d+|\*)(\[\d+:\d+\])?$/.exec(name);
   return { kind, owner, heads: heads || '' };
+}
+
+// [0:2] as "heads 0 to 1".
+function nameHeads(heads) {
+  const [start, stop] = heads.slice(1, -1).split(':').map(Number);
+  return stop - start === 1 ? `head ${start}` : `heads ${start} to ${stop - 1}`;
 }
 
 function chip(name) {

@@ -23,14 +23,14 @@ function faultFacts(fault) {
 
 // A bar per query, on a logarithmic scale.
 function rowErrors(fault) {
-  const [width, height, left, bottom] = [420, 150, 44, 26];
+  const [width, height, left, bottom] = [420, 158, 48, 34];
   const y = (value) => 8 + (Math.log10(Math.max(value, FLOOR)) - 1) / (Math.log10(FLOOR) - 1) * (height - bottom - 8);
   const step = (width - left) / fault.rows.length;
   return s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `Error by query: ${fault.errors.map(format.error).join(', ')}` },
     ...[1, 1e-8, 1e-16].flatMap((value) => [s('path', { d: `M${left} ${y(value)}H${width}`, class: 'grid' }), s('text', { x: left - 5, y: y(value) + 4, class: 'tick end' }, value === 1 ? '1' : value.toExponential(0))]),
     ...fault.errors.map((value, i) => s('rect', { x: left + i * step + 2, width: step - 4, y: y(value), height: height - bottom - y(value), class: value < 1e-9 ? 'bar good' : 'bar bad' })),
-    ...fault.rows.map((row, i) => (i % 3 === 0 ? s('text', { x: left + (i + 0.5) * step, y: height - 11, class: 'tick middle' }, String(row)) : null)),
-    s('text', { x: 0, y: height - 1, class: 'tick' }, 'query'));
+    ...fault.rows.map((row, i) => (i % 3 === 0 ? s('text', { x: left + (i + 0.5) * step, y: height - 19, class: 'tick middle' }, String(row)) : null)),
+    s('text', { x: left, y: height - 4, class: 'tick' }, 'query'));
 }
 
 function proof(fault) {

@@ -28,13 +28,13 @@ function buildFollow() {
 
 function followTable(lse, share, error, t) {
   const rows = lse.map((value, i) => h('tr', { class: i === t ? 'now' : i < t ? 'done' : 'later', 'data-step': i },
-    h('th', { scope: 'row' }, `after step ${i}`), h('td', { class: 'number' }, `${share[i]} %`),
+    h('th', { scope: 'row' }, `step ${i}`), h('td', { class: 'number' }, `${share[i]} %`),
     h('td', { class: 'number' }, value === null ? '−∞' : value.toFixed(2)), h('td', { class: 'number' }, format.error(error[i]))));
-  return h('table', {}, h('thead', {}, h('tr', {}, ['', 'weight met', 'lse', 'error'].map((head, i) => h('th', { scope: 'col', class: i ? 'number' : null }, head)))), h('tbody', {}, rows));
+  return h('table', {}, h('thead', {}, h('tr', {}, ['after', 'weight met', 'lse', 'error'].map((head, i) => h('th', { scope: 'col', class: i ? 'number' : null }, head)))), h('tbody', {}, rows));
 }
 
 function errorChart(error, t) {
-  const [width, height, left, right, top, bottom] = [360, 170, 48, 12, 12, 30];
+  const [width, height, left, right, top, bottom] = [360, 178, 52, 14, 14, 38];
   const x = (i) => left + (error.length > 1 ? i / (error.length - 1) : 0.5) * (width - left - right);
   const y = (value) => top + (Math.log10(Math.max(value, FLOOR)) - 1) / (Math.log10(FLOOR) - 1) * (height - top - bottom);
   const points = error.map((value, i) => [x(i), y(value)]);
@@ -42,6 +42,6 @@ function errorChart(error, t) {
     ...[1, 1e-5, 1e-10, 1e-15].flatMap((value) => [s('path', { d: `M${left} ${y(value)}H${width - right}`, class: 'grid' }), s('text', { x: left - 6, y: y(value) + 4, class: 'tick end' }, value === 1 ? '1' : value.toExponential(0))]),
     s('polyline', { points: points.map((point) => point.join(',')).join(' '), class: 'line' }),
     ...points.map(([cx, cy], i) => s('circle', { cx, cy, r: i === t ? 6 : 3.5, class: i === t ? 'point now' : 'point' })),
-    ...error.map((_, i) => s('text', { x: x(i), y: height - 12, class: 'tick middle' }, String(i))),
-    s('text', { x: left, y: height - 1, class: 'tick' }, 'step'));
+    ...error.map((_, i) => s('text', { x: x(i), y: height - 20, class: 'tick middle' }, String(i))),
+    s('text', { x: left, y: height - 4, class: 'tick' }, 'step'));
 }

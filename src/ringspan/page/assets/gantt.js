@@ -108,7 +108,7 @@ function drawLane(context, bars, lane, at) {
     reach[bar[1]] = x + w;
     context.fillStyle = bar[1] === 'compute' ? paints.looks[lane % NUM_LOOKS] : paints[bar[1]];
     context.fillRect(x, y, Math.max(w - (w > 3 ? 1 : 0), 0.6), height);
-    if (bar[1] === 'compute' && w > 6 * bar[4].length + 6 && height > 11) {
+    if (bar[1] === 'compute' && w > context.measureText(bar[4]).width + 8 && height > 11) {
       context.fillStyle = paints.onLook;
       context.fillText(bar[4], x + 4, y + height / 2);
     }

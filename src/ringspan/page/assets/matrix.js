@@ -14,7 +14,7 @@ function buildMatrix(run, tables) {
   })));
   if (!panels.size) panels.set('', []);
   const drawn = [...panels].map(([heads, tiles]) => drawPanel(heads, tiles, rows, columns, visible));
-  const element = h('div', { class: drawn.length > 1 ? 'matrices' : 'matrix' }, drawn.map((panel) => panel.element));
+  const element = h('div', { class: drawn.length > 4 ? 'matrices many' : drawn.length > 1 ? 'matrices' : 'matrix' }, drawn.map((panel) => panel.element));
   return { element, show: (t, query) => drawn.forEach((panel) => panel.show(t, query)) };
 }
 
@@ -23,25 +23,27 @@ function drawPanel(heads, tiles, rows, columns, visible) {
   const unit = Math.max(1, Math.max(height, width) / 32);
   const axis = AXIS * unit;
   const paths = tiles.map((tile) => {
-    const path = s('path', { d: tilePath(tile, rows, columns, visible), fill: paintOf(tile.rank), class: 'tile',
+    const path = s('path', { d: tilePath(tile, rows, columns, visible), fill: paintOf(tile.rank, 'cell'), class: 'tile',
       'data-step': tile.t, 'data-rank': tile.rank, 'data-tile': `${tile.q}×${tile.kv}` });
     path.append(s('title', {}, `step ${tile.t}: rank ${tile.rank} computes ${tile.q}×${tile.kv}, ${format.plural(tile.pairs, 'pair')}`));
     return path;
   });
+  const outline = s('path', { class: 'outline' });
   const marker = s('rect', { x: -axis, width: width + axis, height: 1, class: 'query-row' });
   const tall = height < width / 3 ? Math.min(3, width / 3 / height) : 1; // a few rows are drawn taller
   const svg = s('svg', { viewBox: `${-axis - 0.2} ${-axis - 0.2} ${width + axis + 0.4} ${height * tall + axis + 0.4}`, role: 'img',
-    'aria-label': `Matrix of ${height} queries and ${width} keys${heads ? `, heads ${heads}` : ''}` },
+    'aria-label': `Matrix of ${height} queries and ${width} keys${heads ? `, ${nameHeads(heads)}` : ''}` },
   s('g', { transform: `scale(1 ${tall})` },
     s('path', { d: pairsPath([...rows.positions.keys()], [...columns.positions.keys()], visible), class: 'visible' }),
-    ...paths,
+    ...paths, outline,
     ...strip(rows.owners, (i) => ({ x: -axis, y: i, width: axis * 0.85, height: 1 }), unit, tall),
     marker),
   ...strip(columns.owners, (j) => ({ x: j, y: -axis, width: 1, height: axis * 0.85 }), unit, 1));
   return {
-    element: h('figure', {}, heads ? h('figcaption', {}, `heads ${heads.slice(1, -1).replace(':', ' to below ')}`) : null, svg),
+    element: h('figure', {}, heads ? h('figcaption', {}, nameHeads(heads)) : null, svg),
     show(t, query) {
       paths.forEach((path, i) => path.setAttribute('class', `tile ${tiles[i].t < t ? 'done' : tiles[i].t === t ? 'now' : 'later'}`));
+      outline.setAttribute('d', tiles.filter((tile) => tile.t === t).map((tile) => outlinePath(tile, rows, columns, visible)).join(''));
       marker.setAttribute('y', query);
     },
   };
@@ -51,7 +53,7 @@ function drawPanel(heads, tiles, rows, columns, visible) {
 function strip(owners, place, unit, tall) {
   const parts = [];
   for (let i = 0, start = 0; i < owners.length; i += 1) {
-    parts.push(s('rect', { ...place(i), fill: paintOf(owners[i]), class: 'owner' }));
+    parts.push(s('rect', { ...place(i), fill: paintOf(owners[i], 'cell'), class: 'owner' }));
     if (owners[i + 1] === owners[i]) continue;
     const [first, last] = [place(start), place(i)];
     const [x, y] = [(first.x + last.x + last.width) / 2, (first.y + last.y + last.height) / 2];
@@ -63,9 +65,27 @@ function strip(owners, place, unit, tall) {
   return parts;
 }
 
+const ownedBy = (axis, block) => [...axis.owners.keys()].filter((i) => axis.owners[i] === parseBlock(block).owner);
+
 function tilePath(tile, rows, columns, visible) {
-  const of = (axis, owner) => [...axis.owners.keys()].filter((i) => axis.owners[i] === owner);
-  return pairsPath(of(rows, parseBlock(tile.q).owner), of(columns, parseBlock(tile.kv).owner), visible);
+  return pairsPath(ownedBy(rows, tile.q), ownedBy(columns, tile.kv), visible);
+}
+
+// The edges between the pairs of a tile and what does not belong to it.
+function outlinePath(tile, rows, columns, visible) {
+  const [inRows, inColumns] = [new Set(ownedBy(rows, tile.q)), new Set(ownedBy(columns, tile.kv))];
+  const has = (i, j) => inRows.has(i) && inColumns.has(j) && visible[i][j] === '1';
+  let path = '';
+  for (const i of inRows) {
+    for (const j of inColumns) {
+      if (!has(i, j)) continue;
+      if (!has(i - 1, j)) path += `M${j} ${i}h1`;
+      if (!has(i + 1, j)) path += `M${j} ${i + 1}h1`;
+      if (!has(i, j - 1)) path += `M${j} ${i}v1`;
+      if (!has(i, j + 1)) path += `M${j + 1} ${i}v1`;
+    }
+  }
+  return path;
 }
 
 // The outline of the visible pairs among some rows and columns: runs of equal extent in neighbouring rows are joined.

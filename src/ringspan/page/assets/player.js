@@ -40,7 +40,7 @@ function buildPlayer(picture) {
     frame = requestAnimationFrame(tick);
   }
   return {
-    element: h('div', { class: 'player', role: 'group', 'aria-label': 'Player' }, back, toggle, forward, slider, place, h('label', { class: 'speed' }, 'speed ', speed)),
+    element: h('div', { class: 'player', role: 'group', 'aria-label': 'Player' }, back, toggle, forward, slider, place, h('label', { class: 'speed' }, h('span', {}, 'speed '), speed)),
     show(shown, t) {
       run = shown;
       slider.max = run.num_steps;

@@ -8,7 +8,7 @@ function factsSection(section) {
   return { element: h('dl', { class: 'facts' }, section.rows.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))), render() {} };
 }
 
-const PAGE_ROWS = 200; // more rows are shown on demand
+const PAGE_ROWS = 25; // more rows are shown on demand
 
 function tableSection(section) {
   const order = { column: -1, isUp: true };
@@ -42,10 +42,12 @@ function tableSection(section) {
 const DASHES = ['', '7 3', '2 3', '9 3 2 3', '14 4', '5 2 1 2', '4 5', '1 4'];
 
 function curvesSection(section) {
-  return { element: h('div', { class: 'two' }, section.charts.map(drawCurves)), render() {} };
+  const names = [...new Set(section.charts.flatMap((chart) => chart.lines.map((line) => line.name)))];
+  return { element: h('div', { class: 'two' }, section.charts.map((chart) => drawCurves(chart, (line) => names.indexOf(line.name)))), render() {} };
 }
 
-function drawCurves(chart) {
+// A name looks the same in every chart of the section.
+function drawCurves(chart, lookOfLine) {
   const [width, height, left, right, top, bottom] = [520, 340, 64, 16, 14, 44];
   const xs = chart.lines.flatMap((line) => line.points.map(([x]) => x));
   const ys = chart.lines.flatMap((line) => line.points.map(([, y]) => y));
@@ -62,16 +64,18 @@ function drawCurves(chart) {
     chart.mark ? s('path', { d: `M${x(chart.mark)} ${top}V${height - bottom}`, class: 'mark' }) : null,
     s('text', { x: (left + width - right) / 2, y: height - 6, class: 'tick middle' }, chart.x),
   ];
-  chart.lines.forEach((line, i) => {
+  chart.lines.forEach((line) => {
+    const i = lookOfLine(line);
     const upper = line.points.map(([px, py]) => `${x(px)},${y(py * chart.high)}`);
     const lower = line.points.map(([px, py]) => `${x(px)},${y(py * chart.low)}`).reverse();
     parts.push(s('polygon', { points: [...upper, ...lower].join(' '), class: `band ink-${i % NUM_LOOKS}` }));
   });
-  chart.lines.forEach((line, i) => {
+  chart.lines.forEach((line) => {
+    const i = lookOfLine(line);
     parts.push(s('polyline', { points: line.points.map(([px, py]) => `${x(px)},${y(py)}`).join(' '), class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null }));
     line.points.forEach(([px, py]) => parts.push(s('circle', { cx: x(px), cy: y(py), r: 3, class: `spot ink-${i % NUM_LOOKS}` }, s('title', {}, `${line.name}, ${chart.x} ${format.tokens(px)}: ${format.seconds(py)} (${format.seconds(py * chart.low)} to ${format.seconds(py * chart.high)})`))));
   });
-  const legend = chart.lines.map((line, i) => h('li', {}, s('svg', { width: 34, height: 10, 'aria-hidden': 'true' }, s('path', { d: 'M0 5H34', class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null })), line.name));
+  const legend = chart.lines.map((line) => [line, lookOfLine(line)]).map(([line, i]) => h('li', {}, s('svg', { width: 34, height: 10, 'aria-hidden': 'true' }, s('path', { d: 'M0 5H34', class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null })), line.name));
   const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `${chart.title}: ${chart.lines.map((line) => `${line.name} ${format.seconds(line.points.at(-1)[1])} at ${format.tokens(line.points.at(-1)[0])}`).join(', ')}` }, ...parts.filter(Boolean));
   return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend));
 }

@@ -69,10 +69,34 @@ function tellStep(run, t) {
   const sends = cells.flatMap(([, , of]) => of);
   const bytes = sends.reduce((sum, [, , nbytes]) => sum + nbytes, 0);
   const computing = pairs.filter(Boolean).length;
-  const parts = [`Step ${t} of 0 to ${run.num_steps - 1}: ${computing === run.ranks ? 'every rank computes' : computing ? `${format.plural(computing, 'rank')} of ${run.ranks} compute` : 'no rank computes'}`];
+  const parts = [`Step ${t} (${t + 1} of ${run.num_steps}): ${computing === run.ranks ? 'every rank computes' : computing ? `${format.plural(computing, 'rank')} of ${run.ranks} compute` : 'no rank computes'}`];
   parts.push(sends.length ? `; meanwhile ${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel.` : '; nothing travels.');
   if (waiting.length && computing) parts.push(` Waiting: rank ${waiting.join(', ')}.`);
   return parts.join('');
+}
+
+// Tiles by name; where every one of some queries meets every one of some keys, as one product.
+function nameTiles(tiles) {
+  const [qs, kvs] = [0, 1].map((side) => [...new Set(tiles.map((tile) => tile[side]))]);
+  if (tiles.length < 3 || qs.length * kvs.length !== tiles.length) return tiles.map(([q, kv]) => `${q}×${kv}`);
+  return [`${nameBlocks(qs)} × ${nameBlocks(kvs)}`];
+}
+
+// kv0, kv1, kv2 and q0[0:2], q1[0:2] as "kv0 to kv2, q0 to q1 [0:2]".
+function nameBlocks(names) {
+  const groups = new Map();
+  for (const name of names) {
+    const { kind, owner, heads } = parseBlock(name);
+    const key = `${kind}|${heads}`;
+    groups.set(key, [...(groups.get(key) || []), Number(owner)]);
+  }
+  return [...groups].map(([key, owners]) => {
+    const [kind, heads] = key.split('|');
+    const sorted = owners.sort((a, b) => a - b);
+    const isRun = sorted.length > 2 && sorted.at(-1) - sorted[0] === sorted.length - 1;
+    const list = isRun ? `${kind}${sorted[0]} to ${kind}${sorted.at(-1)}` : sorted.map((owner) => `${kind}${owner}`).join(', ');
+    return heads ? `${list} ${heads}` : list;
+  }).join('; ');
 }
 
 function stepTable(run, t) {
@@ -80,8 +104,8 @@ function stepTable(run, t) {
   const isDone = t >= run.num_steps;
   const rows = run.steps[last].map(([held, tiles, sends], rank) => h('tr', { 'data-rank': rank },
     h('th', { scope: 'row' }, h('span', { class: `chip ${lookOf(rank)}` }, `rank ${rank}`)),
-    h('td', { 'data-name': 'holds' }, isDone ? '' : held.map(chip)),
-    h('td', { 'data-name': 'computes' }, isDone ? '' : tiles.map(([q, kv]) => h('span', { class: 'tile-name' }, `${q}×${kv}`))),
+    h('td', { 'data-name': 'holds' }, isDone ? '' : held.length > 4 ? nameBlocks(held) : held.map(chip)),
+    h('td', { 'data-name': 'computes' }, isDone ? '' : nameTiles(tiles).map((name) => h('span', { class: 'tile-name' }, name))),
     h('td', { 'data-name': 'pairs', class: 'number' }, isDone ? '' : format.count(tiles.reduce((sum, [, , pairs]) => sum + pairs, 0))),
     h('td', { 'data-name': 'sends' }, isDone ? '' : sends.map(([block, dst]) => h('span', { class: 'tile-name' }, `${block}→${dst}`))),
     h('td', { 'data-name': 'sent', class: 'number' }, format.count(run.sent[last][rank])),

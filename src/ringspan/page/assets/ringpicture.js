@@ -3,7 +3,7 @@
 const CARD = { width: 104, height: 66 };
 
 function buildRingPicture() {
-  const svg = s('svg', { class: 'ring', role: 'img' });
+  const svg = s('svg', { class: 'ring-picture', role: 'img' });
   const element = h('div', { class: 'ring-box' }, svg);
   let drawn = null;
   let travelling = [];
@@ -28,7 +28,7 @@ function drawRing(svg, run, t, width) {
   const cardWidth = small && numRanks > 4 ? 84 : CARD.width;
   const columns = Math.max(1, Math.floor(width / (cardWidth + 8)));
   const onRing = numRanks <= 8;
-  const height = onRing ? (numRanks > 4 ? (small ? 470 : 430) : small ? 330 : 360) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const height = onRing ? (numRanks > 4 ? 470 : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
   const centres = Array.from({ length: numRanks }, (_, rank) => {
     if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
     const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
@@ -55,17 +55,24 @@ function describeRing(cells, sends, t, isDone) {
 }
 
 function drawCard(rank, [x, y], width, [held, tiles], isDone) {
-  const lines = isDone ? [`out${rank} is done`] : tiles.length ? tiles.map(([q, kv]) => `${q} × ${kv}`) : ['waits'];
-  const room = width < 100 ? 13 : 16;
-  const shown = lines.length > 1 ? [shorten(lines[0], room), lines.length > 2 ? `and ${lines.length - 1} tiles more` : shorten(lines[1], room)] : [shorten(lines[0], room)];
-  const holds = held.length ? `holds ${held.length > 1 ? `${held.length} blocks` : held[0]}` : '';
+  const room = width < 100 ? 12 : 15;
+  const shown = describeWork(tiles, rank, isDone).map((line) => shorten(line, room));
+  const holds = isDone ? '' : held.length ? `own + ${held.length > 1 ? `${held.length} blocks` : held[0]}` : 'own blocks only';
   return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${tiles.length ? 'busy' : 'idle'}` },
     s('rect', { width, height: CARD.height, rx: 9, class: 'card-box' }),
     s('path', { d: `M0 22V9A9 9 0 0 1 9 0H${width - 9}A9 9 0 0 1 ${width} 9V22Z`, fill: paintOf(rank) }),
     s('rect', { x: 6, y: 3.5, width: 50, height: 15, rx: 7.5, class: 'name-plate' }),
     s('text', { x: 31, y: 15, class: 'card-name' }, `rank ${rank}`),
     ...shown.map((line, i) => s('text', { x: width / 2, y: 38 + 15 * i, class: 'card-work' }, line)),
-    shown.length < 2 ? s('text', { x: width / 2, y: 57, class: 'card-holds' }, shorten(holds, room + 2)) : null);
+    shown.length < 2 ? s('text', { x: width / 2, y: 56, class: 'card-holds' }, shorten(holds, room + 2)) : null);
+}
+
+function describeWork(tiles, rank, isDone) {
+  if (isDone) return [`out${rank} done`];
+  if (!tiles.length) return ['waits'];
+  const heads = parseBlock(tiles[0][0]).heads;
+  if (tiles.length > 2) return [`${tiles.length} tiles`, heads ? nameHeads(heads) : `${tiles[0][0]} × …`];
+  return tiles.map(([q, kv]) => `${q} × ${kv}`);
 }
 
 const shorten = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
@@ -83,7 +90,7 @@ function drawArrow({ block, src, dst }, centres, width, isLabelled) {
   const line = s('path', { d: `M${x0} ${y0}Q${control} ${x1} ${y1}`, class: 'arrow', 'marker-end': 'url(#head)' });
   if (!isLabelled) return { line, at };
   const { owner } = parseBlock(block);
-  const half = 4 + 3.6 * block.length;
+  const half = 9 + 3.8 * block.length;
   const chipElement = s('g', { transform: at(0.5), class: 'travelling' },
     s('rect', { x: -half, y: -11, width: 2 * half, height: 22, rx: 11, fill: paintOf(owner), class: 'chip-edge' }),
     s('rect', { x: -half + 4, y: -7.5, width: 2 * half - 8, height: 15, rx: 7.5, class: 'name-plate' }),
