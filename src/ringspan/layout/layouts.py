@@ -18,6 +18,7 @@ import numpy as np
 
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout.pairs import BandedMask, Counts, Work, count_pairs
+from ringspan.layout.picture import draw_layout
 from ringspan.span import Positions, Span
 
 Array = TypeVar("Array")  # a NumPy array or a tensor
@@ -65,6 +66,9 @@ class Layout:
             ranks.append("…")
         copies = f"; replicated {_format_spans(self.replicated)}" if self.replicated else ""
         return f"<Layout of {self.num_positions} positions on {self.world_size} ranks: {' | '.join(ranks)}{copies}>"
+
+    def _repr_html_(self) -> str:
+        return draw_layout(self)
 
     def fingerprint(self) -> str:
         """A text short enough to read, the same on every machine, and different for different layouts."""

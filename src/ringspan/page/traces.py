@@ -12,6 +12,7 @@ from typing import Any
 from ringspan.errors import ShapeError
 from ringspan.page.gantt import COMPUTE, MESSAGE, WAIT
 from ringspan.page.report import build_report, facts, gantt, table
+from ringspan.page.units import format_seconds
 
 MOST_EVENTS = 200_000
 MOST_LANES = 1024
@@ -108,8 +109,8 @@ def _spent(charts: list[dict[str, Any]]) -> dict[str, Any]:
         for lane, kind, start, stop, *_ in chart["bars"]:
             totals[lane][kind] += stop - start
         for lane, total in zip(chart["lanes"], totals, strict=True):
-            rows.append([chart["title"], lane, *((f"{total[kind]:.3e}", total[kind]) for kind in total)])
-    columns = ["timeline", "rank", ">computing, s", ">starting messages, s", ">blocked, s"]
+            rows.append([chart["title"], lane, *((format_seconds(total[kind]), total[kind]) for kind in total)])
+    columns = ["timeline", "rank", ">computing", ">starting messages", ">blocked"]
     return table("spent", "Where the time goes", columns, rows)
 
 

@@ -35,9 +35,11 @@ function drawRing(svg, run, t, width) {
     const radius = [Math.min(width / 2 - cardWidth / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
     return [width / 2 + radius[0] * Math.cos(angle), height / 2 + radius[1] * Math.sin(angle)];
   });
-  svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+  const ys = centres.map(([, y]) => y);
+  const [top, bottom] = [Math.min(...ys) - CARD.height / 2 - 4, Math.max(...ys) + CARD.height / 2 + 4];
+  svg.setAttribute('viewBox', `0 ${top} ${width} ${bottom - top}`);
   svg.setAttribute('width', width);
-  svg.setAttribute('height', height);
+  svg.setAttribute('height', bottom - top);
   const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
   const sends = cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
   svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
