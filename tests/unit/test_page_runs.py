@@ -1,4 +1,4 @@
-"""What the page shows of a run is what was computed: tiles, bytes, idle time and errors, held against the definitions."""
+"""What the page shows of a run is what was computed: tiles, bytes, idle time, errors, against the definitions."""
 
 import itertools
 
