@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ringspan.algorithms import build_schedule
+from ringspan.errors import UnsupportedError
 from ringspan.layout import contiguous, zigzag
 from ringspan.mask import causal
 from ringspan.page.cases import (
@@ -162,3 +163,11 @@ def test_any_simulation_can_be_described() -> None:
         run = describe_run(simulate_attention(q, k, v, mask=causal(), layout=zigzag(13, ranks), algorithm=algorithm))
         assert run["ranks"] == ranks
         assert run["error"] < 1e-14
+
+
+def test_arrays_without_heads_are_one_head_and_batches_are_refused() -> None:
+    x = np.random.default_rng(1).standard_normal((13, 4))
+    assert describe_run(simulate_attention(x, x, x, mask=causal(), layout=zigzag(13, 3)))["error"] < 1e-14
+    batch = np.ones((2, 1, 13, 4))
+    with pytest.raises(UnsupportedError, match="one sequence"):
+        describe_run(simulate_attention(batch, batch, batch, mask=causal(), layout=zigzag(13, 3)))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout
 from ringspan.page.replay import Inputs, Replay, replay
 from ringspan.schedule import ALL
@@ -26,8 +27,7 @@ EVERYONE = "*"  # the owner of rows that every rank holds
 def describe_run(simulation: Simulation) -> Json:
     """One run as plain data."""
     problem = simulation.case.problem
-    inputs = Inputs(simulation.case.q, simulation.case.k, simulation.case.v)
-    shown = replay(simulation.schedule, problem, inputs)
+    shown = replay(simulation.schedule, problem, inputs_of(simulation))
     truth, true_lse = dense_result(simulation)
     return {
         "ranks": problem.world_size,
@@ -39,9 +39,20 @@ def describe_run(simulation: Simulation) -> Json:
         "sent": _running_totals(simulation, lambda cell: sum(event.nbytes for event in cell.sent)),
         "idle": idle_shares(simulation),
         "queries": follow_queries(shown, truth, true_lse),
-        "error": round_error(np.abs(simulation.out - truth).max(initial=0.0)),
+        "error": round_error(np.abs(simulation.out.reshape(truth.shape) - truth).max(initial=0.0)),
         "imbalance": round(_imbalance(simulation), 4),
     }
+
+
+def inputs_of(simulation: Simulation) -> Inputs:
+    """The whole arrays, with an axis of heads; there is no axis of batches."""
+    case = simulation.case
+    if case.q.ndim > 3:
+        raise UnsupportedError(
+            f"q.shape={case.q.shape}: the page shows one sequence, of shape (seq, dim) or (heads, seq, dim)",
+            remedy="simulate one entry of the batch",
+        )
+    return Inputs(*(x[None] if x.ndim == 2 else x for x in (case.q, case.k, case.v)))
 
 
 def dense_result(simulation: Simulation) -> tuple[Array, Array]:
@@ -49,7 +60,7 @@ def dense_result(simulation: Simulation) -> tuple[Array, Array]:
     case = simulation.case
     q_positions = case.problem.layout.all_positions()
     kv_positions = case.problem.kv_layout.all_positions()
-    return dense_attention(case.q, case.k, case.v, case.problem.mask, q_positions, kv_positions, np.float64)
+    return dense_attention(*inputs_of(simulation), case.problem.mask, q_positions, kv_positions, np.float64)
 
 
 def describe_rows(layout: Layout) -> Json:

@@ -28,7 +28,7 @@ function drawRing(svg, run, t, width) {
   const cardWidth = small && numRanks > 4 ? 84 : CARD.width;
   const columns = Math.max(1, Math.floor(width / (cardWidth + 8)));
   const onRing = numRanks <= 8;
-  const height = onRing ? (numRanks > 4 ? 470 : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const height = onRing ? (numRanks > 4 ? (small ? 580 : 470) : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
   const centres = Array.from({ length: numRanks }, (_, rank) => {
     if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
     const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
