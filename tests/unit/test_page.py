@@ -30,7 +30,7 @@ from ringspan.planner.catalog import load_device, load_model, parse_devices
 from ringspan.planner.cost import RINGSPAN, Shard
 from ringspan.planner.plan import Plan, Request, Setup, build_plan
 from ringspan.planner.timeline import schedule_timeline
-from ringspan.program.bind import Problem, Shapes
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads, visible_blocks
 from ringspan.simulate import simulate_attention
 from support.page import HOSTILE, lesson_html

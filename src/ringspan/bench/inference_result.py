@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from ringspan.algorithms.choose import Q_RING, RINGS
 from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings
 
 MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # percent of all tokens that are new
-WAYS = ("pass_kv", "pass_q", "auto")
-PARTS = ("attention", "sendrecv", "all_to_all", "pass_q", "one_shot")
+WAYS = (*RINGS, "auto")
+PARTS = ("attention", "sendrecv", "all_to_all", Q_RING, "one_shot")
 """Of decode: a rank's part of the cache, a block of queries to the next rank, partial results to all others; and the
 whole, with the queries sharded by sequence and with all of them on every rank."""
 
@@ -27,8 +28,8 @@ class PrefillPoint:
     @property
     def over_better(self) -> float:
         """How much longer than the better one the pick of auto took."""
-        pass_kv, pass_q, auto = (self.times[way].median_s for way in WAYS)
-        return auto / min(pass_kv, pass_q) - 1
+        *rings, auto = (self.times[way].median_s for way in WAYS)
+        return auto / min(rings) - 1
 
 
 @dataclass(frozen=True, slots=True)

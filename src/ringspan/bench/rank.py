@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from ringspan.algorithms import register_entry_points
 from ringspan.bench.launch import Done, Failed, Launched, Progress
 from ringspan.bench.settings import Job
 from ringspan.errors import RingspanError, TransportError
@@ -53,6 +54,7 @@ def _run(job: Job, rank: int, rendezvous: str, local_rank: int, report: Report) 
     import torch
 
     torch.set_num_threads(1)
+    register_entry_points()
     do = _find(job)
     if job.carrier == "threads":
         from ringspan.transports.in_process import run_in_process

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ringspan import __version__
-from ringspan.algorithms import ALGORITHMS
+from ringspan.algorithms import ALGORITHMS, register_entry_points
 from ringspan.cli.bench.command import bench
 from ringspan.cli.page_command import page
 from ringspan.cli.plan.command import plan
@@ -21,9 +21,6 @@ from ringspan.cli.simulate.command import simulate
 from ringspan.errors import RingspanError
 
 __all__ = ["main"]
-
-
-_NAMES = re.compile(rf"(?<![\w./-])({'|'.join(ALGORITHMS)})(?![\w/]|\.\w)")  # not in the path of a file
 
 
 class _BadInput(click.ClickException):
@@ -55,7 +52,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except RingspanError as error:
-            message = _NAMES.sub(lambda found: found[0].replace("_", "-"), str(error))
+            names = rf"(?<![\w./-])({'|'.join(ALGORITHMS)})(?![\w/]|\.\w)"  # not in the path of a file
+            message = re.sub(names, lambda found: found[0].replace("_", "-"), str(error))
             message = message.replace("kernel=", "--kernel ")
             raise _BadInput(message) from error
         except click.UsageError as error:
@@ -77,6 +75,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × is no reason to fail
+    register_entry_points()
 
 
 main.add_command(simulate)

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from ringspan.algorithms import ALGORITHMS, Direction, Mesh
+from ringspan.algorithms import ALGORITHMS, Direction, Mesh, list_takers
 from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
 from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
 from ringspan.program.reproducible.tree import TILE
@@ -41,7 +42,42 @@ class Spelled(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no Choic
         return super().convert(choice if choice in self.choices else value, param, ctx)
 
 
-ALGORITHM = Spelled(name.replace("_", "-") for name in ALGORITHMS)
+class AlgorithmName(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no ParamType[str]
+    """An algorithm that is registered when the option is read or its help printed."""
+
+    name = "algorithm"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name as the command line spells it."""
+        return _registered().convert(value, param, ctx)
+
+    def get_metavar(self, *args: Any, **kwargs: Any) -> str | None:
+        """All names; click 8.1 and 8.2 pass other arguments."""
+        return _registered().get_metavar(*args, **kwargs)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names that begin so."""
+        return _registered().shell_complete(ctx, param, incomplete)
+
+
+def _registered() -> Spelled:
+    return Spelled(map(spell_algorithm, ALGORITHMS))
+
+
+ALGORITHM = AlgorithmName()
+
+
+class OptionOfSome(click.Option):
+    """An option that only some algorithms take. `TAKERS` in its help stands for their names."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The option and its help."""
+        found = super().get_help_record(ctx)
+        if found is None or self.name is None:
+            return found
+        *others, last = map(spell_algorithm, list_takers(self.name))
+        takers = f"{', '.join(others)} and {last}" if others else last
+        return found[0], found[1].replace("TAKERS", takers)
 
 
 class OutputFile(click.Path):
@@ -171,22 +207,22 @@ def check_layout(layout: LayoutChoice, reproducible: bool) -> None:
 
 def check_options(algorithms: Sequence[str], direction: Direction | None, mesh: Mesh | None, world_size: int) -> None:
     """Refuse an option that none of the algorithms takes, and a mesh that is missing or not of these ranks."""
-    spelled = " and ".join(_spell(name) for name in algorithms)
+    spelled = " and ".join(spell_algorithm(name) for name in algorithms)
     given = (("direction", direction), ("mesh", None if mesh is None else f"{mesh.outer}x{mesh.inner}"))
     for name, value in given:
-        takers = [algorithm for algorithm, (_, options) in ALGORITHMS.items() if name in options]
+        takers = list_takers(name)
         if value is not None and not set(takers) & set(algorithms):
             has = "has" if len(algorithms) == 1 else "have"
             raise click.UsageError(
                 f"--{name} {value}: {spelled} {has} no {name}; leave it out, or use --algorithm "
-                f"{' or '.join(map(_spell, takers))}"
+                f"{' or '.join(map(spell_algorithm, takers))}"
             )
     inners = [n for n in range(1, world_size + 1) if world_size % n == 0]
     needing = [name for name in algorithms if "mesh" in ALGORITHMS[name].options]
     if needing and mesh is None:
         inner = inners[len(inners) // 2]
         raise click.UsageError(
-            f"--algorithm {_spell(needing[0])} runs on ranks in two dimensions; "
+            f"--algorithm {spell_algorithm(needing[0])} runs on ranks in two dimensions; "
             f"add --mesh OUTERxINNER, such as --mesh {world_size // inner}x{inner}"
         )
     if mesh is not None and mesh.outer * mesh.inner != world_size:
@@ -197,5 +233,6 @@ def check_options(algorithms: Sequence[str], direction: Direction | None, mesh: 
         )
 
 
-def _spell(algorithm: str) -> str:
+def spell_algorithm(algorithm: str) -> str:
+    """As the command line writes it."""
     return algorithm.replace("_", "-")

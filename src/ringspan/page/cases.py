@@ -59,38 +59,23 @@ MASKS = (
     ),
 )
 
+
+def _algorithm(name: str, more: str) -> Choice:
+    """An algorithm in the words of its record, and a sentence more."""
+    record = ALGORITHMS[name]
+    idea = f"{record.idea[0].upper()}{record.idea[1:]}"
+    return Choice(name, record.label, f"{idea}. {more}", f"--algorithm {name.replace('_', '-')}")
+
+
 ALGORITHM_CHOICES = (
-    Choice(
-        "pass_kv",
-        "ring, pass-KV",
-        "Queries stay at home. Keys and values travel round the ring, one hop per step, while every rank computes.",
-        "--algorithm pass-kv",
+    _algorithm("pass_kv", "Blocks go one hop round the ring per step, while every rank computes on the one it has."),
+    _algorithm("pass_q", "Each partial result is sent straight back to the owner of its queries and merged there."),
+    _algorithm(
+        "all_gather", "Nothing is left to hide the messages of later steps, and memory grows with the sequence."
     ),
-    Choice(
-        "pass_q",
-        "ring, pass-Q",
-        "Keys and values stay at home. Queries travel, and each partial result is sent straight back to its owner.",
-        "--algorithm pass-q",
-    ),
-    Choice(
-        "all_gather",
-        "all-gather",
-        "Every rank first receives all the keys and values it needs, then computes in one go. Nothing overlaps later "
-        "steps, and memory grows with the sequence.",
-        "--algorithm all-gather",
-    ),
-    Choice(
-        "ulysses",
-        "Ulysses",
-        "Two exchanges trade tokens for heads: each rank computes a few heads over the whole sequence, then results "
-        "go home.",
-        "--algorithm ulysses",
-    ),
-    Choice(
-        "double_ring",
-        "double ring",
-        "Blocks turn round a ring inside each node, and cross to the next node once per phase over the slow link.",
-        "--algorithm double-ring",
+    _algorithm("ulysses", "Each rank computes a few heads over the whole sequence."),
+    _algorithm(
+        "double_ring", "Blocks cross to the next node once per phase, so the slow link has a whole phase for it."
     ),
     Choice(
         "decode_replicated",

@@ -14,7 +14,7 @@ from ringspan.page.units import format_tokens
 from ringspan.planner.catalog import load_device
 from ringspan.planner.cost import RINGSPAN, Shard
 from ringspan.planner.timeline import Load, Timeline, run_timeline, schedule_loads
-from ringspan.program.bind import Problem, Shapes
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads, visible_blocks
 
 WORLD_SIZE = 4

@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 def assemble(payload: dict[str, Any]) -> str:
     """The page of a payload."""
     style, script = _style(), _script()
+    payload = {**payload, "version": version("ringspan")}
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS
 from ringspan.page.cases import (
     ALGORITHM_CHOICES,
@@ -53,7 +52,6 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
             "Everything here is computed by the library: the schedules are those it runs, the numbers those of its "
             "simulator. Step through it, break it, and see what it costs.",
         ],
-        "version": __version__,
         "command": command,
         "foot": "This file loads nothing from the network. All numbers were computed when it was written, in float64, "
         f"for {SEQ_LEN} tokens, 8 query heads and 2 KV heads, unless a section says otherwise.",

@@ -2,18 +2,14 @@
 
 from typing import Any
 
+from ringspan.algorithms import ALGORITHMS
 from ringspan.page.units import format_tokens
 from ringspan.planner.cost import RINGSPAN, Shard
 from ringspan.planner.plan.memory import attention_buffers
 
 TOKENS = 2**20
 NUM_RANKS = (1, 2, 4, 8, 16, 32)
-ALGORITHMS = (
-    ("pass_kv", "ring, pass-KV"),
-    ("pass_q", "ring, pass-Q"),
-    ("all_gather", "all-gather"),
-    ("ulysses", "Ulysses"),
-)
+SHOWN = ("pass_kv", "pass_q", "all_gather", "ulysses")
 SHARD = Shard(1, 32, 32, 128, 128, 2 * 32 * 128, 2, "bf16", RINGSPAN)
 
 
@@ -25,8 +21,8 @@ def describe_memory() -> dict[str, Any]:
         "head_dim": SHARD.head_dim,
         "ranks": list(NUM_RANKS),
         "algorithms": [
-            {"key": key, "label": label, "bytes": [count_bytes(key, ranks) for ranks in NUM_RANKS]}
-            for key, label in ALGORITHMS
+            {"key": key, "label": ALGORITHMS[key].label, "bytes": [count_bytes(key, ranks) for ranks in NUM_RANKS]}
+            for key in SHOWN
         ],
     }
 

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.layout import Layout
-from ringspan.program.bind import Message, Problem, Tile, bind, softmax_scale
-from ringspan.program.execute import Event, RankState, Value, execute
+from ringspan.program.bind import Message, Tile, bind
+from ringspan.program.execute import BlockSizes, Event, RankState, Value, execute
+from ringspan.program.problem import Problem, softmax_scale
 from ringspan.schedule import ALL, Block, Schedule, Transfer, compile_rank
 from ringspan.simulate.blockwise import Blockwise
 
@@ -73,9 +74,10 @@ def replay(
     """Run a forward schedule on all ranks in lockstep. Shards have equal lengths where `deliver` swaps messages."""
     arithmetic = Blockwise(np.result_type(inputs.q.dtype, np.float32), softmax_scale(None, inputs.q.shape[-1]))
     network = _Network(deliver)
+    sizes = BlockSizes(problem.world_size, problem.block_shapes)
     events: list[Event] = []
     owner_of_q = ALL if problem.layout.replicated else None
-    states = [state(rank, problem, _blocks_of(rank, problem, inputs), arithmetic) for rank in range(problem.world_size)]
+    states = [state(rank, sizes, _blocks_of(rank, problem, inputs), arithmetic) for rank in range(problem.world_size)]
     runs = [execute(bind(compile_rank(schedule, one.rank), problem), one, network, events.append) for one in states]
     snapshots = []
     for _ in range(schedule.num_steps):

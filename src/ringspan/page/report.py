@@ -7,7 +7,6 @@ HTML. Every text may come from a hostile file: it is data to the page, never mar
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ringspan import __version__
 from ringspan.page.html import assemble
 
 Section = dict[str, Any]
@@ -20,7 +19,6 @@ def build_report(title: str, lead: Sequence[str], sections: Iterable[Section], c
         {
             "title": title,
             "lead": list(lead),
-            "version": __version__,
             "command": command,
             "foot": FOOT,
             "sections": list(sections),

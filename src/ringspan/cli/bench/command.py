@@ -25,6 +25,7 @@ from ringspan.cli.console import new_console
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
+    OptionOfSome,
     OutputFile,
     Spelled,
     check_layout,
@@ -111,14 +112,16 @@ Examples:
 )
 @click.option(
     "--direction",
+    cls=OptionOfSome,
     type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks go round in pass-kv, pass-q and hybrid.  [default: forward]",
+    help="Which way blocks go round in TAKERS.  [default: forward]",
 )
 @click.option(
     "--mesh",
+    cls=OptionOfSome,
     callback=parsed_by(parse_mesh),
     metavar="OUTERxINNER",
-    help="Ranks in two dimensions, for hybrid and double-ring.",
+    help="Ranks in two dimensions, for TAKERS.",
 )
 @click.option("--kernel", default="auto", help="What computes a piece: sdpa_cpu, reference, sdpa_flash ...")
 @click.option(

@@ -3,13 +3,14 @@
 from rich.console import Console
 from rich.text import Text
 
+from ringspan.algorithms import find_algorithm
+from ringspan.algorithms.choose import RINGS
 from ringspan.bench.inference_result import PARTS, WAYS, InferenceResult
 from ringspan.cli.page import Page, format_count, format_percent, new_table
 from ringspan.cli.svg import Chart, Line, draw_charts
 
 NAMES = {
-    "pass_kv": "pass-KV",
-    "pass_q": "pass-Q",
+    **{name: find_algorithm(name).label for name in RINGS},
     "auto": "auto",
     "attention": "attention",
     "sendrecv": "send and receive",

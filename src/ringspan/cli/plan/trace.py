@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ringspan.algorithms import END, Round
+from ringspan.algorithms.loads import Seconds
 from ringspan.bench.result import Activity
 from ringspan.cli.trace import build_trace
 from ringspan.page.plan_timeline import setup_timeline
 from ringspan.planner.plan import Plan
-from ringspan.planner.timeline import END, Round, Timeline
-from ringspan.planner.timeline.run import Seconds
+from ringspan.planner.timeline import Timeline
 
 
 def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:

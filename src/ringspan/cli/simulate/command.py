@@ -14,6 +14,7 @@ from ringspan.cli.page_command import command_line, write_page
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
+    OptionOfSome,
     OutputFile,
     check_layout,
     check_mask,
@@ -92,14 +93,16 @@ Examples:
 )
 @click.option(
     "--direction",
+    cls=OptionOfSome,
     type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks go round in pass-kv, pass-q and hybrid.  [default: forward]",
+    help="Which way blocks go round in TAKERS.  [default: forward]",
 )
 @click.option(
     "--mesh",
+    cls=OptionOfSome,
     callback=parsed_by(parse_mesh),
     metavar="OUTERxINNER",
-    help="Ranks in two dimensions, for hybrid and double-ring.",
+    help="Ranks in two dimensions, for TAKERS.",
 )
 @click.option(
     "--reproducible",

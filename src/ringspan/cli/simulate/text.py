@@ -1,11 +1,14 @@
 """A lesson on the terminal: short sections, each a sentence or two and then the numbers."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from ringspan.algorithms import ALGORITHMS, find_algorithm
+from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
 from ringspan.cli.page import (
     NO_BREAK,
     TABLE_RANKS,
@@ -38,22 +41,6 @@ STRIP_WIDTH = 64
 RANK_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red are for right and wrong
 
-NAMES = {
-    "pass_kv": "pass-KV",
-    "pass_q": "pass-Q",
-    "all_gather": "all-gather",
-    "ulysses": "Ulysses",
-    "hybrid": "hybrid",
-    "double_ring": "double ring",
-}
-IDEAS = {
-    "pass_kv": "queries stay, keys and values travel",
-    "pass_q": "keys and values stay, queries travel",
-    "all_gather": "fetch all keys and values, then attend them in one go",
-    "ulysses": "exchange tokens for heads, attend, exchange back",
-    "hybrid": "Ulysses among neighbours, a ring between groups",
-    "double_ring": "a ring inside each node, and a ring of nodes",
-}
 CONTENTS = {"q": "q", "kv": "k, v", "out": "out, lse"}
 
 
@@ -67,11 +54,11 @@ def print_lesson(lesson: Lesson, console: Console) -> None:
     told: set[str] = set()
     for run in prefill.runs:
         _print_run(page, run, parameters, told)
-        if run.algorithm == "pass_kv" and prefill.one_query is not None and len(prefill.one_query.meetings) > 1:
+        if run.algorithm == KV_RING and prefill.one_query is not None and len(prefill.one_query.meetings) > 1:
             _print_one_query(page, prefill.one_query)
     _print_traffic(page, prefill.runs)
     if parameters.reproducible:
-        print_bits(page, prefill, NAMES)
+        print_bits(page, prefill, _labels())
     _print_decode(page, lesson.decode, parameters)
     _print_choices(page, lesson.choices)
     _print_verdict(page, lesson)
@@ -92,7 +79,7 @@ def _print_title(page: Page, parameters: Parameters) -> None:
             ("size", f"{format_count(p.seq_len, 'token')}, {heads}, head_dim {p.head_dim}, {p.dtype}, seed {p.seed}"),
             ("mask", p.mask),
             ("layout", p.layout),
-            ("algorithms", ", ".join(NAMES[name] for name in p.algorithms) + direction + mesh),
+            ("algorithms", ", ".join(map(_label, p.algorithms)) + direction + mesh),
             *([("mode", "reproducible: the same bits on any number of devices")] if p.reproducible else []),
         ]
     )
@@ -175,7 +162,7 @@ def _busy(work: LayoutWork, rank: int) -> Text:
 
 
 def _print_run(page: Page, run: Run, parameters: Parameters, told: set[str]) -> None:
-    page.section(f"{NAMES[run.algorithm]}: {IDEAS[run.algorithm]}")
+    page.section(f"{_label(run.algorithm)}: {find_algorithm(run.algorithm).idea}")
     page.prose(*_how_to_read(run, parameters, told))
     page.grid(run.grid)
     page.show(Text("largest difference from dense attention: ").append(_verdict(run.check)))
@@ -188,7 +175,7 @@ def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[s
             yield sentence
     told.update(topic for topic, _ in explain_grid(run.grid))
     last = parameters.world_size - 1
-    rings = [name for name in parameters.algorithms if name in ("pass_kv", "pass_q") and last]
+    rings = [name for name in parameters.algorithms if name in RINGS and last]
     if run.algorithm in rings[:1]:
         to, sign = ("next", "-") if parameters.direction == "forward" else ("previous", "+")
         origin = f"(r {sign} t) mod {parameters.world_size}".replace(" ", NO_BREAK)
@@ -219,13 +206,13 @@ def _print_traffic(page: Page, runs: Sequence[Run]) -> None:
     table = new_table("algorithm", ">messages", "of", "largest message", ">bytes", ">bytes in all")
     for run in runs:
         if not run.traffic:
-            table.add_row(NAMES[run.algorithm], "0", "", "", "0", "0")
+            table.add_row(_label(run.algorithm), "0", "", "", "0", "0")
         for i, traffic in enumerate(run.traffic):
             heads, tokens, _ = traffic.shapes[0][-3:]
             elements = "+".join(str(shape[-1]) for shape in traffic.shapes)
             elements = f"({elements})" if len(traffic.shapes) > 1 else elements
             table.add_row(
-                NAMES[run.algorithm] if i == 0 else "",
+                _label(run.algorithm) if i == 0 else "",
                 f"{traffic.num_messages:,}",
                 CONTENTS[traffic.kind],
                 f"{heads}×{tokens}×{elements}×{traffic.bytes_per_element}",
@@ -233,12 +220,15 @@ def _print_traffic(page: Page, runs: Sequence[Run]) -> None:
                 f"{traffic.total_bytes:,}",
             )
     page.show(table)
-    busiest = ", ".join(f"{NAMES[run.algorithm]} {run.largest_rank_step_bytes:,}" for run in runs)
+    busiest = ", ".join(f"{_label(run.algorithm)} {run.largest_rank_step_bytes:,}" for run in runs)
     page.prose(f"Most that one rank sends in one step, in bytes: {busiest}.")
     sent = {run.algorithm: run.sent_bytes for run in runs}
-    ratio = sent.get("pass_q", 0) / max(1, sent.get("pass_kv", 0))
-    if "pass_kv" in sent and ratio > 1:
-        page.prose(f"Here pass-Q moves {ratio:.3g} times the bytes of pass-KV; below is when that turns round.")
+    ratio = sent.get(Q_RING, 0) / max(1, sent.get(KV_RING, 0))
+    if KV_RING in sent and ratio > 1:
+        page.prose(
+            f"Here {_label(Q_RING)} moves {ratio:.3g} times the bytes of {_label(KV_RING)};",
+            "below is when that turns round.",
+        )
 
 
 def _print_decode(page: Page, decode: Decode, parameters: Parameters) -> None:
@@ -297,7 +287,7 @@ def _print_choices(page: Page, choices: Choices | None) -> None:
     )
     table = new_table(">miss rate", ">new tokens", "algorithm 5", "because", "algorithm 1")
     for row in choices.rows:
-        sign = "<" if row.algorithm_5 == "pass_q" else "≥"
+        sign = "<" if row.algorithm_5 == Q_RING else "≥"
         because = f"{format_percent(row.miss_rate)} {sign} {format_percent(row.miss_rate_limit)}"
         if row.new_tokens >= needed:
             because = f"KV hidden: {row.new_tokens:,} ≥ {needed:,}"
@@ -309,7 +299,7 @@ def _print_choices(page: Page, choices: Choices | None) -> None:
         f"way home of the outputs, {_crossing(choices.crossing_miss_rate_1)}.",
     )
     in_words = (
-        [row.reason_5 for row in choices.rows if row.algorithm_5 == "pass_q"],
+        [row.reason_5 for row in choices.rows if row.algorithm_5 == Q_RING],
         [row.reason_5 for row in choices.rows if row.new_tokens >= needed],
     )
     for reasons in in_words:
@@ -321,7 +311,7 @@ def _crossing(miss_rate: float) -> str:
 
 
 def _pick(algorithm: str) -> Text:
-    return Text(NAMES[algorithm], "magenta" if algorithm == "pass_q" else "cyan")
+    return Text(_label(algorithm), "magenta" if algorithm == Q_RING else "cyan")
 
 
 def _print_verdict(page: Page, lesson: Lesson) -> None:
@@ -335,7 +325,7 @@ def _print_verdict(page: Page, lesson: Lesson) -> None:
             "bold red",
         )
     page.console.print(message)
-    bits = bits_verdict(lesson, NAMES)
+    bits = bits_verdict(lesson, _labels())
     if bits is not None:
         page.console.print(bits)
     page.console.print(Text(f"Try also {', '.join(_other_options(lesson.parameters))}.", "dim"))
@@ -346,11 +336,18 @@ def _other_options(p: Parameters) -> list[str]:
     options = {
         "--layout contiguous": p.layout != "contiguous",
         "--mask 'causal & window:16'": "sliding_window" not in p.mask,
-        "--algorithm ulysses": "ulysses" not in p.algorithms,
+        **{f"--algorithm {name.replace('_', '-')}": True for name in _others(p)[:1]},
         "--devices 8": p.world_size != 8,
         "--direction reverse": p.direction == "forward",
     }
     return [option for option, is_new in options.items() if is_new][:3]
+
+
+def _others(p: Parameters) -> list[str]:
+    """Beside rings, what is no ring and runs on any number of ranks and heads."""
+    if not set(p.algorithms) <= set(RINGS):
+        return []
+    return [name for name, it in ALGORITHMS.items() if name not in RINGS and not it.options & {"mesh", "heads"}]
 
 
 def _verdict(check: Check) -> Text:
@@ -365,9 +362,17 @@ def _error(error: float | None) -> str:
 
 def _spelled(text: str) -> str:
     """Algorithms by the names the report uses."""
-    for name, spelled in NAMES.items():
-        text = text.replace(name, spelled)
+    for name, label in _labels().items():
+        text = re.sub(rf"\b{name}\b", label, text)
     return text
+
+
+def _label(algorithm: str) -> str:
+    return find_algorithm(algorithm).label
+
+
+def _labels() -> dict[str, str]:
+    return {name: record.label for name, record in ALGORITHMS.items()}
 
 
 def _rank_style(rank: int) -> str:

@@ -7,6 +7,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ringspan.algorithms import find_algorithm
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog import Cluster, Model
 from ringspan.planner.cost import RINGSPAN, WEIGHT_BYTES, WIRE_BYTES, Practice
@@ -118,8 +119,13 @@ class Setup(NamedTuple):
     copies: int = 1
     inner: int = 1
 
+    @property
+    def has_mesh(self) -> bool:
+        """Whether ranks are in two dimensions, `inner` of them in the last one."""
+        return "mesh" in find_algorithm(self.algorithm).options
+
     def __str__(self) -> str:
         name = self.algorithm.replace("_", "-")
-        if self.algorithm in ("hybrid", "double_ring"):
+        if self.has_mesh:
             name += f" {self.cp // self.inner}×{self.inner}"
         return name if self.cp > 1 else "one device" if self.tp == 1 else "tensor parallel only"

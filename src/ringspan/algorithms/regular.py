@@ -1,10 +1,18 @@
 """What do regular sequences ask of a rank: how long do its tiles take, and who sends to whom?
 
-All ranks are alike here, up to their place in a node (see `rings.py`). Sliding windows are approximated. How many keys
-the busiest rank sees is exact, and all ranks are taken to be like it; where those keys are is not exact. In runs of
-tokens no shorter than the window (contiguous or zigzag shards) they are taken to be the rank's own, else to be spread
-evenly over the ranks that may hold some: those within reach of a run, or all where tokens are dealt (striped) or
-cached. A tile of a window is priced as a rectangle of as many pairs. A window as long as the sequence is none.
+A sequence is regular if every rank has as many tokens and the mask treats them alike: full, or causal with a zigzag or
+striped layout. Then all ranks do the same at the same time, and two ranks in the same place of their nodes send over
+the same kind of link. One such class of tiles and links is priced once, and one node is run for all nodes, so the
+largest rings stay cheap: a `Schedule` for 16,384 ranks would have 268 million tiles. Contiguous shards under a causal
+mask are the exception: all ranks are run.
+
+Sliding windows are approximated. How many keys the busiest rank sees is exact, and all ranks are taken to be like it;
+where those keys are is not exact. In runs of tokens no shorter than the window (contiguous or zigzag shards) they are
+taken to be the rank's own, else to be spread evenly over the ranks that may hold some: those within reach of a run, or
+all where tokens are dealt (striped) or cached. A tile of a window is priced as a rectangle of as many pairs. A window
+as long as the sequence is none.
+
+`tests/unit/test_timeline.py` holds the loads of every algorithm against those of its real schedule.
 """
 
 from collections.abc import Callable, Collection
@@ -13,9 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.planner.catalog import Device
-from ringspan.planner.cost import Shard, merge_s, tile_s
-from ringspan.planner.timeline.run import Ranks, Round, Seconds
+from ringspan.algorithms.loads import Costs, Ranks, Round, Seconds
 
 
 class Sequence(NamedTuple):
@@ -39,14 +45,13 @@ class Ring(NamedTuple):
     inner: int = 1
 
 
-class Loads:
-    """The parts that the algorithms are put together from."""
+class RegularCall:
+    """One layer's attention of a regular sequence: the parts from which an algorithm puts its loads together."""
 
-    def __init__(self, ring: Ring, sequence: Sequence, shard: Shard, device: Device, *, is_backward: bool) -> None:
+    def __init__(self, ring: Ring, sequence: Sequence, costs: Costs, *, is_backward: bool) -> None:
         self.ring = ring
         self.sequence = sequence
-        self.shard = shard
-        self.device = device
+        self.costs = costs
         self.is_backward = is_backward
         self.q_len = -(-sequence.new_tokens // ring.world_size)
         self.kv_len = -(-(sequence.new_tokens + sequence.cached_tokens) // ring.world_size)
@@ -57,6 +62,11 @@ class Loads:
         self.ranks: Ranks = np.arange(self.period)
         self.none = np.zeros(self.period)
 
+    def with_heads(self, num_heads: int, num_kv_heads: int) -> "RegularCall":
+        """The same call for another number of heads."""
+        costs = self.costs.with_heads(num_heads, num_kv_heads)
+        return RegularCall(self.ring, self.sequence, costs, is_backward=self.is_backward)
+
     def _period(self) -> int:
         """After how many ranks the next one is like the first."""
         size, per_node, inner = self.ring
@@ -66,18 +76,30 @@ class Loads:
         return period if size % period == 0 else size
 
     @property
+    def is_pruned(self) -> bool:
+        """Whether a rank whose tokens all come later is not seen at all, so that nothing travels to the rank."""
+        return self.is_uneven and not self.cached_len
+
+    @property
     def _is_zigzag(self) -> bool:
         return self.sequence.is_causal and self.sequence.layout == "zigzag"
 
-    def moves(self, onward: Callable[[Ranks], Ranks], nbytes: float | Seconds, **options: object) -> Round:
+    def moves(
+        self,
+        onward: Callable[[Ranks], Ranks],
+        nbytes: float | Seconds,
+        *,
+        reads_at: int = 0,
+        is_exchange: bool = False,
+    ) -> Round:
         """A message from every rank to the rank that `onward` says."""
         dst = onward(self.ranks) % self.ring.world_size
         is_far = dst // self.ring.per_node != self.ranks // self.ring.per_node
-        return Round(self.ranks, dst % self.period, nbytes, is_far, **options)  # type: ignore[arg-type]
+        return Round(self.ranks, dst % self.period, nbytes, is_far, reads_at, is_exchange)
 
-    def ahead(self, distance: int, nbytes: float, **options: object) -> Round:
+    def ahead(self, distance: int, nbytes: float, *, reads_at: int = 0, is_exchange: bool = False) -> Round:
         """A message from every rank to the one so many places further."""
-        return self.moves(lambda ranks: ranks + distance, nbytes, **options)
+        return self.moves(lambda ranks: ranks + distance, nbytes, reads_at=reads_at, is_exchange=is_exchange)
 
     def everywhere(self, seconds: float) -> Seconds:
         """The same on all ranks."""
@@ -119,48 +141,48 @@ class Loads:
 
     # Tiles. Tokens that were joined are in one tile, or in one tile for every pair of blocks, as the practice is.
 
-    def own_s(self, shard: Shard, times: int = 1) -> float:
+    def own_s(self, times: int = 1) -> float:
         """A rank's queries against its own keys."""
         if self.window:
-            return self._window_s(shard, times, is_own=True)
-        if times > 1 and not shard.practice.joins_tiles:
+            return self._window_s(times, is_own=True)
+        if times > 1 and not self.costs.joins_tiles:
             pairs = times * (times - 1) // (2 if self.is_uneven else 1)
             # Under zigzag one half of the blocks is seen by half of the queries only, and so merged into half of them.
-            halves = 0.25 * self.merging_s(shard, self.q_len) if self._is_zigzag else 0.0
-            return times * self.own_s(shard) + pairs * (self.other_s(shard) - halves)
+            halves = 0.25 * self.merging_s(self.q_len) if self._is_zigzag else 0.0
+            return times * self.own_s() + pairs * (self.other_s() - halves)
         q_len = self.q_len * times
         if not self.sequence.is_causal:
-            return self._tile(shard, q_len, self.kv_len * times)
-        return self._tile(shard, q_len, q_len, True) + self._tile(shard, q_len, self.cached_len * times)
+            return self.costs.tile_s(q_len, self.kv_len * times)
+        return self.costs.tile_s(q_len, q_len, is_causal=True) + self.costs.tile_s(q_len, self.cached_len * times)
 
-    def other_s(self, shard: Shard, times: int = 1) -> float:
+    def other_s(self, times: int = 1) -> float:
         """Against another rank's keys, where it sees them as far as the layout lets it; merging included."""
         if self.window:
-            return self._window_s(shard, times, is_own=False)
-        if times > 1 and not shard.practice.joins_tiles:
-            return times**2 * self.other_s(shard)
+            return self._window_s(times, is_own=False)
+        if times > 1 and not self.costs.joins_tiles:
+            return times**2 * self.other_s()
         q_len = self.q_len * times
-        merging_s = self.merging_s(shard, q_len)
+        merging_s = self.merging_s(q_len)
         if not self.sequence.is_causal or self.is_uneven:
-            return self._tile(shard, q_len, self.kv_len * times) + merging_s
-        cached_s = self._tile(shard, q_len, self.cached_len * times) + merging_s
+            return self.costs.tile_s(q_len, self.kv_len * times) + merging_s
+        cached_s = self.costs.tile_s(q_len, self.cached_len * times) + merging_s
         if self._is_zigzag:
-            return self._tile(shard, q_len, q_len / 2) + cached_s
-        return self._tile(shard, q_len, q_len, True) + cached_s
+            return self.costs.tile_s(q_len, q_len / 2) + cached_s
+        return self.costs.tile_s(q_len, q_len, is_causal=True) + cached_s
 
-    def unseen_s(self, shard: Shard, times: int = 1) -> float:
+    def unseen_s(self, times: int = 1) -> float:
         """Against a rank whose new tokens all come later: only its cached ones are seen."""
         if not self.cached_len:
             return 0.0
-        tiles = 1 if shard.practice.joins_tiles else times
+        tiles = 1 if self.costs.joins_tiles else times
         q_len, cached_len = self.q_len * times / tiles, self.cached_len * times / tiles
-        return tiles**2 * (self._tile(shard, q_len, cached_len) + self.merging_s(shard, q_len))
+        return tiles**2 * (self.costs.tile_s(q_len, cached_len) + self.merging_s(q_len))
 
-    def merging_s(self, shard: Shard, q_len: float) -> float:
+    def merging_s(self, q_len: float) -> float:
         """Of a part into the output; gradients are added up as they are made."""
-        return 0.0 if self.is_backward else merge_s(self.device, shard, q_len)
+        return 0.0 if self.is_backward else self.costs.merge_s(q_len)
 
-    def _window_s(self, shard: Shard, times: int, *, is_own: bool) -> float:
+    def _window_s(self, times: int, *, is_own: bool) -> float:
         """Against the part of a window's keys that one rank, or group, holds; merging included if it is another."""
         q_len = self.q_len * times
         fits = self.window * self._num_runs <= q_len
@@ -168,11 +190,13 @@ class Loads:
         holders = 1 if fits and not is_dealt else len(self.seers(times)) + 1
         if holders == 1 and not is_own:
             return 0.0
-        blocks = 1 if shard.practice.joins_tiles else times
+        blocks = 1 if self.costs.joins_tiles else times
         tiles = blocks if is_dealt else 1  # of a block of queries: against every block of keys, or those beside it
-        attend_s = self._tile(shard, q_len / blocks, self.keys_seen(times) / holders / tiles)
-        merging_s = self.merging_s(shard, q_len / blocks)
+        attend_s = self.costs.tile_s(q_len / blocks, self.keys_seen(times) / holders / tiles)
+        merging_s = self.merging_s(q_len / blocks)
         return blocks * (tiles * attend_s + (tiles - 1 if is_own else tiles) * merging_s)
 
-    def _tile(self, shard: Shard, q_len: float, kv_len: float, is_causal: bool = False) -> float:
-        return tile_s(self.device, shard, q_len, kv_len, is_causal=is_causal, is_backward=self.is_backward)
+
+def next_stop(stops: Collection[int], t: int, home: int) -> int:
+    """The first step from t on in which a block is where it is needed; then it goes home."""
+    return t if t in stops else next((stop for stop in stops if stop > t), home)
