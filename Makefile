@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)
 	$(BIN)/ringspan simulate
+	$(BIN)/ringspan page --output ringspan-demo.html
 
 # Tests that start processes of their own share one worker, so that no more than that many run at once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup

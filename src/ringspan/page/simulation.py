@@ -31,6 +31,13 @@ def build_simulation_page(simulations: Mapping[str, Simulation], about: str, com
 
 def build_settings_page(settings: Settings, command: str = "") -> str:
     """The page of the algorithms that `ringspan simulate` runs, on random tokens of the same seed."""
+    if settings.reproducible:
+        raise UnsupportedError(
+            "the page shows the tiles of the default mode; the reproducible mode computes others",
+            argument="reproducible",
+            value=True,
+            remedy="leave it out: the schedule is the same",
+        )
     layout = settings.build_layout(settings.layout)
     _check_numbers("the simulation", settings.seq_len, settings.world_size)
     tokens = Tokens.random(settings, settings.seq_len, np.random.default_rng(settings.seed))
@@ -42,7 +49,6 @@ def build_settings_page(settings: Settings, command: str = "") -> str:
             mask=settings.mask,
             layout=layout,
             algorithm=algorithm,
-            reproducible=settings.reproducible,
             **settings.options(algorithm),  # type: ignore[arg-type]
         )
         for algorithm in settings.algorithms

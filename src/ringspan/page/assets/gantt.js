@@ -104,11 +104,11 @@ function drawLane(context, bars, lane, at) {
   for (const bar of bars) {
     if (bar[3] < view.from || bar[2] > view.to) continue;
     const { x, y, w, h: height } = placeBar(bar, at);
-    if (x + w <= reach[bar[1]] + 0.3) continue; // nothing new at this resolution
+    if (x + w <= reach[bar[1]] + 0.75) continue; // nothing new at this resolution
     reach[bar[1]] = x + w;
     context.fillStyle = bar[1] === 'compute' ? paints.looks[lane % NUM_LOOKS] : paints[bar[1]];
     context.fillRect(x, y, Math.max(w - (w > 3 ? 1 : 0), 0.6), height);
-    if (bar[1] === 'compute' && w > context.measureText(bar[4]).width + 8 && height > 11) {
+    if (bar[1] === 'compute' && w > 24 && height > 11 && w > context.measureText(bar[4]).width + 8) {
       context.fillStyle = paints.onLook;
       context.fillText(bar[4], x + 4, y + height / 2);
     }

@@ -28,9 +28,10 @@ function drawRing(svg, run, t, width) {
   const cardWidth = small && numRanks > 4 ? 84 : CARD.width;
   const columns = Math.max(1, Math.floor(width / (cardWidth + 8)));
   const onRing = numRanks <= 8;
-  const height = onRing ? (numRanks > 4 ? (small ? 580 : 470) : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const height = onRing ? (numRanks > 4 ? 470 : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
   const centres = Array.from({ length: numRanks }, (_, rank) => {
     if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
+    if (small && numRanks > 4) return placeOnTrack(rank, numRanks, width);
     const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
     const radius = [Math.min(width / 2 - cardWidth / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
     return [width / 2 + radius[0] * Math.cos(angle), height / 2 + radius[1] * Math.sin(angle)];
@@ -47,6 +48,13 @@ function drawRing(svg, run, t, width) {
   const cards = centres.map((centre, rank) => drawCard(rank, centre, cardWidth, cells[rank], isDone));
   svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean));
   return arrows.filter((arrow) => arrow.chipElement);
+}
+
+// Where there is no room for a circle: down one side and up the other.
+function placeOnTrack(rank, numRanks, width) {
+  const half = Math.ceil(numRanks / 2);
+  const isDown = rank < half;
+  return [width * (isDown ? 0.76 : 0.24), (isDown ? rank : numRanks - 1 - rank) * (CARD.height + 52)];
 }
 
 function describeRing(cells, sends, t, isDone) {
@@ -82,7 +90,7 @@ const shorten = (text, most) => (text.length > most ? `${text.slice(0, most - 1)
 function drawArrow({ block, src, dst }, centres, width, isLabelled) {
   const [[x0, y0], [x1, y1]] = [edge(centres[src], centres[dst], width), edge(centres[dst], centres[src], width)];
   const [dx, dy] = [x1 - x0, y1 - y0];
-  const bend = 0.12;
+  const bend = Math.abs(dx) < 5 && Math.abs(dy) > 150 ? 0.35 : 0.12; // past the cards in between
   const control = [(x0 + x1) / 2 + dy * bend, (y0 + y1) / 2 - dx * bend];
   const at = (share) => {
     const rest = 1 - share;
