@@ -5,8 +5,10 @@ import hashlib
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,9 @@ import pytest
 
 from ringspan.algorithms import build_schedule
 from ringspan.errors import ShapeError, UnsupportedError
-from ringspan.layout import contiguous, striped, zigzag
+from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import causal
-from ringspan.page import build_plan_page, build_simulation_page
+from ringspan.page import build_plan_page, build_simulation_page, plan_timeline
 from ringspan.page.cases import MOST_RUNS
 from ringspan.page.hiding import GIGABYTES_PER_S, PARTS, TOKENS, describe_hiding, time_ring
 from ringspan.page.html import assemble, embed_json
@@ -25,6 +27,8 @@ from ringspan.page.memory import SHARD, count_bytes
 from ringspan.page.memory import TOKENS as MEMORY_TOKENS
 from ringspan.page.plan_timeline import setup_timeline
 from ringspan.page.report import build_report, facts, table, text
+from ringspan.page.simulation import MOST_RANKS, MOST_TOKENS
+from ringspan.page.traces import MOST_EVENTS, MOST_LANES
 from ringspan.page.units import format_bytes, format_seconds, format_tokens
 from ringspan.planner.catalog import load_device, load_model, parse_devices
 from ringspan.planner.cost import RINGSPAN, Shard
@@ -318,3 +322,28 @@ def test_a_plan_of_a_hostile_model_is_escaped(plan: Plan) -> None:
     assert "&lt;img src=x" in hostile._repr_html_()
     assert plan._repr_html_().count("<tr>") == 11
     assert payload_of(build_plan_page(hostile))["title"].startswith(f"Plan: {name}")
+
+
+# Documents
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("build", [contiguous, zigzag, striped])
+def test_the_pictures_of_the_documents_are_drawn_by_the_library(build: Callable[[int, int], Layout]) -> None:
+    drawn = build(32, 4)._repr_html_()
+    file = DOCS / "images" / f"layout-{build.__name__}.svg"
+    assert file.read_text() == f"{drawn.replace('currentColor', '#7d8590')}\n"
+
+
+def test_the_documents_count_what_is_in_the_lesson() -> None:
+    ring, faults, *_, questions = describe_lesson()["sections"]
+    says = (DOCS / "page.md").read_text()
+    assert f"{len(ring['runs'])} runs of 2, 3, 4 or 8 ranks" in says
+    assert len(faults["faults"]) == 7  # six mistakes, and none
+    assert "Six mistakes" in says
+    assert len(questions["questions"]) == 10
+    assert "Ten, each answered" in says
+    assert f"{MOST_TOKENS} tokens, {MOST_RANKS} ranks" in says
+    assert f"{MOST_EVENTS:,} events, {MOST_LANES:,} ranks" in says
+    assert f"up to {plan_timeline.MOST_RANKS} ranks" in says

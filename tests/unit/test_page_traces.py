@@ -147,3 +147,16 @@ def test_plan_writes_its_page(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)["options"]
     assert "Every way, ranked" in file.read_text(encoding="utf-8")
+
+
+def test_a_hostile_config_injects_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "<img src=x onerror=alert(1)>.json"
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    rest = {"intermediate_size": 1024, "vocab_size": 1000, "model_type": "llama", "_name_or_path": HOSTILE[0]}
+    config.write_text(json.dumps(sizes | rest))
+    file = tmp_path / "plan.html"
+    result = run("plan", "--model", config, "--devices", "4xh100", "--tokens", "16K", "--html", file)
+    assert result.exit_code == 0, result.stderr
+    page = file.read_text(encoding="utf-8")
+    assert "<img" not in page
+    assert page.count("<script") == 2
