@@ -85,7 +85,7 @@ def test_stepping_reaches_the_tiles_and_messages_of_the_schedule(
             sent[cell.rank] += sum(event.nbytes for event in cell.sent)
             assert_row(cell, row, sent[cell.rank])
         assert len(simulation.schedule.step(t).attends) == one.ranks
-        forward(opened).click()
+        forward(opened).evaluate("(button) => button.click()")
     shown = opened.page.evaluate(READ_STEP)
     assert (shown["now"], shown["done"]) == ([], done)
     assert forward(opened).is_disabled()

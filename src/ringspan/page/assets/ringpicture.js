@@ -25,15 +25,14 @@ function drawRing(svg, run, t, width) {
   const isDone = t >= run.num_steps;
   const numRanks = run.ranks;
   const small = width < 420;
-  const cardWidth = small && numRanks > 4 ? 84 : CARD.width;
-  const columns = Math.max(1, Math.floor(width / (cardWidth + 8)));
+  const columns = Math.max(1, Math.floor(width / (CARD.width + 8)));
   const onRing = numRanks <= 8;
   const height = onRing ? (numRanks > 4 ? 470 : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
   const centres = Array.from({ length: numRanks }, (_, rank) => {
     if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
     if (small && numRanks > 4) return placeOnTrack(rank, numRanks, width);
     const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
-    const radius = [Math.min(width / 2 - cardWidth / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
+    const radius = [Math.min(width / 2 - CARD.width / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
     return [width / 2 + radius[0] * Math.cos(angle), height / 2 + radius[1] * Math.sin(angle)];
   });
   const ys = centres.map(([, y]) => y);
@@ -44,8 +43,8 @@ function drawRing(svg, run, t, width) {
   const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
   const sends = cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
   svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
-  const arrows = onRing ? sends.map((send) => drawArrow(send, centres, cardWidth, sends.length <= 2 * numRanks)) : [];
-  const cards = centres.map((centre, rank) => drawCard(rank, centre, cardWidth, cells[rank], isDone));
+  const arrows = onRing ? sends.map((send) => drawArrow(send, centres, sends.length <= 2 * numRanks)) : [];
+  const cards = centres.map((centre, rank) => drawCard(rank, centre, cells[rank], isDone));
   svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean));
   return arrows.filter((arrow) => arrow.chipElement);
 }
@@ -64,8 +63,9 @@ function describeRing(cells, sends, t, isDone) {
   return `Step ${t}: ${computing.join(', ')}. ${sending.length ? `Travelling: ${sending.join(', ')}.` : 'Nothing travels.'}`;
 }
 
-function drawCard(rank, [x, y], width, [held, tiles], isDone) {
-  const room = width < 100 ? 12 : 15;
+function drawCard(rank, [x, y], [held, tiles], isDone) {
+  const { width } = CARD;
+  const room = 15; // characters
   const shown = describeWork(tiles, rank, isDone).map((line) => shorten(line, room));
   const holds = isDone ? '' : held.length ? `own + ${held.length > 1 ? `${held.length} blocks` : held[0]}` : 'own blocks only';
   return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${tiles.length ? 'busy' : 'idle'}` },
@@ -87,8 +87,8 @@ function describeWork(tiles, rank, isDone) {
 
 const shorten = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-function drawArrow({ block, src, dst }, centres, width, isLabelled) {
-  const [[x0, y0], [x1, y1]] = [edge(centres[src], centres[dst], width), edge(centres[dst], centres[src], width)];
+function drawArrow({ block, src, dst }, centres, isLabelled) {
+  const [[x0, y0], [x1, y1]] = [edge(centres[src], centres[dst]), edge(centres[dst], centres[src])];
   const [dx, dy] = [x1 - x0, y1 - y0];
   const bend = Math.abs(dx) < 5 && Math.abs(dy) > 150 ? 0.35 : 0.12; // past the cards in between
   const control = [(x0 + x1) / 2 + dy * bend, (y0 + y1) / 2 - dx * bend];
@@ -109,8 +109,8 @@ function drawArrow({ block, src, dst }, centres, width, isLabelled) {
 }
 
 // Where the line between two cards leaves the first.
-function edge([x, y], [toX, toY], width) {
+function edge([x, y], [toX, toY]) {
   const [dx, dy] = [toX - x, toY - y];
-  const share = Math.min((width / 2 + 5) / Math.abs(dx || 1e-9), (CARD.height / 2 + 5) / Math.abs(dy || 1e-9));
+  const share = Math.min((CARD.width / 2 + 5) / Math.abs(dx || 1e-9), (CARD.height / 2 + 5) / Math.abs(dy || 1e-9));
   return [x + dx * share, y + dy * share].map((value) => Math.round(value * 10) / 10);
 }
