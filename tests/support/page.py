@@ -6,6 +6,7 @@ from ringspan.page import build_lesson
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
+    "</script x=<script x=",
     "<img src=x onerror='window.hacked = 1'>",
     "<!--<script>",
     "javascript:window.hacked=1",

@@ -132,6 +132,7 @@ def test_what_is_hostile_is_data(hostile: str) -> None:
     assert [tag for tag, _ in elements.found] == [tag for tag, _ in plain.found]
     assert elements.texts["style"] == plain.texts["style"]
     assert elements.texts["script"][1] == plain.texts["script"][1]
+    assert not set("<>&") & set(elements.texts["script"][0])
     payload = payload_of(page)
     assert payload["title"] == payload["lead"][0] == payload["command"] == hostile
     assert payload["sections"][1]["rows"] == [[{"text": hostile}]]
