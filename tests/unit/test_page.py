@@ -260,7 +260,7 @@ def test_the_timeline_of_a_plan_is_that_of_the_schedule(plan: Plan) -> None:
 
 
 def test_a_timeline_of_too_many_ranks_is_refused(plan: Plan) -> None:
-    with pytest.raises(UnsupportedError, match="at most 64"):
+    with pytest.raises(UnsupportedError, match="use at most 64"):
         setup_timeline(plan.request, Setup("pass_kv", "zigzag", 1, 128))
 
 

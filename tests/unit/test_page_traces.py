@@ -114,7 +114,7 @@ def test_page_shows_a_trace(tmp_path: Path) -> None:
         (("--trace", "no_such_file.json"), "no_such_file.json"),
         (("--predicted", "x.json"), "--predicted"),
         (("--output", "no/such/folder/page.html"), "folder"),
-        (("--output", ""), "name of a file"),
+        (("--output", ""), "a file needs a name"),
     ],
 )
 def test_page_refuses_what_it_cannot_use(args: tuple[str, ...], words: str) -> None:

@@ -17,7 +17,7 @@ from ringspan.algorithms import Query, check_algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING, RINGS, RingWork, choose_by_time
 from ringspan.cache.arguments import DTYPES, by_sequence, layer_masks, refuse_looking_ahead, storage_codec, whole_number
 from ringspan.cache.plan import Part, make_parts, plan_problem, ring_work
-from ringspan.cache.saving import fill, read_index, save, signature
+from ringspan.cache.saving import fill, read_saved, save, signature
 from ringspan.cache.state import CacheModel, CacheState
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
@@ -236,7 +236,6 @@ class KVCache:
 
     def save(self, folder: str | Path) -> None:
         """Write all committed tokens into a folder that all ranks can reach; a collective call."""
-        self._state.refuse_during_turn("save")
         save(self._state, Path(folder))
 
     def load(self, folder: str | Path) -> None:
@@ -248,14 +247,13 @@ class KVCache:
                 raise CacheError(
                     f"load into a cache that has sequences {[*state.placements]}", remedy="drop them first"
                 )
-            saved = read_index(state, Path(folder))
+            index, kept = read_saved(state, Path(folder))
             call.agree(signature(state, "load", Path(folder)), once=True)
-        kept = {sequence: placement for sequence, placement in saved.items() if placement.length}
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
-        with self.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, state.session.call() as call:
-            fill(turn, Path(folder), kept)
+        with self.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, turn.step() as call:
+            fill(turn, Path(folder), index)
             call.agree(signature(state, "loaded", Path(folder)), once=True)
 
     def _placement(self, sequence: int) -> Any:

@@ -10,7 +10,8 @@ cache; a rank that refuses sends the reason there. After that, layers exchange n
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -193,7 +194,7 @@ class Turn:
         Returns:
             out (sequences, heads, 1, v_head_dim) in q's dtype, or (out, lse).
         """
-        with self._call():
+        with self.step():
             self._check_decode(q=q, k=k, v=v)
         if self.num_rows == 1:  # (1, heads, 1, dim) is both forms
             return self.prefill(q, k, v, layer=layer, scale=scale, return_lse=return_lse)
@@ -207,7 +208,7 @@ class Turn:
 
         The shapes are those of `prefill`. No message is sent.
         """
-        with self._call():
+        with self.step():
             check_layer(self, layer)
             check_tensors(self, k=k, v=v)
             store_layer(self, k, v, layer)
@@ -261,20 +262,24 @@ class Turn:
     def __enter__(self) -> "Turn":
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if not self.is_open:
             return
-        if kind is None:
+        if error is None:
             self.commit()
-        else:
-            self.abort()
+            return
+        self.abort()
+        # The other ranks are in this turn's next layer, or about to be.
+        self._state.session.call(is_agreed=self.is_agreed).tell(error)
 
     def __repr__(self) -> str:
         new = ", ".join(f"{part.sequence}: {part.num_new} after {part.start}" for part in self.parts)
         return f"<Turn {self.algorithm}, sequences {{{new}}}>"
 
     @contextmanager
-    def _call(self) -> Iterator[RankCall]:
+    def step(self) -> Iterator[RankCall]:
         """A step of the turn: an error ends the turn on this rank, and the other ranks are told."""
         with self.state.session.call(is_agreed=self.is_agreed) as call:
             try:
@@ -284,7 +289,7 @@ class Turn:
                 raise
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float | None) -> Partial:
-        with self._call() as call:
+        with self.step() as call:
             check_layer(self, layer)
             check_tensors(self, q=q, k=k, v=v)
             softmax = softmax_scale(scale, self.state.model.head_dim)

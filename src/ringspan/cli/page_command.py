@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from ringspan.cli.values import OutputFile, check_writable
+from ringspan.cli.errors import Command
+from ringspan.cli.files import OutputFile, write_text
 
 EXAMPLES = """\b
 Examples:
@@ -16,8 +17,8 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.option("--output", type=OutputFile(), default="ringspan.html", help="The file to write.")
+@click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option("--output", type=OutputFile(".html"), default="ringspan.html", help="The file to write.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Show this Chrome trace instead of the lesson.")
 @click.option("--predicted", type=click.Path(path_type=Path), help="A predicted trace to lay over it.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
@@ -29,7 +30,6 @@ def page(ctx: click.Context, output: Path, trace: Path | None, predicted: Path |
     """
     if predicted is not None and trace is None:
         raise click.UsageError("--predicted is laid over a measured trace; add --trace FILE")
-    check_writable(ctx, "--output", output)
     from ringspan.page import build_lesson, build_trace_page, read_trace
 
     command = command_line(ctx)
@@ -38,15 +38,9 @@ def page(ctx: click.Context, output: Path, trace: Path | None, predicted: Path |
     else:
         other = None if predicted is None else read_trace(predicted)
         text = build_trace_page(read_trace(trace), other, command)
-    write_page(output, text)
+    write_text(output, text)
     if opens:
         click.launch(output.resolve().as_uri())
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page and say so, on standard error, where it does not mix with JSON."""
-    path.write_text(text, encoding="utf-8")
-    click.echo(f"Wrote {path} ({len(text.encode()) / 1000:,.0f} kB); open it in a browser.", err=True)
 
 
 def command_line(ctx: click.Context) -> str:

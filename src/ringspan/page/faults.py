@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringspan.algorithms import build_schedule
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.errors import ScheduleError
 from ringspan.layout import Layout, contiguous, zigzag
 from ringspan.mask import causal
@@ -128,7 +129,7 @@ def list_faults() -> list[Fault]:
 
 def ring(layout: Layout, direction: str = "forward") -> Schedule:
     """The right schedule."""
-    return build_schedule("pass_kv", visible_blocks(causal(), layout), direction=direction)  # type: ignore[arg-type]
+    return build_schedule(DEFAULT_ALGORITHM, visible_blocks(causal(), layout), direction=direction)  # type: ignore[arg-type]
 
 
 def refusal_of(fault: Fault) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringspan.algorithms import build_schedule
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.layout import contiguous, zigzag
 from ringspan.mask import causal
 from ringspan.page.units import format_tokens
@@ -52,7 +53,7 @@ def time_ring(loads: list[Load], gigabytes_per_s: float) -> Timeline:
 def _loads(layout_name: str, tokens: int) -> list[Load]:
     layout, mask, device = LAYOUTS[layout_name](tokens, WORLD_SIZE), causal(), load_device(DEVICE)
     shapes = Shapes((1,), HEADS, HEAD_DIM, HEAD_DIM, 2, 4)
-    schedule = build_schedule("pass_kv", visible_blocks(mask, layout))
+    schedule = build_schedule(DEFAULT_ALGORITHM, visible_blocks(mask, layout))
     kv_elements = 2 * HEADS.num_kv_heads * HEAD_DIM
     shard = Shard(1, *HEADS, HEAD_DIM, HEAD_DIM, kv_elements, 2, "bf16", RINGSPAN)
     problem = Problem(mask, layout, layout, shapes)

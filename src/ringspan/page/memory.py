@@ -2,14 +2,17 @@
 
 from typing import Any
 
-from ringspan.algorithms import ALGORITHMS
+from ringspan.algorithms.all_gather import ALL_GATHER
+from ringspan.algorithms.pass_kv import PASS_KV
+from ringspan.algorithms.pass_q import PASS_Q
+from ringspan.algorithms.ulysses import ULYSSES
 from ringspan.page.units import format_tokens
 from ringspan.planner.cost import RINGSPAN, Shard
 from ringspan.planner.plan.memory import attention_buffers
 
 TOKENS = 2**20
 NUM_RANKS = (1, 2, 4, 8, 16, 32)
-SHOWN = ("pass_kv", "pass_q", "all_gather", "ulysses")
+SHOWN = (PASS_KV, PASS_Q, ALL_GATHER, ULYSSES)
 SHARD = Shard(1, 32, 32, 128, 128, 2 * 32 * 128, 2, "bf16", RINGSPAN)
 
 
@@ -21,8 +24,8 @@ def describe_memory() -> dict[str, Any]:
         "head_dim": SHARD.head_dim,
         "ranks": list(NUM_RANKS),
         "algorithms": [
-            {"key": key, "label": ALGORITHMS[key].label, "bytes": [count_bytes(key, ranks) for ranks in NUM_RANKS]}
-            for key in SHOWN
+            {"key": one.name, "label": one.label, "bytes": [count_bytes(one.name, ranks) for ranks in NUM_RANKS]}
+            for one in SHOWN
         ],
     }
 

@@ -13,12 +13,15 @@ def setup_timeline(request: Request, setup: Setup) -> Timeline:
     """The forward pass, with every step recorded."""
     if setup.cp > MOST_RANKS:
         raise UnsupportedError(
-            f"the way has {setup.cp} ranks, and a timeline shows every rank, at most {MOST_RANKS}",
-            remedy="plan with more tensor parallelism or fewer devices",
+            f"the best way has {setup.cp} ranks, and a trace shows every rank",
+            argument="trace",
+            remedy=f"use at most {MOST_RANKS}, with more tensor parallelism or fewer devices",
         )
     if request.model.latent is not None or request.cached_tokens or request.phase == "decode":
         raise UnsupportedError(
-            "a timeline is drawn for a prefill without cache, a denoising or a training step, without latent attention"
+            "only a prefill without cache, a denoising or a training step, without MLA, has a trace",
+            argument="trace",
+            remedy="leave it out",
         )
     shard = shard_of(request, setup)
     sequence = sequence_of(request, setup, shown_window(request.model))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.page.runs import Json
 from ringspan.page.units import format_tokens
 
@@ -84,7 +85,7 @@ def list_questions(runs: Mapping[str, Json], faults: list[Json], hiding: Json, m
             ["it stays the same", "it falls to about a half", "it falls to about a quarter", "it grows"],
             _nearest_quotient(memory),
             "Everything a rank holds is a share of the tokens, O(n / P); an all-gather keeps all keys and values.",
-            {"memory": "pass_kv", "at": "memory"},
+            {"memory": DEFAULT_ALGORITHM, "at": "memory"},
         ),
     ]
 

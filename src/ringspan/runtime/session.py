@@ -46,6 +46,9 @@ class Session(NamedTuple):
         return RankCall(self, timeout_s, contract, is_agreed)
 
 
+_TOLD = "_ringspan_told"
+
+
 class RankCall:
     """One rank's part in a call of the group, from checking arguments to the last message."""
 
@@ -85,9 +88,13 @@ class RankCall:
             self.tell(error)
 
     def tell(self, error: BaseException) -> None:
-        """Send this rank's error to the other ranks: as a refusal before all agreed, by aborting the group after."""
-        if isinstance(error, TransportError):  # the other ranks know of it
-            return
+        """Send this rank's error to the other ranks: as a refusal before all agreed, by aborting the group after.
+
+        An error that passes through several calls is told once: nobody listens to a second refusal.
+        """
+        if isinstance(error, TransportError) or _TOLD in error.__dict__:
+            return  # the other ranks know of it
+        error.__dict__[_TOLD] = True
         if self.is_agreed or not isinstance(error, Exception):
             # Ctrl-C too: other ranks read this rank's memory, so links are closed before the memory is reused.
             transport = self._session.transport

@@ -1,4 +1,4 @@
-"""A measurement on the terminal: how fast, where the time goes, what was sent, and whether it is right."""
+"""How is a measured attention call printed? Speed, where the time goes, bytes, memory, and whether it is right."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,15 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.bench.result import Machine, Parameters, PathCheck, RankResult, Ratio, Result
-from ringspan.cli.page import TABLE_RANKS, Page, format_count, new_table
+from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.page import TABLE_RANKS, Page
+from ringspan.cli.tables import new_table
 
 STATUS_STYLES = {"ok": "green", "failed": "bold red", "not available": "dim"}
 
 
 def print_bench(result: Result, console: Console) -> None:
-    """Print everything."""
+    """Print the whole report."""
     page = Page(console)
     _print_title(page, result.parameters, result.machine)
     _print_times(page, result)
@@ -65,7 +67,7 @@ def _print_times(page: Page, result: Result) -> None:
 
 
 def format_spread(ratio: Ratio, form: str) -> str:
-    """The median, and the ends."""
+    """The median, and the lowest and highest value."""
     median, lowest, highest = map(form.format, (ratio.median, ratio.lowest, ratio.highest))
     return f"{median} ({lowest} to {highest})"
 
@@ -80,14 +82,12 @@ def _print_breakdown(page: Page, result: Result) -> None:
         table.add_row(str(it.rank), *cells, format_seconds(part.total_s))
     page.show(table)
     page.note_hidden(len(result.by_rank))
-    page.prose(
-        "communication: blocked by a message under way. waiting: for a rank that has not sent yet or not finished."
-    )
+    page.prose("communication: blocked by a message on its way. waiting: for a rank that has not sent or finished yet.")
     page.console.print(Text(result.verdict, "bold"))
 
 
 def _print_ranks(page: Page, ranks: Sequence[RankResult]) -> None:
-    page.section("What was sent, and what it took")
+    page.section("Bytes and memory")
     table = new_table("rank", ">bytes sent", ">in the schedule", "", ">peak memory", ">inputs", ">call above them")
     for it in ranks[:TABLE_RANKS]:
         is_exact = it.sent_bytes == it.scheduled_bytes
@@ -103,7 +103,7 @@ def _print_ranks(page: Page, ranks: Sequence[RankResult]) -> None:
     page.show(table)
     page.note_hidden(len(ranks))
     if any(it.memory.peak_bytes is None for it in ranks):
-        page.prose("Ranks that are threads share a process, so their memory cannot be told apart.")
+        page.prose("Ranks that are threads share a process, so their memory cannot be measured separately.")
 
 
 def _print_check(page: Page, result: Result) -> None:
@@ -115,7 +115,7 @@ def _print_check(page: Page, result: Result) -> None:
     elif not check.is_passed:
         text = f"✗ Wrong: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
     elif not result.has_exact_bytes:
-        text = "✗ Wrong: the ranks sent other bytes than the schedule says."
+        text = "✗ Wrong: the ranks did not send the bytes of the schedule."
     else:
         text = f"✓ The result is right: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
     page.console.print(Text(text, "bold green" if result.is_verified else "bold red"))
@@ -126,7 +126,7 @@ def _print_check(page: Page, result: Result) -> None:
 
 
 def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> None:
-    """A Markdown table, to be pasted into an issue as it is; so no line of it is ever folded."""
+    """Print a Markdown table to paste into an issue; its lines are never wrapped."""
     rows = [("path", "status", "max error", "note"), ("---", "---", "---:", "---")]
     rows += [(it.path, it.status, "" if it.max_error is None else f"{it.max_error:.1e}", it.note) for it in paths]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -142,14 +142,6 @@ def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> N
         console.print(Text(f"✗ {num_failed} of {num_run} paths that can run here failed.", "bold red"))
     else:
         console.print(Text(f"✓ All {num_run} paths that can run here are right.", "bold green"))
-
-
-def format_seconds(seconds: float) -> str:
-    """With three digits, in s, ms or µs; rounded first, so that 999.6 ms are 1 s and nothing is less than 1 ns."""
-    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
-    rounded = [(round(float(f"{seconds / size:.3g}"), 3), unit) for unit, size in units]
-    number, unit = next((it for it in rounded if abs(it[0]) >= 1), rounded[-1])
-    return f"{number or 0:,.12g} {unit}"
 
 
 def _format_bytes(number: int | None) -> str:

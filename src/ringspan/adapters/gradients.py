@@ -1,7 +1,8 @@
 """How do the ranks of a training loop keep the same weights?
 
-Each rank's backward pass leaves its share of every gradient. The shares are summed here, in buckets, by a
-reduce-scatter and an all-gather, so that all ranks have the same bits. A digest of the weights shows a missing sum.
+Each rank's backward pass leaves its share of every gradient. `reduce_gradients` sums the shares in buckets with a
+reduce-scatter and an all-gather, so that all ranks have the same bits. A digest of the weights shows a missing
+reduction.
 """
 
 import hashlib
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspan.adapters.transformers.shards import Options
 from ringspan.layout import contiguous
+from ringspan.runtime.session import session_of
 from ringspan.training import gather
 
 _BUCKET = 2**22  # elements
@@ -20,13 +21,13 @@ _EVERY = 100  # training forwards
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def reduce_gradients(model: nn.Module, options: Options) -> None:
-    """Sum the gradients of a model's parameters over the ranks, in place."""
-    session = options.session
-    if options.world_size == 1:
+def reduce_gradients(model: nn.Module, group: Any) -> None:
+    """Sum the gradients of a model's parameters over the ranks of a group, in place."""
+    session = session_of(group)
+    if session.transport.world_size == 1:
         return
     weights = [x for x in model.parameters() if x.requires_grad]
-    # An expert that got none of this rank's tokens has no gradient here, but may have one elsewhere.
+    # An expert without a token of this rank has no gradient here, but may have one on another rank.
     has_grad = session.transport.all_gather_bytes(
         bytes(x.grad is not None for x in weights), session.transport.timeout_s
     )
@@ -36,7 +37,7 @@ def reduce_gradients(model: nn.Module, options: Options) -> None:
     grads = [x.grad for x in weights if x.grad is not None]
     for dtype, device in dict.fromkeys((x.dtype, x.device) for x in grads):
         for bucket in _buckets([x for x in grads if (x.dtype, x.device) == (dtype, device)]):
-            flat = _sum(torch.cat([x.flatten() for x in bucket]), options)
+            flat = _sum(torch.cat([x.flatten() for x in bucket]), group, session.transport.world_size)
             for x, part in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
                 x.copy_(part.view_as(x))
 
@@ -52,8 +53,7 @@ def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _sum(flat: torch.Tensor, options: Options) -> torch.Tensor:
-    size, group = options.world_size, options.group
+def _sum(flat: torch.Tensor, group: Any, size: int) -> torch.Tensor:
     length = flat.numel()
     flat = torch.nn.functional.pad(flat.detach(), (0, -length % size))
     layout = contiguous(flat.numel(), size)
@@ -65,15 +65,15 @@ def _sum(flat: torch.Tensor, options: Options) -> torch.Tensor:
 
 
 def is_digest_due(num_forwards: int) -> bool:
-    """At training forward 0, 1, 2, 4 … 64, where a missing reduction shows first, and at every hundredth."""
+    """Whether to compare weights: at training forwards 0, 1, 2, 4 … 64 and at every hundredth."""
     return not num_forwards % _EVERY or (num_forwards < _EVERY and not num_forwards & (num_forwards - 1))
 
 
 def digest_weights(model: nn.Module) -> str:
-    """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
+    """Sum the bits of all weights that this rank holds whole; the sum does not depend on order."""
     said: list[Any] = []
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         said.append(f"{name} {tuple(x.shape)} {x.dtype}")
-        if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
+        if not hasattr(x, "to_local"):  # a DTensor has different rows on each rank
             said.append(str(int(x.detach().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64))))
     return f"#{hashlib.blake2b(str(said).encode(), digest_size=8).hexdigest()}"

@@ -1,51 +1,30 @@
 """Who may attend to whom, as a small value instead of a dense matrix.
 
-Every basic mask lets a query see ONE interval of key positions, and both ends of that interval never move back as the
-query moves on. Such a family of intervals is a band. `&` of two bands is the larger start and the smaller end, a band
-again; `|` puts bands side by side. So every mask here is a union of bands, and whatever the rest of the library wants
-to know (is this tile empty, how much work is it, how can it be cut) follows from the ends of a few intervals.
+Every mask is a union of bands (`bands.py`), and whatever the rest of the library wants to know (is this tile empty, how
+much work is it, how can it be cut) follows from the ends of a few intervals.
 
 `allowed` says what a mask means, written straight from its definition; `bands` is derived, and tests hold the two
 together.
 """
 
-import itertools
+import functools
 import operator
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ringspan.errors import MaskError
+from ringspan.mask.bands import UNBOUNDED, Band, Coverage, Intersection, Union, band_coverage, intersect, unite
 from ringspan.span import Positions, Span
 
 T = TypeVar("T")
 Allowed = npt.NDArray[np.bool_]
 
-UNBOUNDED = 2**62  # "no end"; the sum of two values up to here still fits in int64
-
-
-class Coverage(Enum):
-    """How much of a tile is visible."""
-
-    EMPTY = "empty"
-    FULL = "full"
-    PARTIAL = "partial"
-
-
-class Band(NamedTuple):
-    """Per query the half-open interval [lo, hi) of visible key positions; empty where hi <= lo.
-
-    Neither `lo` nor `hi` ever falls as the query position rises.
-    """
-
-    lo: Positions
-    hi: Positions
+_DEEPEST = 64  # levels of brackets in a mask; a chain without brackets is one level, however long
 
 
 class Mask(ABC):
@@ -71,7 +50,8 @@ class Mask(ABC):
 
     def bands(self, q_positions: npt.ArrayLike) -> tuple[Band, ...]:
         """Bands whose union is `allowed`; they may overlap."""
-        return self._bands(self.known("q_positions", q_positions))
+        q = self.known("q_positions", q_positions)
+        return tuple(part.band(q) for part in self.union)
 
     def coverage(self, q_span: Span, kv_span: Span) -> Coverage:
         """Whether nothing, everything or something of the tile is visible.
@@ -80,7 +60,9 @@ class Mask(ABC):
         """
         self._check_known("q_span", q_span.stop if len(q_span) else 0)
         self._check_known("kv_span", kv_span.stop if len(kv_span) else 0)
-        return _band_coverage(self._bands, q_span, kv_span) if len(q_span) and len(kv_span) else Coverage.EMPTY
+        if not len(q_span) or not len(kv_span):
+            return Coverage.EMPTY
+        return band_coverage(lambda q: tuple(part.band(q) for part in self.union), q_span, kv_span)
 
     def _check_known(self, name: str, stop: int) -> None:
         """Refuse the argument called `name` if its positions, all below `stop`, are not all known to the mask."""
@@ -103,8 +85,19 @@ class Mask(ABC):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         """`allowed` for q of shape (q, 1) and kv of shape (1, kv)."""
 
-    @abstractmethod
-    def _bands(self, q: Positions) -> tuple[Band, ...]: ...
+    @property
+    def union(self) -> Union:
+        """The intersections of limits whose union this mask is; a mask that is one band need only define `band`."""
+        return (Intersection(others=frozenset([self])),)
+
+    def band(self, q: Positions) -> Band:
+        """The band of a mask that is one."""
+        raise NotImplementedError
+
+    @property
+    def depth(self) -> int:
+        """Levels of brackets."""
+        return 0
 
     def __and__(self, other: "Mask") -> "Mask":
         return _combine(_And, self, other) if isinstance(other, Mask) else NotImplemented
@@ -118,8 +111,9 @@ class _Full(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return np.ones((q.size, kv.size), dtype=np.bool_)
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return (Band(np.zeros_like(q), np.full_like(q, UNBOUNDED)),)
+    @property
+    def union(self) -> Union:
+        return (Intersection(),)
 
     def __repr__(self) -> str:
         return "full()"
@@ -130,8 +124,9 @@ class _Causal(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return kv <= q
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return (Band(np.zeros_like(q), q + 1),)
+    @property
+    def union(self) -> Union:
+        return (Intersection(right=0),)
 
     def __repr__(self) -> str:
         return "causal()"
@@ -150,10 +145,9 @@ class _SlidingWindow(Mask):
             visible &= kv <= q + self.right
         return visible
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        lo = np.zeros_like(q) if self.left is None else np.maximum(q - self.left, 0)
-        hi = np.full_like(q, UNBOUNDED) if self.right is None else q + self.right + 1
-        return (Band(lo, hi),)
+    @property
+    def union(self) -> Union:
+        return (Intersection(self.left, self.right),)
 
     def __repr__(self) -> str:
         return f"sliding_window({self.left}, {self.right})"
@@ -166,8 +160,9 @@ class _Prefix(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return (kv < self.n) | (kv <= q)
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return (Band(np.zeros_like(q), np.maximum(q + 1, self.n)),)
+    @property
+    def union(self) -> Union:
+        return (Intersection(prefix=self.n),)
 
     def __repr__(self) -> str:
         return f"prefix({self.n})"
@@ -191,9 +186,10 @@ class _Documents(Mask):
         same: Allowed = self._document(q) == self._document(kv)
         return same
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
+    def band(self, q: Positions) -> Band:
+        """From the first to the last token of the query's document."""
         document = self._document(q)
-        return (Band(self._bounds[document], self._bounds[document + 1]),)
+        return Band(self._bounds[document], self._bounds[document + 1])
 
     def _document(self, positions: Positions) -> npt.NDArray[np.intp]:
         return np.searchsorted(self._bounds, positions, side="right") - 1
@@ -210,9 +206,10 @@ class _FrameCausal(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return (kv < self.start) | (self._frame(kv) <= self._frame(q))
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
+    def band(self, q: Positions) -> Band:
+        """Up to the end of the query's frame."""
         end_of_frame = self.start + (self._frame(q) + 1) * self.tokens_per_frame
-        return (Band(np.zeros_like(q), np.maximum(end_of_frame, self.start)),)
+        return Band(np.zeros_like(q), np.maximum(end_of_frame, self.start))
 
     def _frame(self, positions: Positions) -> Positions:
         """The frame's number; negative before `start`."""
@@ -223,40 +220,44 @@ class _FrameCausal(Mask):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Pair(Mask):
-    a: Mask
-    b: Mask
+class _Combined(Mask):
+    terms: tuple[Mask, ...]  # of a chain, which is not nested, so that a long one is no deep recursion
+    _union: Union = field(compare=False)
+    _depth: int = field(compare=False)
 
     @property
     def num_positions(self) -> int:
-        return min(self.a.num_positions, self.b.num_positions)
+        return min(term.num_positions for term in self.terms)
+
+    @property
+    def union(self) -> Union:
+        return self._union
+
+    @property
+    def depth(self) -> int:
+        return self._depth
 
 
-class _And(_Pair):
+class _And(_Combined):
     __slots__ = ()
 
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return self.a._allowed(q, kv) & self.b._allowed(q, kv)
-
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        pairs = itertools.product(self.a._bands(q), self.b._bands(q))
-        return tuple(Band(np.maximum(a.lo, b.lo), np.minimum(a.hi, b.hi)) for a, b in pairs)
+        return functools.reduce(operator.and_, (term._allowed(q, kv) for term in self.terms))
 
     def __repr__(self) -> str:
-        return f"{_in_brackets(self.a, _Or)} & {_in_brackets(self.b, _Or, _And)}"
+        first, *rest = self.terms
+        return " & ".join([_in_brackets(first, _Or), *(_in_brackets(term, _Or, _And) for term in rest)])
 
 
-class _Or(_Pair):
+class _Or(_Combined):
     __slots__ = ()
 
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return self.a._allowed(q, kv) | self.b._allowed(q, kv)
-
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return self.a._bands(q) + self.b._bands(q)
+        return functools.reduce(operator.or_, (term._allowed(q, kv) for term in self.terms))
 
     def __repr__(self) -> str:
-        return f"{self.a} | {_in_brackets(self.b, _Or)}"
+        first, *rest = self.terms
+        return " | ".join([str(first), *(_in_brackets(term, _Or) for term in rest)])
 
 
 def _in_brackets(mask: Mask, *kinds: type[Mask]) -> str:
@@ -278,8 +279,13 @@ class _PerRow(Mask):
     def _allowed(self, q: Positions, kv: Positions) -> Allowed:
         return np.stack([mask._allowed(q, kv) for mask in self.masks])
 
-    def _bands(self, q: Positions) -> tuple[Band, ...]:  # noqa: ARG002
+    @property
+    def union(self) -> Union:
         raise MaskError(f"{self}.bands(...): the batch rows see different bands; ask each mask of .rows for its own")
+
+    @property
+    def depth(self) -> int:
+        return max(mask.depth for mask in self.masks)
 
     def coverage(self, q_span: Span, kv_span: Span) -> Coverage:
         found = {mask.coverage(q_span, kv_span) for mask in set(self.masks)}
@@ -292,43 +298,26 @@ class _PerRow(Mask):
 def _combine(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
     """`kind(a, b)`, row by row if either is per_row, so that per_row is always outermost."""
     if a.rows is None and b.rows is None:
-        return kind(a, b)
+        return _chain(kind, a, b)
     if a.rows is not None and b.rows is not None and len(a.rows) != len(b.rows):
         raise MaskError(
             f"per_row of {len(a.rows)} and of {len(b.rows)} rows: rows combine one by one; use equal numbers"
         )
     num_rows = len(a.rows or b.rows or ())
     pairs = zip(a.rows or (a,) * num_rows, b.rows or (b,) * num_rows, strict=True)
-    return _PerRow(tuple(kind(left, right) for left, right in pairs))
+    return _PerRow(tuple(_chain(kind, left, right) for left, right in pairs))
 
 
-def _band_coverage(bands_at: Callable[[Positions], tuple[Band, ...]], q_span: Span, kv_span: Span) -> Coverage:
-    """Coverage of a tile that has rows and columns, from as few rows as decide it.
-
-    Bands are taken in key indices of the tile. They are monotone, so one covers the tile iff it covers the first and
-    the last row, and it shows only in the rows from the first with hi > 0 to the last with lo < num_kv.
-    """
-    q, num_kv = range(q_span.start, q_span.stop, q_span.step), len(kv_span)
-
-    def bands_of(rows: range) -> list[Band]:
-        bands = bands_at(np.arange(rows.start, rows.stop, rows.step, dtype=np.int64))
-        # An end becomes the index of the first key position not below it: (end - start) / step, rounded up.
-        return [Band(*(np.clip(-((kv_span.start - end) // kv_span.step), 0, num_kv) for end in b)) for b in bands]
-
-    ends = bands_of(q[:: max(1, len(q) - 1)])
-    if any(band.lo[-1] == 0 and band.hi[0] == num_kv for band in ends):
-        return Coverage.FULL
-    if any((band.lo < band.hi).any() for band in ends):
-        return Coverage.PARTIAL
-    for i, band in enumerate(ends):
-        if band.lo[0] == num_kv or band.hi[-1] == 0:
-            continue
-        first = bisect_left(q, True, key=lambda p: bool(bands_of(range(p, p + 1))[i].hi[0] > 0))
-        stop = bisect_left(q, True, key=lambda p: bool(bands_of(range(p, p + 1))[i].lo[0] == num_kv))
-        inside = bands_of(q[first:stop])[i]
-        if (inside.lo < inside.hi).any():
-            return Coverage.PARTIAL
-    return Coverage.EMPTY
+def _chain(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
+    """`a` with one more term, if it is a chain of this kind; else a chain of the two."""
+    continues = type(a) is kind
+    depth = max(a.depth, b.depth + 1) if continues else max(a.depth, b.depth) + 1
+    if depth > _DEEPEST:
+        raise MaskError(
+            f"a mask of more than {_DEEPEST} levels of brackets cannot be read", remedy="combine its parts in a chain"
+        )
+    union = intersect(a.union, b.union) if kind is _And else unite((*a.union, *b.union))
+    return kind(((*a.terms, b) if continues and isinstance(a, _Combined) else (a, b)), union, depth)
 
 
 def full() -> Mask:

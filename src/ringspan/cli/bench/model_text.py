@@ -1,18 +1,20 @@
-"""A whole model on the terminal: how fast, where the time goes, what it takes, and whether it is right."""
+"""How is a measured model printed? Speed, where the time goes, memory, and whether it is right."""
 
 from rich.console import Console
 from rich.text import Text
 
 from ringspan.bench.result import Breakdown, Ratio, Timing
 from ringspan.bench.transformer_result import PHASES, ModelMemory, Phase, PhaseResult, Predicted, TransformerResult
-from ringspan.cli.bench.text import format_seconds, format_spread
-from ringspan.cli.page import TABLE_RANKS, Page, format_count, new_table
+from ringspan.cli.bench.attention_text import format_spread
+from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.page import TABLE_RANKS, Page
+from ringspan.cli.tables import new_table
 
 NAMES: dict[Phase, str] = {"prefill": "prefill", "train": "training step", "decode": "token"}
 
 
 def print_transformer(result: TransformerResult, console: Console) -> None:
-    """Print everything."""
+    """Print the whole report."""
     page = Page(console)
     _print_title(page, result)
     _print_times(page, result)
@@ -64,7 +66,7 @@ def _print_times(page: Page, result: TransformerResult) -> None:
     page.prose(
         f"Medians of {repeats}, interleaved, with the lowest and the highest ratio; a rank computes with one thread, "
         "and so does the one process. Ideal: every rank its own tokens and tiles, with no messages; where other "
-        "programs run too, processor time tells more. A training step is forward, loss, backward and the sum of "
+        "programs run too, compare processor time. A training step is forward, loss, backward and the sum of "
         "gradients over the ranks, without an update. A token is one of every sequence."
     )
 
@@ -90,8 +92,8 @@ def _print_breakdown(page: Page, result: TransformerResult) -> None:
     page.show(table)
     page.note_hidden(result.world_size)
     page.prose(
-        "attention: with merging. MLP, projections: and norms, RoPE, loss, all that works token by token. "
-        "communication: blocked by a message under way. waiting: for a rank that has not sent yet or not finished."
+        "attention: with merging. MLP, projections: including norms, RoPE, loss, everything that works token by token. "
+        "communication: blocked by a message on its way. waiting: for a rank that has not sent or finished yet."
     )
 
 
@@ -101,7 +103,7 @@ def _parts(part: Breakdown) -> list[str]:
 
 
 def _print_memory(page: Page, result: TransformerResult) -> None:
-    page.section("What it takes")
+    page.section("Memory")
     table = new_table(
         "", ">weights", ">KV cache", ">prefill, peak", ">activations kept", ">training, peak", ">process, peak"
     )
@@ -112,7 +114,7 @@ def _print_memory(page: Page, result: TransformerResult) -> None:
     page.note_hidden(result.world_size)
     page.prose(
         "Counted in tensors: the peaks are above the weights, in training with the gradients, and activations are what "
-        "the forward pass keeps for the backward pass. The process's own peak, in training, has all libraries in it."
+        "the forward pass keeps for the backward pass. The process's own peak, in training, includes all libraries."
     )
 
 

@@ -1,0 +1,8 @@
+"""Unmodified transformers and pipelines of diffusers on ranks."""
+
+from ringspan.adapters.diffusers.handle import DiffusersHandle, parallelize
+
+__all__ = [
+    "DiffusersHandle",
+    "parallelize",
+]
