@@ -17,6 +17,7 @@ import torch
 
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import KV_RING
+from ringspan.arguments import WHOLE, check_arguments
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
 from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
@@ -226,6 +227,7 @@ class Turn:
             scale: The scale it was given.
         """
         state = self.state
+        check_arguments(layer=(WHOLE, layer))
         if self.layers_done.get(layer) is None:
             raise CacheError(
                 "it was not attended in this turn", argument="layer", value=layer, remedy="call prefill or decode first"

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.arguments import RANKS, WHOLE, check_arguments, instance_of
 from ringspan.layout.layouts import Layout, contiguous, near_equal_cuts, zigzag
 from ringspan.layout.pairs import Counts, Work, count_pairs
 from ringspan.mask import Mask
@@ -49,6 +50,13 @@ def balanced(mask: Mask, seq_len: int, world_size: int, *, align: int = 1, start
     Every cut lies on `start` plus a multiple of `align`. A sequence with less than one such block per rank gets the
     better of `contiguous` and `zigzag`.
     """
+    check_arguments(
+        mask=(instance_of(Mask, "causal()"), mask),
+        seq_len=(WHOLE, seq_len),
+        world_size=(RANKS, world_size),
+        align=(WHOLE, align),
+        start=(WHOLE, start),
+    )
     return _balanced(mask, seq_len, world_size, align, start)
 
 

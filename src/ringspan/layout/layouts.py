@@ -9,13 +9,13 @@ about a second.
 import functools
 import hashlib
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ringspan.arguments import ARRAY, ITERABLE, LIST, MOST_RANKS, WHOLE, check_arguments
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout.pairs import BandedMask, Counts, Work, count_pairs
 from ringspan.layout.picture import draw_layout
@@ -39,6 +39,7 @@ class Layout:
     _hash: int = field(init=False)
 
     def __post_init__(self) -> None:
+        check_arguments(spans_by_rank=(ITERABLE, self.spans_by_rank), replicated=(ITERABLE, self.replicated))
         spans_by_rank = tuple(_ascending(spans, f"rank {rank}") for rank, spans in enumerate(self.spans_by_rank))
         replicated = _ascending(self.replicated, "replicated")
         if not spans_by_rank:
@@ -124,6 +125,7 @@ class Layout:
             A view if the rows are one run, else a copy.
         """
         whole: Any = x
+        check_arguments(rank=(WHOLE, rank))
         dim = _check_dim(whole, dim, "x")
         if whole.shape[dim] != self.num_positions:
             rule = f"the layout has {self.num_positions} positions; give one row for each, in ascending order"
@@ -133,12 +135,14 @@ class Layout:
 
     def unshard(self, parts: Sequence[Array], dim: int) -> Array:
         """Put one array per rank together, the inverse of `shard`. Replicated rows are taken from rank 0."""
+        check_arguments(parts=(LIST, parts))
         if len(parts) != self.world_size:
             raise ShapeError(f"len(parts)={len(parts)}: the layout has {self.world_size} ranks; give one part for each")
         arrays: Sequence[Any] = parts
         dim = _check_dim(arrays[0], dim, "parts[0]")
         shape = list(arrays[0].shape)
         for rank, part in enumerate(arrays):
+            check_arguments(**{f"parts[{rank}]": (ARRAY, part)})
             shape[dim] = self.shard_len(rank)
             if list(part.shape) != shape:
                 raise ShapeError(
@@ -175,6 +179,7 @@ class Layout:
         return count_pairs(mask, queries, (*kv_layout.spans_by_rank, kv_layout.replicated))
 
     def _spans(self, rank: int) -> tuple[Span, ...]:
+        check_arguments(rank=(WHOLE, rank))
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank={rank}: the layout has {self.world_size} ranks; use 0 to {self.world_size - 1}")
         return self.spans_by_rank[rank]
@@ -235,17 +240,18 @@ def _check_builder(seq_len: int, world_size: int, align: int, start: int, block:
         *(("align", align, 1), ("start", start, 0), ("block", block, 1)),
     )
     for name, value, least in checks:
-        try:
-            is_enough = operator.index(value) >= least
-        except TypeError:
-            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int") from None
-        if not is_enough:
+        if not WHOLE.holds(value):
+            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int")
+        if value < least:
             raise LayoutError(f"{name}={value}: {name} is at least {least}; use {name}={least} or more")
+    if world_size > MOST_RANKS:
+        raise LayoutError(f"world_size={world_size}: a group has at most {MOST_RANKS} ranks; use fewer")
 
 
 def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
     """Drop empty spans and join adjacent runs; refuse spans that do not ascend one after the other."""
     kept: list[Span] = []
+    check_arguments(**{name: (ITERABLE, spans)})
     for span in spans:
         if not isinstance(span, Span):
             raise LayoutError(f"{name}: {span!r} is not a span; give Span(start, stop) or Span(start, stop, step)")
@@ -316,6 +322,7 @@ def _format_spans(spans: Sequence[Span]) -> str:
 
 
 def _check_dim(x: Any, dim: int, name: str) -> int:
+    check_arguments(**{name: (ARRAY, x)}, dim=(WHOLE, dim))
     num_dims = len(x.shape)
     if not -num_dims <= dim < num_dims:
         raise ShapeError(f"dim={dim}: {name} has {num_dims} dims; use -{num_dims} to {num_dims - 1}")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import WHOLE, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.program.problem import local_rows
@@ -62,6 +63,8 @@ def _way_out(part: torch.Tensor, shard_len: int) -> str:
 
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
+    check_tensor(name, x)
+    check_arguments(dim=(WHOLE, dim))
     if not x.ndim:
         raise ShapeError(f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one")
     if not -x.ndim <= dim < x.ndim:
