@@ -45,7 +45,9 @@ def page(ctx: click.Context, output: Path, trace: Path | None, predicted: Path |
 
 def command_line(ctx: click.Context) -> str:
     """What was typed, if this is a program of its own; else only the command."""
+    commands: list[str] = []
+    while ctx.parent is not None:
+        commands.insert(0, ctx.info_name or "")
+        ctx = ctx.parent
     words = sys.argv[1:]
-    if ctx.info_name not in words[:1]:
-        return ctx.command_path
-    return shlex.join(["ringspan", *words])
+    return shlex.join(["ringspan", *(words if words[: len(commands)] == commands else commands)])
