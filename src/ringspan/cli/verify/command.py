@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ringspan import __version__
-from ringspan.cli.values import OutputFile, check_writable
+from ringspan.cli.files import OutputFile
 
 EXAMPLES = """\b
 Examples:
@@ -72,7 +72,6 @@ def verify(
         raise click.UsageError(
             "verify needs torch; install it, for example from a checkout with: pip install '.[torch]'"
         )
-    check_writable(ctx, "--junit", junit)
     from ringspan.verify.launched import is_launched, verify_here
     from ringspan.verify.run import verify as run_verify
 
