@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.light
 
-.PHONY: demo test test-fast test-slow fuzz chaos check format bench mpi clean
+.PHONY: demo test test-fast test-slow fuzz chaos check docs format bench mpi clean
 
 # Needs numpy, rich and click only, so it does not wait for torch.
 demo: $(LIGHT)
@@ -44,6 +44,11 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documentation site, in site/. `--strict` fails on a broken link, a missing page or an unknown name.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -56,7 +61,7 @@ mpi: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[mpi]'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 
 # Each stamp is written last, so an interrupted installation is done again.
 $(LIGHT): pyproject.toml constraints/cpu.txt

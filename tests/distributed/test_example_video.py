@@ -1,4 +1,4 @@
-"""The example that denoises a video runs on two ranks, and finds itself right."""
+"""The examples of video run, and find themselves right."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffuse
 
 import subprocess
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "video_denoise.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.slow]
 
@@ -19,8 +19,19 @@ def test_two_ranks_denoise_as_one_process_does(tmp_path):
     strip = tmp_path / "strip.png"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
-        [*command, str(EXAMPLE), "--strip", str(strip)], capture_output=True, text=True, timeout=240, check=False
+        [*command, str(EXAMPLES / "video_denoise.py"), "--strip", str(strip)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 ranks; 2 blocks; 2 × self, 2 × cross" in ended.stdout
     assert strip.stat().st_size > 0
+
+
+def test_a_stream_of_chunks_is_one_pass():
+    command = [sys.executable, str(EXAMPLES / "streaming_video.py"), "--ranks", "3", "--chunks", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "3 chunks on 3 ranks differ from one pass by" in ended.stdout

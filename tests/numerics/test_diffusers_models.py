@@ -39,8 +39,9 @@ def check_output_and_gradients(name: str, world_size: int, **options: object) ->
         assert torch.equal(restored, alone.output)
         for key, expected in alone.gradients.items():
             error = (gradients[key] - expected).abs().max()
-            # Softmax takes a shift of all keys away, so gradients of key biases are small differences of large numbers.
-            assert error <= max(5e-6 * expected.abs().max(), 1e-8 * largest), key
+            # Softmax takes most of a shift of all keys away: that gradient is a small difference of large numbers.
+            bound = 2e-5 if key.endswith("to_k.bias") else 5e-6
+            assert error <= max(bound * expected.abs().max(), 1e-8 * largest), key
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -854,6 +854,40 @@ def kandinsky5():
     )
 
 
+def ltx2():  # video and audio attend to each other; the audio is replicated
+    from diffusers import LTX2VideoTransformer3DModel
+
+    m = LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=4,
+        audio_cross_attention_dim=8,
+        num_layers=2,
+        caption_channels=16,
+        use_prompt_embeddings=True,
+    )
+    return m, dict(
+        hidden_states=rnd(2, 105, 4),
+        audio_hidden_states=rnd(2, 9, 4, seed=6),
+        encoder_hidden_states=rnd(2, 12, 16, seed=2),
+        audio_encoder_hidden_states=rnd(2, 12, 16, seed=3),
+        timestep=torch.tensor([500, 300]),
+        encoder_attention_mask=mask(2, 12, 12, 7).long(),
+        audio_encoder_attention_mask=mask(2, 12, 12, 7).long(),
+        num_frames=3,
+        height=5,
+        width=7,
+        fps=25.0,
+        audio_num_frames=9,
+    )
+
+
 LISTED = dict(
     wan=wan,
     wan_i2v=wan_i2v,
@@ -896,6 +930,7 @@ UNSEEN = dict(
     hunyuan_image=hunyuan_image,
     sana=sana,
     kandinsky5=kandinsky5,
+    ltx2=ltx2,
 )
 MODELS = LISTED | UNSEEN
 

@@ -6,9 +6,9 @@ call of its kind. After: a rank that failed tells the others.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +20,13 @@ from ringspan.adapters.diffusers.run import RankOptions, TokenShardRun
 from ringspan.adapters.diffusers.wiring import BlockWiring
 from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.modes import in_mode
-from ringspan.errors import RingspanError, TransportError, UnsupportedError
+from ringspan.errors import TransportError, UnsupportedError
 from ringspan.runtime.contract import Signature, describe
 
 _ALIKE = (
     "give every rank the same noise (generator=torch.Generator().manual_seed(…) with one seed for all), prompt, "
     "timesteps and guidance"
 )
-_Result = TypeVar("_Result")
 
 
 class TransformerOnRanks:
@@ -58,8 +57,9 @@ class TransformerOnRanks:
     def before(self, arguments: dict[str, Any]) -> None:
         """Agree with the other ranks, and begin."""
         self._forget()
-        self._telling(self._check)
-        self._agree(arguments)
+        with self.options.session.call():
+            self._check()
+        self.agree(arguments, self.options)
         plan = self.find_plan(arguments)
         self._run = TokenShardRun(plan, self.options)
         self._under_way = ExitStack()
@@ -73,10 +73,11 @@ class TransformerOnRanks:
             return
         if output is None:
             error = sys.exc_info()[1]
-            if isinstance(error, Exception) and not isinstance(error, TransportError):
-                self.options.refuse(error)
+            if error is not None:
+                self.options.tell(error)
             return
-        self._telling(run.check_complete)
+        with self.options.session.call():
+            run.check_complete()
 
     def find_plan(self, arguments: dict[str, Any]) -> ForwardPlan:
         """The plan for calls like this one, which is learned at the first of them."""
@@ -85,10 +86,10 @@ class TransformerOnRanks:
         for known, plan in self.plans:
             if known == form and all(numbers.get(place) == size for place, size in plan.fixed.items()):
                 return plan
-        plan = self._telling(lambda: self._learn(arguments))
-        fields = {"call": f"learned {type(self.model).__name__}", "plan": plan}
-        session = self.options.session
-        session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+        with self.options.session.call() as call:
+            plan = self._learn(arguments)
+            fields = {"call": f"learned {type(self.model).__name__}", "plan": plan}
+            call.agree(Signature.of(fields), once=True)
         self.plans.append((form, plan))
         return plan
 
@@ -113,8 +114,8 @@ class TransformerOnRanks:
         if dropping:
             raise UnsupportedError(f"{name} has dropout in training, which ranks would draw apart; set it to 0")
 
-    def _agree(self, arguments: dict[str, Any]) -> None:
-        session = self.options.session
+    def agree(self, arguments: dict[str, Any], options: RankOptions) -> None:
+        """All ranks of a group call the model with these arguments."""
         trains = torch.is_grad_enabled() and self.model.training
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training}
         fields |= {"gradient": torch.is_grad_enabled()}
@@ -124,20 +125,11 @@ class TransformerOnRanks:
                 fields["weights"] = digest_weights(self.model)
             self._num_trained += 1
         try:
-            session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+            with options.session.call() as call:
+                call.agree(Signature.of(fields), once=True)
         except TransportError as error:
             if "do not make the same call" in str(error):
                 raise TransportError(f"{error}; {_ALIKE}") from None
-            raise
-
-    def _telling(self, do: Callable[[], _Result]) -> _Result:
-        """A refusal on this rank is told to the others, which would wait for it in vain."""
-        try:
-            return do()
-        except TransportError:
-            raise
-        except RingspanError as error:
-            self.options.refuse(error)
             raise
 
     def _forget(self) -> None:

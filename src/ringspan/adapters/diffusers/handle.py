@@ -18,10 +18,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ringspan.adapters.diffusers.adapter import TransformerOnRanks
+from ringspan.adapters.diffusers.guidance import GuidedForward
 from ringspan.adapters.diffusers.run import RankOptions
 from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.algorithms import ALGORITHMS, check_algorithm
-from ringspan.errors import RingspanError, ShapeError, UnsupportedError
+from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.runtime.contract import Signature
 
 __all__ = ["DiffusersHandle", "parallelize"]
@@ -30,9 +31,11 @@ __all__ = ["DiffusersHandle", "parallelize"]
 class DiffusersHandle:
     """A parallelized transformer or pipeline. As a context manager it restores it at the end."""
 
-    def __init__(self, adapters: dict[str, TransformerOnRanks]) -> None:
+    def __init__(self, adapters: dict[str, TransformerOnRanks], branches: RankOptions | None) -> None:
         self._adapters = adapters
-        self._hooks = [hook for adapter in adapters.values() for hook in _hooks(adapter)]
+        self._hooks: list[RemovableHandle | _ForwardInPlace] = []
+        for adapter in adapters.values():
+            self._hooks += _hooks(adapter) if branches is None else [_ForwardInPlace(adapter, branches)]
 
     @property
     def plans(self) -> dict[str, list[str]]:
@@ -79,6 +82,7 @@ def parallelize(
     *,
     algorithm: str = "auto",
     mesh: tuple[int, int] | None = None,
+    cfg: Any = None,
     example: Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> DiffusersHandle:
@@ -93,6 +97,8 @@ def parallelize(
         group: As in `rs.attention`.
         algorithm: As in `rs.attention`.
         mesh: As in `rs.attention`.
+        cfg: A group of two ranks that compute the branches of guidance at the same time, each together with the other
+            ranks of its `group`: of a DeviceMesh of two dimensions, `group=mesh["cp"], cfg=mesh["cfg"]`.
         example: The arguments of a small call of the transformer, from which it is learned at once.
         verify: Run small calls on two ranks in threads, and refuse the model if the numbers differ.
 
@@ -102,17 +108,16 @@ def parallelize(
         TransportError: The ranks do not have the same model, or the same weights.
     """
     options = RankOptions(group, algorithm, mesh)
-    try:
+    branches = None if cfg is None else RankOptions(cfg, algorithm, mesh)
+    with options.session.call():
         check_algorithm(algorithm, ["auto", *ALGORITHMS])
         models = _transformers(model)
         for name, found in models.items():
             _check_model(name, found)
         if example is not None and len(models) > 1:
             raise ShapeError(f"the pipeline has {len(models)} transformers", argument="example", remedy="leave it out")
-    except RingspanError as error:
-        options.refuse(error)
-        raise
-    handle = DiffusersHandle({name: TransformerOnRanks(found, options, verify) for name, found in models.items()})
+    adapters = {name: TransformerOnRanks(found, options, verify) for name, found in models.items()}
+    handle = DiffusersHandle(adapters, branches)
     try:
         fields = {
             "call": "parallelize",
@@ -120,10 +125,11 @@ def parallelize(
             "options": options[1:],
             "weights": [digest_weights(found) for found in models.values()],
         }
-        session = options.session
-        session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+        for session in [x.session for x in (options, branches) if x is not None]:
+            with session.call() as call:
+                call.agree(Signature.of(fields), once=True)
         if example is not None:
-            (adapter,) = handle._adapters.values()
+            (adapter,) = adapters.values()
             with torch.no_grad():
                 adapter.find_plan(dict(example))
     except BaseException:
@@ -171,3 +177,18 @@ def _hooks(adapter: TransformerOnRanks) -> list[RemovableHandle]:
         adapter.model.register_forward_pre_hook(before, with_kwargs=True),
         adapter.model.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
+
+
+class _ForwardInPlace:
+    """A model whose forward is made by `GuidedForward` until it is removed."""
+
+    def __init__(self, adapter: TransformerOnRanks, branches: RankOptions) -> None:
+        self._model = adapter.model
+        self._own = self._model.__dict__.get("forward")  # such as that of a hook of diffusers or accelerate
+        self._model.forward = GuidedForward(adapter, self._model.forward, branches)
+
+    def remove(self) -> None:
+        if self._own is None:
+            del self._model.forward
+        else:
+            self._model.forward = self._own

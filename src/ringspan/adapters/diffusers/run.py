@@ -47,10 +47,9 @@ class RankOptions(NamedTuple):
         """How many ranks."""
         return self.session.transport.world_size
 
-    def refuse(self, error: BaseException) -> None:
+    def tell(self, error: BaseException) -> None:
         """Tell the other ranks, which are about to begin a call, that this one will not."""
-        if self.world_size > 1:
-            self.session.contract.refuse(f"{type(error).__name__}: {error}", self.session.transport.timeout_s)
+        self.session.call().tell(error)
 
 
 class Noted(NamedTuple):
@@ -192,10 +191,7 @@ class TokenShardRun(Walk):
             raise UnsupportedError(
                 f"{label} has dropout_p={asked.dropout_p}: ranks would drop other scores; set it to 0"
             )
-        try:
-            out = asked.alone() if attends.is_local else self._attend(asked, attends)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{label}: {error}") from None
+        out = asked.alone() if attends.is_local else self._attend(label, asked, attends)
         self.note_attention(label, attends, asked, out)
         return out
 
@@ -271,11 +267,14 @@ class TokenShardRun(Walk):
 
     # Attention
 
-    def _attend(self, asked: SdpaCall, attends: Attends) -> torch.Tensor:
+    def _attend(self, label: str, asked: SdpaCall, attends: Attends) -> torch.Tensor:
         assert attends.keys is not None
-        layout = self._layout(attends.q, asked.query.shape[-2], "q")
-        kv_layout = self._layout(attends.keys, asked.key.shape[-2], "k")
-        read = self._read(asked, attends, kv_layout)
+        layout = self._layout(attends.q, asked.query.shape[-2], f"q of {label}")
+        kv_layout = self._layout(attends.keys, asked.key.shape[-2], f"k of {label}")
+        try:
+            read = self._read(asked, attends, kv_layout)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{label}: {error}") from None
         out = attention(
             asked.query,
             asked.key,
