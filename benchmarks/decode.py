@@ -1,10 +1,10 @@
 """How much of the possible speed does decoding over a sharded cache reach?
 
-Two processes of one thread each hold half of the cached tokens of every sequence. "alone" is what they take to read
-their halves with the same kernel and no messages: nothing can be faster. "decode" is `rs.decode` of one token per
-sequence, every rank having all queries; "sharded" the same with the queries sharded by sequence. Both include the
-message that brings the parts together. Times are those of a layer. The ranks agree on a turn in its first layer; "step"
-adds that, `begin` and `commit`, shared by all layers.
+Two processes of one thread each hold half of the cached tokens of every sequence. "alone" is the time to read the
+halves with the same kernel and no messages, which is the lower bound. "decode" is `turn.decode` of one token per
+sequence with replicated queries; "sharded" has the queries sharded by sequence. Both include the message that merges
+the parts. Times are for one layer. "step" adds the agreement of the ranks in the first layer, `begin` and `commit`,
+shared by all layers.
 
     python benchmarks/decode.py [--cached 131072] [--rounds 15] [--write]
 """
@@ -34,7 +34,7 @@ AT_LEAST = 0.93
 
 
 class Times(NamedTuple):
-    """Seconds of one round."""
+    """The seconds of one round."""
 
     alone: float
     decode: float
@@ -84,14 +84,14 @@ def main() -> None:
 
 
 def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_rounds: int) -> list[Times]:
-    """The seconds of every round on this rank."""
+    """Return the seconds of every round on this rank."""
     generator = torch.Generator().manual_seed(rank)
     cache = rs.KVCache(num_layers=LAYERS, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
     for sequence in range(batch):
         with cache.begin({sequence: cached}) as turn:
             k, v = (torch.rand(1, kv_heads, cached // 2, HEAD_DIM, generator=generator) for _ in range(2))
             for layer in range(LAYERS):
-                rs.store(k, v, turn, layer=layer)
+                turn.store(k, v, layer=layer)
     del k, v
     kernel = choose_kernel("auto", Request(torch.device("cpu"), torch.float32, HEAD_DIM, HEAD_DIM))
     q, k = (torch.rand(batch, n, 1, HEAD_DIM, generator=torch.Generator().manual_seed(9)) for n in (heads, kv_heads))
@@ -107,13 +107,12 @@ def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_r
         begin = time.perf_counter()
         turn = cache.begin([1] * batch, query="replicated")
         planned = time.perf_counter() - begin
-        first, *later = (timed(lambda layer=layer: rs.decode(q, k, k, turn, layer=layer)) for layer in range(LAYERS))
+        first, *later = (timed(lambda layer=layer: turn.decode(q, k, k, layer=layer)) for layer in range(LAYERS))
         step = (planned + first + sum(later) + timed(turn.commit)) / LAYERS
         with cache.begin([1] * batch, query="sharded") as turn:
             own = turn.layout.positions(rank)
             sharded = [
-                timed(lambda layer=layer: rs.decode(q[own], k[own], k[own], turn, layer=layer))
-                for layer in range(LAYERS)
+                timed(lambda layer=layer: turn.decode(q[own], k[own], k[own], layer=layer)) for layer in range(LAYERS)
             ]
         return Times(alone, statistics.mean(later), step, statistics.mean(sharded[1:]))
 

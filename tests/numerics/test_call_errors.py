@@ -1,4 +1,4 @@
-"""What `rs.attention` refuses: before anything is sent, on all ranks, with the argument, its value and the way out."""
+"""What does `rs.attention` refuse? Before a message, on all ranks, with argument, value, rule and remedy."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 
 def arguments(rank: int, world_size: int) -> Arguments:
-    """A call in order."""
+    """A valid call."""
     layout = rs.zigzag(SEQ_LEN, world_size)
     generator = torch.Generator().manual_seed(0)
     tensors = [
@@ -34,7 +34,7 @@ def call(given: Arguments, group: object = None) -> Any:
 
 
 class Refusal(NamedTuple):
-    """What is wrong, the error, and what its message says: the argument with its value, the rule or the way out."""
+    """One invalid call: the arguments, the error, and the parts of its message."""
 
     what: str
     change: Callable[[Arguments], Arguments]
@@ -104,7 +104,7 @@ REFUSALS = [
         LAYOUT,
         ("kv_layout", "for 3"),
     ),
-    Refusal("masks for two rows", given(mask=rs.per_row([rs.full()] * 2)), SHAPE, ("mask has 2 rows", "(1,)")),
+    Refusal("masks for two rows", given(mask=rs.per_row([rs.full()] * 2)), SHAPE, ("mask: it has 2 rows", "(1,)")),
     Refusal("a mask that ends early", given(mask=rs.documents([5])), rs.MaskError, ("position 11", "5 tokens")),
     Refusal(
         "an unknown algorithm",
@@ -151,9 +151,19 @@ REFUSALS = [
         "a dense mask",
         given(mask=torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool)),
         rs.MaskError,
-        ("mask=<Tensor of shape (12, 12)>: dense masks are not taken", "rs.causal()", "rs.documents(", "rs.per_row("),
+        (
+            "mask: expected a Mask, got a Tensor of shape (12, 12)",
+            "rs.causal()",
+            "rs.documents(",
+            "rs.per_row(",
+        ),
     ),
-    Refusal("a dense array", given(mask=np.ones((3, 3), bool)), rs.MaskError, ("mask=<ndarray of shape (3, 3)>",)),
+    Refusal(
+        "a dense array",
+        given(mask=np.ones((3, 3), bool)),
+        rs.MaskError,
+        ("mask: expected a Mask, got a ndarray of shape (3, 3)",),
+    ),
     Refusal(
         "q and k swapped",
         lambda call: {"q": call["k"], "k": call["q"]},
@@ -179,7 +189,7 @@ REFUSALS = [
     Refusal("a scale in words", given(scale="0.5"), SHAPE, ("scale='0.5'", "finite number")),
     Refusal("a learned scale", given(scale=torch.tensor(0.5)), SHAPE, ("scale=tensor(0.5", "multiply q by")),
     Refusal("a scale in an array", given(scale=np.array(0.5)), UNSUPPORTED, ("scale=array(0.5)", "ndarray")),
-    Refusal("a set of sizes", given(mesh={1, 2}), UNSUPPORTED, ("mesh={1, 2}", "a set is nothing that mesh can be")),
+    Refusal("a set of sizes", given(mesh={1, 2}), UNSUPPORTED, ("mesh={1, 2}", "a set is not a valid value")),
     Refusal("a list of algorithms", given(algorithm=["pass_kv"]), UNSUPPORTED, ("algorithm=['pass_kv']", "a list")),
     Refusal("no direction", given(direction="", algorithm="pass_kv"), UNSUPPORTED, ("direction=''", "reverse")),
     Refusal("whole sinks", given(sinks=torch.zeros(4).long()), SHAPE, ("torch.int64", "sinks.to(torch.float32)")),
@@ -199,7 +209,7 @@ each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: 
 
 
 def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], counted: dict[int, CountingTransport]) -> Any:
-    """The error of a call with the bad arguments; then a good call must still work."""
+    """Return the error of a call with the bad arguments; afterwards a good call must work."""
     good = arguments(group.rank, group.world_size)
     with pytest.raises(Exception) as raised:  # noqa: PT011 (which one is for the caller to look at)
         call(good | bad(good), group)
@@ -210,7 +220,7 @@ def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], counted
 
 @each_refusal
 def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: dict[int, CountingTransport]) -> None:
-    """It raises its own error, all others one that names it; nothing is sent, and the group stays usable."""
+    """The rank raises its own error, the others name the rank; nothing is sent, and the group stays usable."""
 
     def on_rank(group: InProcessRank) -> Any:
         return outcome(group, refusal.change if group.rank == 1 else given(), counted)
@@ -226,7 +236,7 @@ def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: dict[int, Count
 
 @each_refusal
 def test_all_ranks_with_the_same_bad_argument(refusal: Refusal, counted: dict[int, CountingTransport]) -> None:
-    """Each raises its own error."""
+    """Each rank raises its own error."""
     errors = rs.run_in_process(lambda group: outcome(group, refusal.change, counted), 2, timeout_s=20)
     assert all(isinstance(error, refusal.error) for error in errors), errors
 
@@ -240,7 +250,7 @@ IN_ORDER_ALONE = (
 
 
 def test_one_rank_alone(subtests: pytest.Subtests) -> None:
-    """Without a group, a refusal is a refusal too."""
+    """A call without a group is refused too."""
     layout = rs.zigzag(SEQ_LEN, 1)
     for refusal in REFUSALS:
         with subtests.test(refusal.what):
@@ -326,7 +336,7 @@ def test_saying_the_default_is_no_disagreement() -> None:
 
 
 def test_one_rank_that_leaves_the_choice_open() -> None:
-    """Many keys for few queries: "auto" would measure the machine, with ranks that have no such thing in mind."""
+    """Many keys for few queries: "auto" would measure the machine, while other ranks make another call."""
     layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
 
     def attend(group: InProcessRank) -> Exception:
@@ -335,7 +345,7 @@ def test_one_rank_that_leaves_the_choice_open() -> None:
         options = {"mask": rs.full(), "layout": layout, "kv_layout": kv_layout, "algorithm": algorithm}
         with pytest.raises(rs.TransportError) as raised:
             rs.attention(q, k, v, **options, group=group)
-        # The group is as good as before.
+        # The group is usable again.
         rs.attention(q, k, v, **options | {"algorithm": "pass_q"}, group=group)
         return raised.value
 
@@ -344,7 +354,7 @@ def test_one_rank_that_leaves_the_choice_open() -> None:
 
 
 def test_one_rank_with_another_type_that_has_not_been_measured() -> None:
-    """It would measure the machine first, while the others have done so: they are told of the type all the same."""
+    """The rank would measure the machine first, which the others have done: they still learn about the dtype."""
     layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
 
     def attend(group: InProcessRank) -> str:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ringspan import causal, documents, frame_causal, full, parse_schedule, prefix, sliding_window
+from ringspan import causal, documents, frame_causal, full, prefix, sliding_window
 from ringspan.cli import main
 from ringspan.cli.page import explain_grid
 from ringspan.cli.values import parse_mask
+from ringspan.schedule import parse_schedule
 from ringspan.simulate.lesson.dense import check, dense_attention
 from support.oracle import dense_attention as oracle_attention
 from support.oracle import dense_mask
@@ -21,7 +22,9 @@ ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
 
 
 def simulate(*args: str, **env: str) -> Result:
-    return CliRunner().invoke(main, ["simulate", *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
+    """The lesson, or JSON if that is asked for."""
+    report = () if "--json" in args else ("--lesson",)
+    return CliRunner().invoke(main, ["simulate", *report, *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
 
 
 def simulate_json(*args: str) -> dict[str, Any]:

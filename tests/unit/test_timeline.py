@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.algorithms import build_schedule
+from ringspan.algorithms import RegularCall, build_schedule, find_algorithm
 from ringspan.planner.catalog import Link, load_device
 from ringspan.planner.cost import PAPER, RINGSPAN, Shard, attention_flops, tile_s
 from ringspan.planner.timeline import (
@@ -22,9 +22,8 @@ from ringspan.planner.timeline import (
     schedule_loads,
     schedule_timeline,
 )
-from ringspan.planner.timeline.loads import Loads
-from ringspan.planner.timeline.rings import LOADS
-from ringspan.program.bind import Problem, Shapes
+from ringspan.planner.timeline.costs import DeviceCosts
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Arrived, Heads, Post, compile_rank, visible_blocks
 
 DEVICE = load_device("h100")
@@ -33,6 +32,11 @@ SHARD = Shard(1, 8, 8, 128, 128, 2048, 2, "bf16", RINGSPAN)
 
 def link(rate, latency_s=0.0):
     return Link("link", rate, latency_s, rate, latency_s, rate)
+
+
+def loads_of(algorithm, ring, sequence, shard, *, is_backward=False):
+    costs = DeviceCosts(shard, DEVICE, is_backward)
+    return find_algorithm(algorithm).loads(RegularCall(ring, sequence, costs, is_backward=is_backward))
 
 
 def ring_round(size, nbytes, reads_at=0):
@@ -119,7 +123,7 @@ def test_more_bandwidth_is_never_slower_and_the_bounds_hold(case, rate, factor, 
 def test_no_step_takes_less_than_no_time(case, practice):
     algorithm, ring, sequence, is_backward = case
     shard = dataclasses.replace(SHARD, practice=practice)
-    for load in LOADS[algorithm](Loads(ring, sequence, shard, DEVICE, is_backward=is_backward)):
+    for load in loads_of(algorithm, ring, sequence, shard, is_backward=is_backward):
         assert (load.attend_s >= 0).all()
 
 
@@ -226,8 +230,7 @@ def test_k_and_v_travel_no_further_than_a_window_reaches(algorithm, window):
     """As the real schedule has it: a window of 4,097 is the first whose last query sees all of the shard before."""
     mask = rs.causal() & rs.sliding_window(window - 1, 0)
     real = real_timeline(algorithm, 8, 8, 1, "contiguous", mask, is_backward=False)
-    loads = Loads(Ring(8, 8), Sequence(8 * 4096, 0, True, "contiguous", window), SHARD, DEVICE, is_backward=False)
-    regular = list(LOADS[algorithm](loads))
+    regular = list(loads_of(algorithm, Ring(8, 8), Sequence(8 * 4096, 0, True, "contiguous", window), SHARD))
     if algorithm == "pass_kv":
         assert len(regular) == len(real.moments)
     else:
@@ -282,8 +285,7 @@ def test_a_sliding_layer_of_decode_reads_its_window():
     alone = attention_timeline("pass_kv", Ring(1, 8), Sequence(1, 2**20, False, "contiguous", 4096), SHARD, DEVICE)
     assert alone.compute_s.tolist() == [tile_s(DEVICE, SHARD, 1, 4096)]
     assert alone.compute_s[0] >= 4096 * SHARD.kv_bytes / DEVICE.memory_bytes_per_s
-    loads = Loads(Ring(8, 8), Sequence(1, 2**20, False, "striped", 4096), SHARD, DEVICE, is_backward=False)
-    first, *_ = LOADS["all_merge"](loads)
+    first, *_ = loads_of("all_merge", Ring(8, 8), Sequence(1, 2**20, False, "striped", 4096), SHARD)
     assert first.attend_s == pytest.approx(tile_s(DEVICE, SHARD, 1, 512))
 
 

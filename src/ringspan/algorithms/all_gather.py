@@ -4,8 +4,17 @@ Two steps instead of a ring, at the price of memory for all of the other side. B
 sent to it.
 """
 
+from collections.abc import Iterator
+
+import numpy as np
+
+from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Round
+from ringspan.algorithms.record import Algorithm, BufferSizes
+from ringspan.algorithms.regular import RegularCall
 from ringspan.algorithms.ring import Side, q_kind, whole_blocks
 from ringspan.schedule import Attend, Schedule, Step, Transfer, Visible, complete
+
+MOST_PLANNED_RANKS = 2048  # with more, every device would hold the K and V of as many ranks
 
 
 def build_all_gather(visible: Visible, *, backward: Side | None = None) -> Schedule:
@@ -33,3 +42,41 @@ def build_all_gather(visible: Visible, *, backward: Side | None = None) -> Sched
     if transfers:
         steps.append(Step([attends(rank, foreign[rank]) for rank in ranks]))
     return complete(Schedule.of_steps(world_size, None, steps), visible)
+
+
+def all_gather_loads(call: RegularCall) -> Iterator[Load]:
+    """All of K and V first, then one attend; backward the gradients go straight home."""
+    size, ranks = call.ring.world_size, call.ranks
+    own_s, other_s = call.own_s(), call.other_s()
+    seers = call.seers()
+    is_exchange = len(seers) >= EXCHANGE_ROUNDS
+
+    def messages(way: int, nbytes: float, reads_at: int) -> list[Round]:
+        rounds = []
+        for k in seers:
+            one = call.ahead(way * k, nbytes, reads_at=reads_at, is_exchange=is_exchange)
+            rounds.append(one.only(ranks + k < size if way > 0 else ranks >= k) if call.is_pruned else one)
+        return rounds
+
+    yield Load(call.everywhere(own_s), messages(1, call.kv_len * call.costs.token_bytes("kv"), 0))
+    if size == 1:
+        return
+    yield Load(ranks * np.float64(other_s) if call.is_pruned else call.everywhere(len(seers) * other_s))
+    if call.is_backward:
+        yield Load(call.none, messages(-1, call.kv_len * call.costs.token_bytes("dkv"), END))
+
+
+def _buffer_bytes(sizes: BufferSizes) -> float:
+    """The K and V of all other ranks."""
+    return (sizes.world_size - 1) * sizes.kv
+
+
+ALL_GATHER = Algorithm(
+    name="all_gather",
+    build=build_all_gather,
+    label="all-gather",
+    idea="fetch all keys and values, then attend them in one go",
+    loads=all_gather_loads,
+    buffer_bytes=_buffer_bytes,
+    most_ranks=MOST_PLANNED_RANKS,
+)

@@ -18,9 +18,17 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from ringspan.algorithms.hybrid import HYBRID
+from ringspan.algorithms.pass_kv import PASS_KV
+from ringspan.algorithms.pass_q import PASS_Q
+from ringspan.algorithms.ulysses import ULYSSES
 from ringspan.errors import ShapeError
+
+KV_RING, Q_RING = PASS_KV.name, PASS_Q.name
+RINGS = (KV_RING, Q_RING)  # what "auto" chooses between, and what a turn of a cache runs
+DEFAULT_ALGORITHM = KV_RING  # where there is nothing to choose: a single rank sends nothing in any algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class Machine:
 class Choice(NamedTuple):
     """The algorithm, and one sentence with the numbers that decided."""
 
-    algorithm: Literal["pass_kv", "pass_q"]
+    algorithm: str  # one of RINGS
     reason: str
 
 
@@ -139,7 +147,7 @@ def choose_algorithm_5(workload: Workload, machine: Machine) -> Choice:
         all_to_all_miss_rate(workload, machine),
         "the {} at which sending the outputs of pass-Q home costs as much as the part of KV that compute does not hide",
     )
-    if choice.algorithm == "pass_kv" or q_is_hidden(workload, machine):
+    if choice.algorithm == KV_RING or q_is_hidden(workload, machine):
         return choice
     needed = math.ceil(keys_to_hide_q(workload, machine))
     caveat = f"; Q is not hidden either (needs {needed:,} keys), which this rule does not count."
@@ -171,12 +179,17 @@ def choose_fitted(workload: Workload, *, a: float, b: float, c: float) -> Choice
         if not math.isfinite(value):
             raise ShapeError(f"{name}={value}: a fitted constant is a finite number; fit it again or drop bad samples")
     h = a * math.log(workload.new_tokens) + b * math.log(workload.miss_rate) + c
-    algorithm: Literal["pass_kv", "pass_q"] = "pass_kv" if h > 0 else "pass_q"
+    algorithm = KV_RING if h > 0 else Q_RING
     return Choice(
         algorithm,
         f"{algorithm}: the fitted h is {h:.4g}, {'' if h > 0 else 'not '}above 0, for {workload.new_tokens:,} new "
         f"tokens, {_percent(workload.miss_rate)} of the {workload.num_keys:,} keys.",
     )
+
+
+def ring_of_degrees(ulysses: int, ring: int) -> str:
+    """The algorithm that other libraries describe by a Ulysses and a ring degree."""
+    return KV_RING if ulysses == 1 else ULYSSES.name if ring == 1 else HYBRID.name
 
 
 class RingWork(NamedTuple):
@@ -215,7 +228,7 @@ def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int)
     """
     if work.kv_bytes <= work.q_bytes + work.out_bytes:
         sizes = f"{work.q_bytes + work.out_bytes:,} of queries and their results"
-        return Choice("pass_kv", f"pass_kv: a hop of K and V is {work.kv_bytes:,} bytes, no more than the {sizes}.")
+        return Choice(KV_RING, f"pass_kv: a hop of K and V is {work.kv_bytes:,} bytes, no more than the {sizes}.")
     if machine is None:
         return None
     compute = work.flops / (world_size * machine.compute_flops_per_s)
@@ -225,7 +238,7 @@ def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int)
     busy_kv, busy_q, busy_out = (machine.busy_s_per_byte * size for size in work[1:])
     pass_kv = (world_size - 1) * max(compute + busy_kv, kv) + compute
     pass_q = max(compute + busy_q, q) + (world_size - 2) * max(compute + busy_q + busy_out, q + out) + compute + out
-    algorithm: Literal["pass_kv", "pass_q"] = "pass_kv" if pass_kv <= pass_q else "pass_q"
+    algorithm = KV_RING if pass_kv <= pass_q else Q_RING
     return Choice(
         algorithm,
         f"{algorithm}: pass_kv should take {1e3 * pass_kv:.4g} ms and pass_q {1e3 * pass_q:.4g} ms, as a ring step "
@@ -238,7 +251,7 @@ def choose_by_time(work: RingWork, machine: RingMachine | None, world_size: int)
 def _kv_hidden(workload: Workload, machine: Machine) -> Choice:
     needed = math.ceil(new_tokens_to_hide_kv(workload, machine))
     return Choice(
-        "pass_kv",
+        KV_RING,
         f"pass_kv: {workload.new_tokens:,} new tokens are enough to hide KV behind compute (needs {needed:,}).",
     )
 
@@ -248,10 +261,10 @@ def _compare_miss_rate(workload: Workload, machine: Machine, limit: float, what:
     new = f"{_percent(workload.miss_rate)} of the {workload.num_keys:,} keys are new"
     named_limit = what.format(_percent(limit))
     if workload.miss_rate >= limit:
-        return Choice("pass_kv", f"pass_kv: {new}, not below {named_limit}.")
+        return Choice(KV_RING, f"pass_kv: {new}, not below {named_limit}.")
     needed = math.ceil(new_tokens_to_hide_kv(workload, machine))
     return Choice(
-        "pass_q",
+        Q_RING,
         f"pass_q: {new}, below {named_limit}, and the {workload.new_tokens:,} new tokens are too few to hide KV "
         f"behind compute (needs {needed:,}).",
     )

@@ -9,9 +9,13 @@ long to travel; a decode step sends one token's queries, whose latency is the sa
 ring of sharded queries round builds it with `build_pass_q`, which this is.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
-from ringspan.algorithms.pass_q import build_pass_q
+from ringspan.algorithms.loads import EXCHANGE_ROUNDS, Load
+from ringspan.algorithms.pass_q import PASS_Q, build_pass_q
+from ringspan.algorithms.record import Algorithm, BufferSizes
+from ringspan.algorithms.regular import RegularCall
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, AllMerge, Attend, Block, Schedule, Step, Visible
 
@@ -26,6 +30,10 @@ def build_decode(visible: Visible, *, query: Query = "sharded") -> Schedule:
         raise UnsupportedError(
             f'query={query!r}: the new tokens are "sharded" by sequence or "replicated" on all ranks'
         )
+    return _build_all_merge(visible)
+
+
+def _build_all_merge(visible: Visible) -> Schedule:
     attends = []
     for rank in range(visible.world_size):
         # Replicated keys are attended by one rank only: the merge would count them once per rank.
@@ -36,3 +44,30 @@ def build_decode(visible: Visible, *, query: Query = "sharded") -> Schedule:
     if any(attends):
         steps.append(Step([()] * visible.world_size, merges=[AllMerge(Block("out", ALL))]))
     return Schedule.of_steps(visible.world_size, None, steps)
+
+
+def all_merge_loads(call: RegularCall) -> Iterator[Load]:
+    """Each rank attends its part of the cache with all queries, and one merge leaves the result on all."""
+    size, new_tokens = call.ring.world_size, call.sequence.new_tokens
+    kv_len = call.keys_seen() / size if call.window else call.kv_len
+    yield Load(call.everywhere(call.costs.tile_s(new_tokens, kv_len)))
+    nbytes, is_exchange = new_tokens * call.costs.token_bytes("out"), size > EXCHANGE_ROUNDS
+    yield Load(call.none, [call.ahead(k, nbytes, is_exchange=is_exchange) for k in range(1, size)])
+    yield Load(call.everywhere(call.merging_s(new_tokens) * (size - 1)))
+
+
+def _buffer_bytes(sizes: BufferSizes) -> float:
+    """The partial results of all other ranks."""
+    return (sizes.world_size - 1) * sizes.out
+
+
+ALL_MERGE = Algorithm(
+    name="all_merge",
+    build=_build_all_merge,
+    label="all-merge",
+    idea="every rank attends its part of the cache, and one merge leaves the result on all",
+    loads=all_merge_loads,
+    buffer_bytes=_buffer_bytes,
+    moves_kv=False,
+)
+BY_QUERY: dict[Query, Algorithm] = {"replicated": ALL_MERGE, "sharded": PASS_Q}

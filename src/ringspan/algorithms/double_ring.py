@@ -5,10 +5,15 @@ phase crosses to the next node in the first step of this one and is read only wh
 has a whole phase for it. Every block still visits every rank once.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.algorithms.loads import END, Load, Ranks
 from ringspan.algorithms.mesh import Mesh, check_mesh
+from ringspan.algorithms.record import Algorithm, BufferSizes
+from ringspan.algorithms.regular import RegularCall
 from ringspan.algorithms.ring import Holdings, Side, attends_at, bring_home, q_kind, whole_blocks
 from ringspan.schedule import Block, Route, Schedule, Step, Transfer, Visible
 
@@ -77,3 +82,50 @@ class _DoubleRing:
         hops = np.where(needs, (local - start) % inner, -1).max(axis=1)  # [node, home, start]
         reach[(node - home)[:, 0] % outer, home[0], start[0]] = hops
         return reach.reshape(outer, outer * inner)
+
+
+def double_ring_loads(call: RegularCall) -> Iterator[Load]:
+    """An inner ring in each node; the block of the next phase crosses to the next node in the first step of this one.
+
+    Gradients follow: round the node, and at the end of a phase to the next node, which the last one leaves for home,
+    while own keys are read.
+    """
+    size, inner = call.ring.world_size, call.ring.inner
+    nbytes, outer = call.kv_len * call.costs.token_bytes("kv"), size // inner
+    # The keys that a window reaches come by in no simple order, so the work is spread over all steps.
+    other_s = call.other_s() * (len(call.seers()) / max(1, size - 1))
+    home, later = call.everywhere(call.own_s()), call.everywhere(other_s)
+    is_home_last = call.is_backward and size > 1
+
+    def turn(ranks: Ranks) -> Ranks:
+        return ranks - ranks % inner + (ranks % inner + 1) % inner
+
+    inside, across = call.moves(turn, nbytes), call.ahead(inner, nbytes)
+    dkv = call.kv_len * call.costs.token_bytes("dkv")
+    follow = (call.moves(turn, dkv), call.moves(lambda ranks: turn(ranks) + inner, dkv))
+    for t in range(size):
+        phase, hop = divmod(t, inner)
+        moves = [inside] if hop < inner - 1 else []
+        if hop == 0 and phase < outer - 1:
+            moves.append(across._replace(reads_at=t + inner))
+        if call.is_backward and t > 1:
+            moves.append(follow[t % inner == 0])
+        yield Load(later if t else call.none if is_home_last else home, moves)
+    if is_home_last:
+        yield Load(home, [follow[1]._replace(reads_at=END)])
+
+
+def _buffer_bytes(sizes: BufferSizes) -> float:
+    """The K and V that are attended, those that arrive from the neighbour and those from the next node."""
+    return min(3, sizes.world_size // 2) * sizes.kv
+
+
+DOUBLE_RING = Algorithm(
+    name="double_ring",
+    build=build_double_ring,
+    options=frozenset({"mesh", "route"}),
+    label="double ring",
+    idea="a ring inside each node, and a ring of nodes",
+    loads=double_ring_loads,
+    buffer_bytes=_buffer_bytes,
+)

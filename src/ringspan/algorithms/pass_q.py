@@ -4,6 +4,13 @@ A partial result goes straight to its owner in the step after it was made, while
 of them in one all-to-all at the end. The right choice when few new queries meet a long cache.
 """
 
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from ringspan.algorithms.loads import END, Load, Seconds
+from ringspan.algorithms.record import Algorithm, BufferSizes
+from ringspan.algorithms.regular import RegularCall, next_stop
 from ringspan.algorithms.ring import Direction, Side, build_ring
 from ringspan.schedule import Route, Schedule, Visible
 
@@ -13,3 +20,72 @@ def build_pass_q(
 ) -> Schedule:
     """Forward, or backward with the side that is to travel and the route of its gradients."""
     return build_ring(visible, "q", direction, backward, route)
+
+
+def pass_q_loads(call: RegularCall) -> Iterator[Load]:
+    """Queries travel; partial results go home, meanwhile or after the ring; backward dq follows the queries."""
+    size, ranks = call.ring.world_size, call.ranks
+    merging_s = call.merging_s(call.q_len)
+    stops = call.seen()
+    hops = max(stops, default=0)
+    own_s, other_s = call.own_s(), max(0.0, call.other_s() - merging_s)
+    unseen_s = max(0.0, call.unseen_s() - merging_s)
+    sent, back = (call.costs.token_bytes(kind) for kind in (("q_grad", "dq") if call.is_backward else ("q", "out")))
+    onward = call.ahead(1, call.q_len * sent)
+    first, later = call.everywhere(own_s), call.everywhere(other_s)
+    is_after = call.costs.returns_after and not call.is_backward
+    for t in range(size + 1):
+        attend_s = later if t in stops else call.none if t else first
+        if call.is_uneven and t < size:
+            owners = (ranks - t) % size
+            attend_s = np.where(owners == ranks, own_s, np.where(owners > ranks, other_s, unseen_s))
+        moves = [onward] if t < hops else []
+        if call.is_pruned:
+            moves = [one.only((ranks - t) % size > 0) for one in moves]  # nobody else is seen by the first rank
+        if t - 1 in stops and not is_after:
+            stop = next_stop(stops, t, size) if call.is_backward else size
+            distance, is_passed_on = stop - t + 1, stop == t < size
+            home = call.ahead(distance, call.q_len * back, reads_at=0 if is_passed_on else _later(t, size))
+            moves.append(home.only(ranks < t - 1) if call.is_pruned else home)
+        if not call.is_backward and not is_after:
+            attend_s = attend_s + _merges(call, stops, t, merging_s)
+        yield Load(attend_s, moves)
+    if size > 1 and is_after:
+        nbytes = call.q_len * back
+        yield Load(call.none, [call.ahead(-t, nbytes, is_exchange=True) for t in stops])
+        yield Load(call.everywhere(merging_s * len(stops)))
+    elif not call.is_backward:
+        late = [_merges(call, stops, t, merging_s) for t in (size + 1, size + 2)]
+        yield Load(late[0] + late[1])
+
+
+def _later(t: int, size: int) -> int:
+    """A sum is waited for two steps later, or at the end."""
+    return t + 2 if t + 2 <= size else END
+
+
+def _merges(call: RegularCall, stops: Collection[int], t: int, merging_s: float) -> Seconds:
+    """Of the parts that were sent home two steps before, that is made three steps before."""
+    made, size = t - 3, call.ring.world_size
+    if made not in stops:
+        return call.none
+    if not call.is_pruned:
+        return call.everywhere(merging_s)
+    return np.where((call.ranks + made) % size < call.ranks, merging_s, 0.0)
+
+
+def _buffer_bytes(sizes: BufferSizes) -> float:
+    """Queries that are attended, arrive and leave, and partial results on their way."""
+    return min(3, sizes.world_size - 1) * sizes.q + min(3, sizes.world_size) * sizes.out
+
+
+PASS_Q = Algorithm(
+    name="pass_q",
+    build=build_pass_q,
+    options=frozenset({"direction", "route"}),
+    label="pass-Q",
+    idea="keys and values stay, queries travel",
+    loads=pass_q_loads,
+    buffer_bytes=_buffer_bytes,
+    moves_kv=False,
+)

@@ -4,6 +4,13 @@ One exchange before and one after, whatever the number of ranks. It needs head c
 ranks, and KV heads by the ranks or the ranks by the KV heads (several ranks then receive the same KV head).
 """
 
+from collections.abc import Iterator
+
+import numpy as np
+
+from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Ranks, Round
+from ringspan.algorithms.record import Algorithm, BufferSizes
+from ringspan.algorithms.regular import RegularCall
 from ringspan.algorithms.ring import Holdings, Side, q_kind
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, Attend, Block, Heads, Kind, Schedule, Step, Transfer, Visible, complete
@@ -63,3 +70,74 @@ def _divides(heads: Heads, degree: int) -> bool:
 
 def _one_of(sizes: list[int]) -> str:
     return " or ".join(part for part in (", ".join(map(str, sizes[:-1])), str(sizes[-1])) if part)
+
+
+def exchange_loads(call: RegularCall) -> Iterator[Load]:
+    """Heads are exchanged inside, KV goes round outside, results go straight home. Ulysses is the ring of one."""
+    degree, costs = call.ring.inner, call.costs
+    groups, seers = call.ring.world_size // degree, call.seers(degree)
+    hops = max(seers, default=0)
+    joined = call.with_heads(costs.num_heads // degree, max(1, costs.num_kv_heads // degree))
+    sent = call.q_len * costs.token_bytes("q_grad" if call.is_backward else "q") / degree
+    sent += call.kv_len * joined.costs.token_bytes("kv")
+    yield Load(call.none, [_neighbour(call, k, 0, sent) for k in range(1, degree)])
+    own_s, other_s, unseen_s = joined.own_s(degree), joined.other_s(degree), joined.unseen_s(degree)
+    onward = call.ahead(degree, call.kv_len * degree * joined.costs.token_bytes("kv"))
+    group = call.ranks // degree
+    dkv = call.kv_len * joined.costs.token_bytes("dkv")
+    for t in range(hops + 1):
+        seconds = other_s if t in seers else 0.0 if t else own_s
+        attend_s, moves = call.everywhere(seconds), [onward] if t < hops else []
+        if call.is_uneven:
+            owners = (group - t) % groups
+            attend_s = np.where(owners == group, own_s, np.where(owners < group, other_s, unseen_s))
+        if call.is_pruned:
+            moves = [one.only((group >= t) & (group < groups - 1)) for one in moves]
+        if call.is_backward and (t == 1 or t - 1 in seers):
+            moves += [_neighbour(call, k, t - 1, dkv) for k in range(degree) if k or t > 1]
+        yield Load(attend_s, moves)
+    back = call.q_len * costs.token_bytes("dq" if call.is_backward else "out") / degree
+    rounds = [_neighbour(call, k, 0, back, END) for k in range(1, degree)]
+    if call.is_backward:
+        rounds += [_neighbour(call, k, hops, dkv, END) for k in range(degree) if k or hops]
+    yield Load(call.none, rounds)
+    if not call.is_backward and degree > 1:
+        yield Load(call.everywhere((degree - 1) * joined.merging_s(call.q_len)))
+
+
+def _neighbour(call: RegularCall, distance: int, groups_back: int, nbytes: float, reads_at: int = 0) -> Round:
+    """To the rank so many places further in its group of `inner`, or in a group before."""
+    degree = call.ring.inner
+
+    def onward(ranks: Ranks) -> Ranks:
+        return ranks - ranks % degree + (ranks % degree + distance) % degree - groups_back * degree
+
+    return call.moves(onward, nbytes, reads_at=reads_at, is_exchange=degree > EXCHANGE_ROUNDS)
+
+
+def exchange_buffer_bytes(sizes: BufferSizes) -> float:
+    """Exchanged blocks arrive; results of others are made here and leave.
+
+    Two or more groups pass K and V round, whose first blocks are the ones that arrived.
+    """
+    degree = sizes.inner
+    abroad = (degree - 1) / degree
+    kv = sizes.kv * max(1.0, degree / sizes.num_kv_heads)
+    rings = sizes.world_size // degree
+    return abroad * (sizes.q + kv + 2 * sizes.out) + min(1.5, 1.25 * (rings - 1)) * kv
+
+
+def _buffer_bytes(sizes: BufferSizes) -> float:
+    """All ranks are one group."""
+    return exchange_buffer_bytes(sizes._replace(inner=sizes.world_size))
+
+
+ULYSSES = Algorithm(
+    name="ulysses",
+    build=build_ulysses,
+    options=frozenset({"heads"}),
+    label="Ulysses",
+    idea="exchange tokens for heads, attend, exchange back",
+    loads=exchange_loads,
+    buffer_bytes=_buffer_bytes,
+)

@@ -1,4 +1,4 @@
-"""One rank measures a cache: time to first token over miss rates, time per token over contexts, each checked.
+"""How long do prefill and decode with a cache take? One rank's part: every point is timed and checked.
 
 The ways run in turn, so that what drifts slowly meets all of them. Outputs are compared with attention in float64, by
 the definition, for a few rows of every point.
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from ringspan.algorithms import Query
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING
 from ringspan.bench.inference_result import (
     MISS_RATES,
+    PARTS,
     WAYS,
     DecodePoint,
     InferenceResult,
@@ -22,22 +24,24 @@ from ringspan.bench.inference_result import (
 from ringspan.bench.launch import Progress
 from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings, Job
-from ringspan.cache import KVCache, Turn, decode, prefill, store
-from ringspan.cache.cached import CachedRows, TurnArithmetic
+from ringspan.cache import KVCache, Turn
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Request
 from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.runtime.calibrate import measure_machine
 from ringspan.runtime.session import session_of
 from ringspan.transports.base import Receive, Send
 
 TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2, "float16": 4e-3}
 CHECKED = 8  # rows
-QUERIES: dict[str, Query] = {"pass_q": "sharded", "one_shot": "replicated"}
+QUERIES: dict[str, Query] = {Q_RING: "sharded", "one_shot": "replicated"}
 
 
 def measure_inference(
     job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]
 ) -> InferenceResult:
-    """All points of a job on this rank; the times are those of the slowest rank."""
+    """Measure all points of a job. Times are those of the slowest rank."""
     settings = job.inference
     assert settings is not None
     bench = _Bench(settings, group, device)
@@ -73,7 +77,7 @@ class _Bench:
         self.rank = self.transport.rank
 
     def prefill_point(self, miss: int) -> PrefillPoint:
-        """New tokens against a cache, every way."""
+        """Time new tokens against a cache, with every algorithm."""
         num_new = max(1, self.settings.seq_len * miss // 100)
         cached = self.settings.seq_len - num_new
         q, k, v = self._tensors(1, self.settings.seq_len, miss)
@@ -82,7 +86,7 @@ class _Bench:
             self._store(cache, {0: cached}, k[:, :, :cached], v[:, :, :cached])
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         error, picked = 0.0, ("", "")
-        for number in range(self.settings.repeats + 1):  # the first is to warm up
+        for number in range(self.settings.repeats + 1):  # the first is a warm-up
             for way in WAYS:
                 turn, out, took = self._timed_turn(cache, {0: num_new}, [x[:, :, cached:] for x in (q, k, v)], way)
                 if number:
@@ -97,16 +101,14 @@ class _Bench:
         return PrefillPoint(miss, num_new, cached, times, algorithm, reason, self._largest_error(error))
 
     def decode_point(self, context: int, batch: int) -> DecodePoint:
-        """One token per sequence: the parts alone, then the whole in both forms."""
+        """Time one token per sequence: the parts alone, then whole steps of both kinds."""
         cache = self._cache()
         q, k, v = self._tensors(batch, context + 1, context)
         for sequence in range(batch):
             rows = slice(sequence, sequence + 1)
             self._store(cache, {sequence: context}, k[rows, :, :context], v[rows, :, :context])
         new = [x[:, :, context:] for x in (q, k, v)]
-        runs: dict[str, list[float]] = {
-            name: [] for name in ("attention", "sendrecv", "all_to_all", "pass_q", "one_shot")
-        }
+        runs: dict[str, list[float]] = {name: [] for name in PARTS}
         error = 0.0
         for number in range(self.settings.repeats + 1):
             took = {
@@ -148,9 +150,9 @@ class _Bench:
         ]
 
     def _store(self, cache: KVCache, lengths: dict[int, int], k: torch.Tensor, v: torch.Tensor) -> None:
-        with cache.begin(lengths, algorithm="pass_kv") as turn:
+        with cache.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn:
             k, v = (turn.layout.shard(x, self.rank, 2) for x in (k, v))
-            store(k, v, turn, layer=0)
+            turn.store(k, v, layer=0)
 
     def _timed_turn(
         self, cache: KVCache, lengths: dict[int, int], new: list[torch.Tensor], way: str
@@ -159,7 +161,7 @@ class _Bench:
         start = time.perf_counter()
         turn = cache.begin(lengths, algorithm=way)
         q, k, v = (turn.layout.shard(x, self.rank, 2) for x in new)
-        out = prefill(q, k, v, turn, layer=0)
+        out = turn.prefill(q, k, v, layer=0)
         self._settle()
         assert isinstance(out, torch.Tensor)
         return turn, out, self._largest(time.perf_counter() - start)
@@ -176,7 +178,7 @@ class _Bench:
         q, k, v = (x[own] for x in new)
         self._meet()
         start = time.perf_counter()
-        out = decode(q, k, v, turn, layer=0)
+        out = turn.decode(q, k, v, layer=0)
         self._settle()
         assert isinstance(out, torch.Tensor)
         return out, self._largest(time.perf_counter() - start)
@@ -189,18 +191,17 @@ class _Bench:
         return worst
 
     def _attend_own(self, cache: KVCache, batch: int, q: torch.Tensor) -> None:
-        """What this rank reads in a decode step, with no messages."""
-        state = cache._state
-        with state.session.scratch.lend() as scratch:
-            arithmetic = TurnArithmetic(state.kernel, self.settings.head_dim**-0.5, q, scratch)
+        """Attend this rank's cached rows, as a decode step does, without messages."""
+        s = self.settings
+        kernel = choose_kernel(s.kernel, Request(self.device, self.dtype, s.head_dim, s.head_dim))
+        with session_of(self.group).scratch.lend() as scratch:
+            arithmetic = TorchArithmetic(kernel, s.head_dim**-0.5, q, scratch)
             for sequence in range(batch):
-                count = state.placements[sequence].counts[self.rank]
-                for rows in state.stored[sequence].rows(0, 0, count):
-                    piece = _full(rows[0].shape[2])
-                    arithmetic.begin(piece, (q[sequence : sequence + 1],), (CachedRows([rows], None),))
+                for rows in cache.rows(sequence, layer=0):
+                    arithmetic.begin(_full(rows[0].shape[2]), (q[sequence : sequence + 1],), rows)
 
     def _exchange(self, x: torch.Tensor, peers: list[int]) -> None:
-        """Send x to some ranks, and receive as much from as many."""
+        """Send x to some ranks, and receive tensors of its size from as many."""
         world_size = self.transport.world_size
         sources = [(2 * self.rank - peer) % world_size for peer in peers if peer != self.rank]
         posted = self.transport.exchange(
@@ -235,7 +236,6 @@ class _Bench:
         return worst if math.isfinite(worst) else None
 
     def _largest(self, value: float) -> float:
-        """Of all ranks."""
         everyone = self.transport.all_gather_bytes(value.hex().ljust(32).encode(), self.transport.timeout_s)
         return max(float.fromhex(one.decode().strip()) for one in everyone)
 
@@ -245,7 +245,7 @@ def _full(num_keys: int) -> Piece:
 
 
 def _difference(out: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest of all elements; what is not a number is infinitely wrong."""
+    """The largest element; NaN counts as infinite."""
     worst = float((out.double().cpu() - exact).abs().max())
     return math.inf if math.isnan(worst) else worst
 

@@ -28,27 +28,29 @@ from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithm
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.program.bind import Exchange
+from ringspan.program.prepare import Prepared, ProgramOptions, prepare
+from ringspan.program.problem import Problem
+from ringspan.runtime import modes
 from ringspan.runtime.api import attention
-from ringspan.runtime.passes import Prepared, prepare, run_backward, run_forward
-from ringspan.runtime.reproducible_arithmetic import tiles_at_once
+from ringspan.runtime.engine import run_backward, run_forward
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather
 from ringspan.transports.counting import CountingTransport
 
 T = TypeVar("T")
 
-DISSECTED = 3  # runs under the watch, at most
+DISSECTED = 3  # recorded runs, at most
 
 
 class _Bench(NamedTuple):
-    """All that one rank needs."""
+    """What one rank needs to measure."""
 
     settings: Settings
     group: Any
     session: Session
     device: torch.device
     drawn: Drawn
-    passes: tuple[Prepared, ...]  # forward, and backward if it is measured
+    passes: tuple[Prepared[Problem], ...]  # forward, and backward if it is measured
     kernel: Kernel
 
     @property
@@ -61,7 +63,7 @@ class _Bench(NamedTuple):
 
 
 def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Measured | None:
-    """One rank's part in a measurement. The result is on rank 0, None on the others."""
+    """Measure on this rank. Returns the result on rank 0, None on the others."""
     assert job.settings is not None
     bench = _prepare(job.settings, group, device)
     settings, is_first = bench.settings, bench.rank == 0
@@ -96,7 +98,7 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
 
 
 class Steps:
-    """Counts what is begun."""
+    """Reports progress, one step at a time."""
 
     def __init__(self, report: Callable[[Progress], None], total: int) -> None:
         self._report = report
@@ -104,7 +106,7 @@ class Steps:
         self._done = 0
 
     def __call__(self, what: str) -> None:
-        """Something is begun."""
+        """Report that the next step begins."""
         self._report(Progress(self._done, self._total, what))
         self._done += 1
 
@@ -116,16 +118,21 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     dims = settings.head_dim, settings.head_dim
     request = Request(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
     kernel = choose_kernel(settings.kernel, request)
-    at_once = tiles_at_once(kernel.name, request) if settings.reproducible else None
+    mode = modes.REPRODUCIBLE if settings.reproducible else modes.DEFAULT
+    options = ProgramOptions(
+        settings.mesh,
+        settings.direction,
+        mode=mode.program,
+        tiles_at_once=mode.tiles_at_once(kernel.name, request),
+    )
     passes = tuple(
-        prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction, side, at_once)
+        prepare(settings.problem(), rank, settings.algorithm, options._replace(backward=side))
         for side in settings.passes()
     )
     return _Bench(settings, group, session, device, drawn, passes, kernel)
 
 
 def _call(bench: _Bench) -> Results:
-    """What a user calls."""
     settings = bench.settings
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -150,7 +157,7 @@ def _call(bench: _Bench) -> Results:
 
 
 def _first_call(bench: _Bench) -> Memory:
-    """The first call of a process shows best what it needs: nothing lies about yet that it could use again."""
+    """Memory is measured in the first call, before the allocator holds blocks to reuse."""
     input_bytes = bench.drawn.nbytes
     _, (peak, above) = measure_peak(bench.device, lambda: _call(bench))
     if bench.settings.carrier == "threads":
@@ -159,7 +166,7 @@ def _first_call(bench: _Bench) -> Memory:
 
 
 def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:
-    """Call when all ranks are ready."""
+    """Time a call that begins after a barrier."""
     meet(bench.session.transport, bench.settings.timeout_s)
     _finish(bench.device)
     start_s = time.perf_counter()
@@ -170,7 +177,7 @@ def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:
 
 
 def _idle() -> None:
-    """Rank 0 is busy; this rank goes to the next meeting."""
+    """Do nothing: only rank 0 computes; this rank continues to the next barrier."""
 
 
 def _finish(device: torch.device) -> None:
@@ -179,7 +186,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _dissect(bench: _Bench) -> Dissected:
-    """The programs of the call under the watch."""
+    """Run the programs of the call and record them."""
     watch = Watch(bench.rank, bench.device)
     transport = CountingTransport(bench.session.transport)
     q = bench.drawn.inputs.q
@@ -207,7 +214,7 @@ def _dissect(bench: _Bench) -> Dissected:
 
 
 def _scheduled_bytes(bench: _Bench) -> int:
-    """What the schedules have this rank send."""
+    """Bytes that the schedules make this rank send."""
     return sum(
         message.nbytes
         for prepared in bench.passes

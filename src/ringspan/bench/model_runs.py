@@ -12,24 +12,25 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from ringspan.algorithms.choose import KV_RING
 from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
 from ringspan.bench.group import sum_over_ranks
 from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
 from ringspan.bench.settings import DTYPES, TransformerSettings
 from ringspan.bench.transformer_result import ANSWER
-from ringspan.cache import KVCache, Turn, decode, prefill
+from ringspan.cache import KVCache
 from ringspan.kernels.base import Kernel
 from ringspan.layout import Layout
 from ringspan.mask import causal
-from ringspan.program.bind import Problem, Shapes
+from ringspan.program.prepare import ProgramOptions, prepare
+from ringspan.program.problem import Problem, Shapes
 from ringspan.runtime.api import attention
-from ringspan.runtime.passes import prepare
 from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 from ringspan.training import cross_rank_mean_loss, position_ids, shard_batch
 
-ALGORITHM = "pass_kv"  # of what is new to the cache K and V are never more than queries and results
+ALGORITHM = KV_RING  # of what is new to the cache K and V are never more than queries and results
 Wrap = Callable[[Attend], Attend]
 
 
@@ -49,7 +50,7 @@ def _unwrapped(attend: Attend) -> Attend:
 
 
 class OneProcess:
-    """The whole of it by PyTorch's own attention."""
+    """The whole model in one process, with PyTorch's own attention."""
 
     def __init__(self, settings: TransformerSettings, model: Decoder, tokens: torch.Tensor) -> None:
         self.settings = settings
@@ -61,7 +62,7 @@ class OneProcess:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values, with room for an answer."""
+        """Bytes of keys and values, including room for the answer."""
         return sum(k.nbytes + v.nbytes for k, v in self._cache)
 
     @torch.no_grad()
@@ -79,7 +80,7 @@ class OneProcess:
         return self.model.logits(hidden[:, -1])
 
     def train(self, at_turn: Callable[[], None] = lambda: None) -> Trained:
-        """The mean over all tokens that have a next one; `at_turn` is called between forward and backward pass."""
+        """A training step: the mean loss over tokens with a next one. `at_turn` is called before the backward pass."""
         hidden = self.model(self.tokens, self.positions, self._attend)
         logits = self.model.logits(hidden)
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), self.tokens[:, 1:].flatten())
@@ -105,7 +106,7 @@ class OneProcess:
 
 
 class OnRanks:
-    """This rank's part, by the public calls. `wrap` may put something around attention, such as a watch."""
+    """This rank's part, through the public calls. `wrap` may wrap attention, for example to record it."""
 
     def __init__(
         self, settings: TransformerSettings, model: Decoder, tokens: torch.Tensor, layout: Layout, group: Any
@@ -119,9 +120,9 @@ class OnRanks:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values on this rank, with the room that is kept for more."""
+        """Bytes of keys and values on this rank, including room for more."""
         assert self._cache is not None
-        return sum(stored.nbytes for stored in self._cache._state.stored.values())
+        return self._cache.nbytes
 
     @torch.no_grad()
     def prefill(self, wrap: Wrap = _unwrapped) -> torch.Tensor:
@@ -140,8 +141,8 @@ class OnRanks:
         with self._cache.begin([s.seq_len] * s.batch, algorithm=ALGORITHM) as turn:
             transport = session_of(self.group).transport
             own = turn.layout.shard(self.tokens.view(1, -1), transport.rank, 1)
-            hidden = self.model(own, turn.positions, wrap(_of_turn(prefill, turn)))[0]
-            # Whoever has the last token of a sequence tells the others what follows.
+            hidden = self.model(own, turn.positions, wrap(_of_turn(turn.prefill)))[0]
+            # The rank that holds the last token of a sequence sends its logits to the others.
             lasts = np.arange(1, s.batch + 1) * s.seq_len - 1
             rows = {int(position): row for row, position in enumerate(turn.layout.positions(transport.rank))}
             logits = torch.zeros(s.batch, VOCABULARY, dtype=torch.float64, device=own.device)
@@ -155,11 +156,11 @@ class OnRanks:
         """The logits (batch, vocabulary) after one more token (batch,) of each sequence, on every rank."""
         assert self._cache is not None
         with self._cache.begin([1] * self.settings.batch, query="replicated") as turn:
-            hidden = self.model(tokens[:, None], turn.positions[:1], wrap(_of_turn(decode, turn)))
+            hidden = self.model(tokens[:, None], turn.positions[:1], wrap(_of_turn(turn.decode)))
             return self.model.logits(hidden[:, -1])
 
     def train(self, wrap: Wrap = _unwrapped, at_turn: Callable[[], None] = lambda: None) -> Trained:
-        """The mean over the labels of all ranks; gradients are summed over them."""
+        """A training step: the mean loss over the labels of all ranks; gradients are summed over the ranks."""
         s = self.settings
         batch = shard_batch({"input_ids": self.tokens}, self.layout, self.group)
 
@@ -186,7 +187,7 @@ class OnRanks:
 
 
 class Ideal:
-    """This rank's part with no messages."""
+    """This rank's part without messages."""
 
     def __init__(self, ranks: OnRanks, kernel: Kernel) -> None:
         s, layout = ranks.settings, ranks.layout
@@ -206,17 +207,17 @@ class Ideal:
             )
         )
         self.pieces, self.gradient_pieces = (
-            list(own_pieces(prepare(problem, rank, ALGORITHM, None, "forward", side), inputs))
+            list(own_pieces(prepare(problem, rank, ALGORITHM, ProgramOptions(backward=side)), inputs))
             for side in (None, problem.lighter_side())
         )
 
     @torch.no_grad()
     def prefill(self) -> None:
-        """Some rank computes the last logits; here all do."""
+        """Prefill; every rank computes logits, which is no less work than any rank has."""
         self.model.logits(self.model(self.batch["input_ids"], self.positions, self._attend)[:, -1])
 
     def train(self) -> None:
-        """Nobody's gradients are summed."""
+        """A training step whose gradients are not summed over ranks."""
         hidden = self.model(self.batch["input_ids"], self.positions, self._attend_and_back)
         _differentiate(_losses(self.model, hidden, self.batch["labels"]).mean(), self.model)
 
@@ -229,12 +230,12 @@ class Ideal:
         return out
 
     def attend(self, pieces: Sequence[Operands]) -> None:
-        """Compute some pieces."""
+        """Run the kernel on every piece."""
         attend_pieces(self.kernel, self.scale, pieces)
 
 
 class _AttendPieces(torch.autograd.Function):
-    """The work of attention and of its gradients; values and gradients are other tensors of the right shapes."""
+    """The work of attention and of its gradients; the values are meaningless, the shapes are right."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, _: torch.Tensor, ideal: Ideal) -> torch.Tensor:
@@ -250,7 +251,7 @@ class _AttendPieces(torch.autograd.Function):
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """PyTorch's own; on a CPU in float32 at least, as the ranks' kernels do it."""
+    """PyTorch's own attention; on a CPU in float32 or wider, like the kernels of the ranks."""
     dtype = q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
@@ -258,8 +259,8 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool)
     return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups).to(dtype)
 
 
-def _of_turn(call: Callable[..., Any], turn: Turn) -> Attend:
-    return lambda layer, q, k, v: call(q, k, v, turn, layer=layer)
+def _of_turn(call: Callable[..., Any]) -> Attend:
+    return lambda layer, q, k, v: call(q, k, v, layer=layer)
 
 
 def _losses(model: Decoder, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,14 @@
-"""Programs as data: what a schedule is made of, how it is completed, proved, compiled and written down."""
+"""Schedules as data: actions, completion, validation, compilation and text.
+
+`build_schedule` and `build_decode` live one layer up, in `ringspan.algorithms`, and are loaded when first used.
+"""
+
+from importlib import import_module
+from typing import Any
 
 from ringspan.schedule.actions import (
     ALL,
+    SUMS,
     Actions,
     AllMerge,
     Attend,
@@ -20,6 +27,7 @@ from ringspan.schedule.visible import Visible, visible_blocks
 
 __all__ = [
     "ALL",
+    "SUMS",
     "Actions",
     "AllMerge",
     "AllMerged",
@@ -38,6 +46,8 @@ __all__ = [
     "Step",
     "Transfer",
     "Visible",
+    "build_decode",
+    "build_schedule",
     "compile_rank",
     "complete",
     "first_reads",
@@ -46,3 +56,9 @@ __all__ = [
     "validate",
     "visible_blocks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("build_decode", "build_schedule"):
+        return getattr(import_module("ringspan.algorithms"), name)
+    raise AttributeError(f"module 'ringspan.schedule' has no attribute {name!r}")

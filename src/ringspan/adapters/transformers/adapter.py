@@ -1,23 +1,22 @@
 """What happens before and after a forward of a parallelized model?
 
-Before: the arguments are checked, the ranks agree that they mean the same forward, and this rank's part is taken.
-After: the loss is that of all ranks, and outputs of a forward that was given whole sequences are whole again. The
-model itself never sees a label, nor a mask, nor a cache other than ours.
+Before: the arguments are checked, the ranks agree on the forward, and this rank's part is taken. After: the loss is
+reduced over all ranks, and the outputs of a forward on whole sequences are gathered. The model itself never receives a
+label, a mask or a foreign cache.
 """
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.arguments import Arguments, Found
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
-from ringspan.adapters.transformers.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
@@ -38,7 +37,7 @@ from ringspan.adapters.transformers.turns import (
 )
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.cache import KVCache
-from ringspan.errors import RingspanError, TransportError, UnsupportedError
+from ringspan.errors import RingspanError, UnsupportedError
 from ringspan.layout import Layout
 from ringspan.runtime.contract import Signature, describe
 from ringspan.training import gather
@@ -51,14 +50,12 @@ _BY_ROW = ("logits", "last_hidden_state")
 
 
 class _Forward(NamedTuple):
-    """What must be known until a forward is through."""
-
     run: ShardRun | TurnRun
     is_whole: bool
     labels: torch.Tensor | None
     num_items: Any
     keep: "Keep | Layout | None"
-    encoded: torch.Tensor | None = None  # given by the caller, whole
+    encoded: torch.Tensor | None = None  # whole encoder states from the caller
 
 
 class Adapter:
@@ -72,13 +69,13 @@ class Adapter:
         self.parameters = inspect.signature(model.forward).parameters
         self.arguments = Arguments(model, found, wiring.name)
         self._batch = self.arguments.batch
-        self._forward: _Forward | None = None  # under way
-        self._num_trained = 0  # forwards in training
+        self._forward: _Forward | None = None  # in progress
+        self._num_trained = 0  # number of training forwards
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch, with what its forward must know."""
+        """Return this rank's part of a batch, with the run for its forward."""
         given = {name: value for name, value in batch.items() if value is not None}
-        with self._telling():
+        with self.options.session.call():
             self.arguments.check_batch(given)
             num_items = given.pop("num_items_in_batch", None)
             inputs, run = self._split(given)
@@ -86,10 +83,9 @@ class Adapter:
         return {**inputs, RUN: run} | ({} if num_items is None else {"num_items_in_batch": num_items})
 
     def before(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the model's own forward."""
         given = dict(arguments)
         run = given.pop(RUN, None)
-        with self._telling():
+        with self.options.session.call():
             given = self.arguments.drop_unused(given)
             self.arguments.check(given)
             new = None
@@ -101,7 +97,7 @@ class Adapter:
                 new = self._check_turn(given)
             else:
                 forward, inputs = self._split_whole(given)
-        if new is not None:  # which tells others itself what it refuses
+        if new is not None:  # a turn tells the other ranks about a refusal itself
             forward, inputs = self._begin(new, given)
         else:
             self._agree(forward.run)
@@ -113,14 +109,14 @@ class Adapter:
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
     def is_within(self, arguments: Mapping[str, Any]) -> bool:
-        """Is a forward with these arguments part of another's? What was interrupted before is forgotten."""
+        """Whether a forward with these arguments is part of one in progress; forgets an interrupted forward."""
         is_within = RUN in arguments if self.found.passes_run else self.wiring.run is not None
         if is_within:
             self._forward = None
         return is_within
 
     def after(self, output: Any) -> Any:
-        """The outputs a caller expects; None is the output of a forward that is failing."""
+        """Return the outputs that a caller expects; `output` is None if the forward failed."""
         forward, self._forward = self._forward, None
         if forward is None:
             return None
@@ -137,7 +133,6 @@ class Adapter:
         return finished
 
     def call(self, **arguments: Any) -> Any:
-        """A forward without hooks."""
         inputs = self.before(arguments)
         try:
             output = self.model.forward(**inputs)
@@ -148,17 +143,6 @@ class Adapter:
 
     # Before
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """A refusal on this rank is told to the others, which would wait for it in vain."""
-        try:
-            yield
-        except TransportError:
-            raise
-        except RingspanError as error:
-            self.options.refuse(error)
-            raise
-
     def _agree(self, run: ShardRun | TurnRun) -> None:
         assert isinstance(run, ShardRun)
         session = self.options.session
@@ -167,7 +151,8 @@ class Adapter:
             if is_digest_due(self._num_trained):
                 fields[_WEIGHTS] = digest_weights(self.model)
             self._num_trained += 1
-        session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+        with session.call() as call:
+            call.agree(Signature.of(fields), once=True)
 
     def _split(self, given: Mapping[str, Any]) -> Part:
         if not self.found.has_encoder:
@@ -224,7 +209,7 @@ class Adapter:
 
     def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
         inputs, run, keep = begin_turn(new, self.options, self.found.layers)
-        # The ranks agree on it with the turn, before its first message.
+        # The ranks agree on this together with the turn, before its first message.
         said = {**new.batch, "tokens": new.columns, "logits_to_keep": new.num_kept}
         run.turn.said = describe(said)
         if run.source is not None:
@@ -237,7 +222,7 @@ class Adapter:
         return _Forward(run, True, None, None, keep, encoded_by_caller(given)), inputs | rows | cache
 
     def _keep(self, rows: Any, *, is_all: bool) -> dict[str, torch.Tensor]:
-        """Which rows of this rank go through the model's head; all of them if it cannot be told."""
+        """Return which rows of this rank go through the model's head; all if the model cannot select rows."""
         if is_all or "logits_to_keep" not in self.parameters:
             return {}
         return {"logits_to_keep": torch.from_numpy(rows).to(self.model.device)}
@@ -246,14 +231,14 @@ class Adapter:
 
     def _tell_failure(self, run: ShardRun | TurnRun) -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
+        if isinstance(error, Exception) and not isinstance(error, RingspanError):  # other ranks know RingspanErrors
             run.fail(error)
 
     def _finish(self, forward: _Forward, output: Any) -> Any:
         unknown = sorted(output.keys() - _OUTPUTS)
         if unknown:
             raise UnsupportedError(
-                f"{type(self.model).__name__} returns {', '.join(unknown)}, which is not made token by token; use a "
+                f"{type(self.model).__name__} returns {', '.join(unknown)}, which has no row per token; use a "
                 "model without it"
             )
         fields = dict(output)
@@ -292,7 +277,7 @@ class Adapter:
 
 
 def encoder_adapter(adapter: Adapter) -> Adapter:
-    """The encoder of a model by itself, as generate() calls it."""
+    """Make the adapter of a model's encoder, which generate() calls separately."""
     found = adapter.found
     encoder = adapter.model.get_encoder()
     passes_run = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(encoder.forward).parameters.values())
@@ -307,7 +292,7 @@ def _said_of(whose: str, said: Mapping[str, str]) -> dict[str, str]:
 
 
 def _attention_dtype(layer: Layer, device: torch.device) -> torch.dtype:
-    """In a region of autocast its type."""
+    """Return the dtype of a layer's attention: that of autocast inside its region."""
     if layer.dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return layer.dtype

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.cli.svg import Chart, Line, draw_charts
 from ringspan.errors import RingspanError
 from ringspan.planner.plan import Plan, Request, Setup, predict
@@ -35,7 +36,7 @@ def _best_of_each(plan: Plan) -> dict[str, Setup]:
     best: dict[str, Setup] = {}
     for option in plan.options:
         best.setdefault(_name(option.setup), option.setup)
-    best.setdefault(ALONE, Setup("pass_kv", "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies))
+    best.setdefault(ALONE, Setup(DEFAULT_ALGORITHM, "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies))
     return best
 
 

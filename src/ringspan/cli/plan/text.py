@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.cli.bench.text import format_seconds
-from ringspan.cli.page import Page, format_count, format_percent, new_table
+from ringspan.algorithms import find_algorithm
+from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
+from ringspan.cli.formats import format_count, format_percent, format_seconds
+from ringspan.cli.page import Page
+from ringspan.cli.tables import new_table
 from ringspan.planner.catalog import Model
 from ringspan.planner.plan import Option, Plan, Prediction, Request
 from ringspan.planner.plan.request import legal_tps
@@ -201,13 +204,20 @@ def _print_lengths(page: Page, plan: Plan) -> None:
     if plan.crossing is not None:
         keys, new, always = plan.crossing
         if new is None:
-            winner, other = ("pass-KV", "pass-Q") if always == "pass_kv" else ("pass-Q", "pass-KV")
-            page.prose(f"For {keys:,} keys {winner} is no slower than {other}, however many of them are cached.")
+            winner, other = sorted(RINGS, key=lambda name: name != always)
+            page.prose(
+                f"For {keys:,} keys {_label(winner)} is no slower than {_label(other)}, "
+                "however many of them are cached."
+            )
         else:
             page.prose(
-                f"Of {keys:,} keys, pass-Q beats pass-KV as long as no more than about {new:,} "
+                f"Of {keys:,} keys, {_label(Q_RING)} beats {_label(KV_RING)} as long as no more than about {new:,} "
                 f"({format_percent(new / keys)}) are new."
             )
+
+
+def _label(algorithm: str) -> str:
+    return find_algorithm(algorithm).label
 
 
 def _print_explanation(page: Page, plan: Plan) -> None:

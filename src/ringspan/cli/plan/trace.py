@@ -10,21 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from ringspan.algorithms import build_schedule
+from ringspan.algorithms import END, Round, find_algorithm
+from ringspan.algorithms.loads import Seconds
 from ringspan.bench.result import Activity
 from ringspan.cli.trace import build_trace
 from ringspan.errors import UnsupportedError
-from ringspan.layout import Layout, contiguous, striped, zigzag
-from ringspan.mask import causal, full, sliding_window
 from ringspan.planner.plan import Plan
-from ringspan.planner.plan.predict import ring_of, shard_of, shown_window
-from ringspan.planner.timeline import END, Round, Timeline, schedule_timeline
-from ringspan.planner.timeline.run import Seconds
-from ringspan.program.bind import Problem, Shapes
-from ringspan.schedule import Heads, visible_blocks
+from ringspan.planner.plan.predict import ring_of, sequence_of, shard_of, shown_window
+from ringspan.planner.timeline import Timeline, real_timeline
 
 MOST_RANKS = 64
-BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
 def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:
@@ -44,23 +39,20 @@ def _timeline(plan: Plan) -> Timeline:
     request, setup = plan.request, plan.best.setup
     if setup.cp > MOST_RANKS:
         raise UnsupportedError(
-            f"--trace: the best way has {setup.cp} ranks, and a trace shows every rank; use at most {MOST_RANKS}, with "
-            "more tensor parallelism (--tp) or fewer devices"
+            f"the best way has {setup.cp} ranks, and a trace shows every rank",
+            argument="trace",
+            remedy=f"use at most {MOST_RANKS}, with more tensor parallelism or fewer devices",
         )
     shard = shard_of(request, setup)
     if request.model.latent is not None or request.cached_tokens or request.phase == "decode":
-        raise UnsupportedError("--trace: only for a prefill without cache, a denoising or a training step, without MLA")
-    layout: Layout = BUILDERS[setup.layout](request.tokens, setup.cp)
-    window = shown_window(request.model)
-    mask = sliding_window(window - 1, 0) if window else causal() if request.model.is_causal else full()
-    heads = Heads(shard.num_heads, shard.num_kv_heads)
-    shapes = Shapes((shard.batch,), heads, shard.head_dim, shard.v_head_dim, 2, 4, is_encoded=request.wire != "bf16")
-    mesh = (setup.cp // setup.inner, setup.inner) if setup.algorithm in ("hybrid", "double_ring") else None
-    visible = visible_blocks(mask, layout)
-    schedule = build_schedule(setup.algorithm, visible, heads=heads, mesh=mesh)
-    problem = Problem(mask, layout, layout, shapes)
-    per_node = ring_of(request, setup).per_node
-    return schedule_timeline(schedule, problem, shard, request.cluster.device, per_node, record=True)
+        raise UnsupportedError(
+            "only a prefill without cache, a denoising or a training step, without MLA, has a trace",
+            argument="trace",
+            remedy="leave it out",
+        )
+    sequence = sequence_of(request, setup, shown_window(request.model))
+    record, device = find_algorithm(setup.algorithm), request.cluster.device
+    return real_timeline(record, ring_of(request, setup), sequence, shard, device, records_moments=True)
 
 
 def activities_of(timeline: Timeline) -> Iterator[Activity]:

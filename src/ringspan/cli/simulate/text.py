@@ -1,24 +1,18 @@
-"""A lesson on the terminal: short sections, each a sentence or two and then the numbers."""
+"""How is a simulation printed in full? In short sections: a sentence or two, then the numbers."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.cli.page import (
-    NO_BREAK,
-    TABLE_RANKS,
-    Page,
-    explain_grid,
-    format_bar,
-    format_count,
-    format_level,
-    format_list,
-    format_percent,
-    new_table,
-)
+from ringspan.algorithms import ALGORITHMS, find_algorithm
+from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
+from ringspan.cli.formats import format_bar, format_count, format_level, format_list, format_percent
+from ringspan.cli.page import TABLE_RANKS, Page, explain_grid
 from ringspan.cli.simulate.bits_text import bits_verdict, print_bits
+from ringspan.cli.tables import NO_BREAK, new_table
 from ringspan.simulate.lesson import (
     Check,
     Choices,
@@ -36,53 +30,39 @@ from ringspan.simulate.lesson import (
 COLUMN_RANKS = 8  # ranks, steps or spans side by side
 STRIP_WIDTH = 64
 RANK_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red are for right and wrong
+RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red mean right and wrong
 
-NAMES = {
-    "pass_kv": "pass-KV",
-    "pass_q": "pass-Q",
-    "all_gather": "all-gather",
-    "ulysses": "Ulysses",
-    "hybrid": "hybrid",
-    "double_ring": "double ring",
-}
-IDEAS = {
-    "pass_kv": "queries stay, keys and values travel",
-    "pass_q": "keys and values stay, queries travel",
-    "all_gather": "fetch all keys and values, then attend them in one go",
-    "ulysses": "exchange tokens for heads, attend, exchange back",
-    "hybrid": "Ulysses among neighbours, a ring between groups",
-    "double_ring": "a ring inside each node, and a ring of nodes",
-}
 CONTENTS = {"q": "q", "kv": "k, v", "out": "out, lse"}
 
 
 def print_lesson(lesson: Lesson, console: Console) -> None:
-    """All of it, in the order in which one would explain it."""
+    """Print every section."""
     page, parameters, prefill = Page(console), lesson.parameters, lesson.prefill
-    _print_title(page, parameters)
+    print_title(page, parameters)
     _print_reference(page, prefill.reference)
     _print_shards(page, prefill.shards, parameters.seq_len)
     _print_work(page, prefill.work, parameters)
     told: set[str] = set()
     for run in prefill.runs:
         _print_run(page, run, parameters, told)
-        if run.algorithm == "pass_kv" and prefill.one_query is not None and len(prefill.one_query.meetings) > 1:
+        if run.algorithm == KV_RING and prefill.one_query is not None and len(prefill.one_query.meetings) > 1:
             _print_one_query(page, prefill.one_query)
     _print_traffic(page, prefill.runs)
     if parameters.reproducible:
-        print_bits(page, prefill, NAMES)
+        print_bits(page, prefill, _labels())
     _print_decode(page, lesson.decode, parameters)
     _print_choices(page, lesson.choices)
-    _print_verdict(page, lesson)
+    print_verdict(page, lesson)
+    page.console.print(Text(f"Try also {', '.join(_other_options(parameters))}.", "dim"))
 
 
-def _print_title(page: Page, parameters: Parameters) -> None:
+def print_title(page: Page, parameters: Parameters) -> None:
+    """Print what was simulated."""
     p = parameters
     page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'simulated device')}", "bold"))
     page.prose(
         "A sequence too long for one device is split over several. Each computes the attention of its own part;",
-        "what it needs of the others travels in blocks.",
+        "the blocks it needs from others travel.",
     )
     heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
     direction = "" if p.direction is None else f"; direction {p.direction}"
@@ -92,15 +72,15 @@ def _print_title(page: Page, parameters: Parameters) -> None:
             ("size", f"{format_count(p.seq_len, 'token')}, {heads}, head_dim {p.head_dim}, {p.dtype}, seed {p.seed}"),
             ("mask", p.mask),
             ("layout", p.layout),
-            ("algorithms", ", ".join(NAMES[name] for name in p.algorithms) + direction + mesh),
+            ("algorithms", ", ".join(map(_label, p.algorithms)) + direction + mesh),
             *([("mode", "reproducible: the same bits on any number of devices")] if p.reproducible else []),
         ]
     )
 
 
 def _print_reference(page: Page, reference: Reference) -> None:
-    page.section("The truth to compare with")
-    page.prose("Dense attention over every pair of tokens at once, in float64. Every result below is held against it.")
+    page.section("The reference")
+    page.prose("Dense attention over every pair of tokens at once, in float64. Every result below is compared with it.")
     share = format_percent(reference.visible_pairs / reference.all_pairs, 0)
     sample = " ".join(f"{value:.4f}" for value in reference.out_sample)
     scale = f"dense attention in float32 is {_error(reference.float32_error)} off"
@@ -123,7 +103,7 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
         f"{shown}, the rank that holds each:" if has_strip else "",
     )
     if has_strip:
-        page.show(_strip(shards, seq_len))
+        page.show(token_strip(shards, seq_len))
     table = new_table("rank", ">tokens", "positions")
     for shard in shards[:TABLE_RANKS]:
         positions = format_list(shard.spans, COLUMN_RANKS) or "none"
@@ -132,8 +112,8 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
     page.note_hidden(len(shards))
 
 
-def _strip(shards: Sequence[Shard], seq_len: int) -> Text:
-    """The sequence from left to right, as the ranks that hold it."""
+def token_strip(shards: Sequence[Shard], seq_len: int) -> Text:
+    """The sequence from left to right, one character per token: the rank that holds it."""
     owners = {position: shard.rank for shard in shards for position in shard.positions}
     width = min(seq_len, STRIP_WIDTH)
     strip = Text()
@@ -169,26 +149,26 @@ def _print_work(page: Page, works: Sequence[LayoutWork], parameters: Parameters)
 
 
 def _busy(work: LayoutWork, rank: int) -> Text:
-    """A rank's work at every step, as a part of what the busiest rank has."""
+    """A rank's work at every step, relative to the busiest rank."""
     levels = [format_level(pairs[rank], max(pairs)) for pairs in work.pairs_per_step]
     return Text(" ".join(levels), "cyan")
 
 
 def _print_run(page: Page, run: Run, parameters: Parameters, told: set[str]) -> None:
-    page.section(f"{NAMES[run.algorithm]}: {IDEAS[run.algorithm]}")
+    page.section(f"{_label(run.algorithm)}: {find_algorithm(run.algorithm).idea}")
     page.prose(*_how_to_read(run, parameters, told))
     page.grid(run.grid)
-    page.show(Text("largest difference from dense attention: ").append(_verdict(run.check)))
+    page.show(Text("largest difference from dense attention: ").append(format_check(run.check)))
 
 
 def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[str]:
-    """What the grid means, by what is in it; things told in an earlier section are not told again."""
+    """Explain the symbols of the grid that no earlier section has explained."""
     for topic, sentence in explain_grid(run.grid):
         if topic not in told:
             yield sentence
     told.update(topic for topic, _ in explain_grid(run.grid))
     last = parameters.world_size - 1
-    rings = [name for name in parameters.algorithms if name in ("pass_kv", "pass_q") and last]
+    rings = [name for name in parameters.algorithms if name in RINGS and last]
     if run.algorithm in rings[:1]:
         to, sign = ("next", "-") if parameters.direction == "forward" else ("previous", "+")
         origin = f"(r {sign} t) mod {parameters.world_size}".replace(" ", NO_BREAK)
@@ -219,13 +199,13 @@ def _print_traffic(page: Page, runs: Sequence[Run]) -> None:
     table = new_table("algorithm", ">messages", "of", "largest message", ">bytes", ">bytes in all")
     for run in runs:
         if not run.traffic:
-            table.add_row(NAMES[run.algorithm], "0", "", "", "0", "0")
+            table.add_row(_label(run.algorithm), "0", "", "", "0", "0")
         for i, traffic in enumerate(run.traffic):
             heads, tokens, _ = traffic.shapes[0][-3:]
             elements = "+".join(str(shape[-1]) for shape in traffic.shapes)
             elements = f"({elements})" if len(traffic.shapes) > 1 else elements
             table.add_row(
-                NAMES[run.algorithm] if i == 0 else "",
+                _label(run.algorithm) if i == 0 else "",
                 f"{traffic.num_messages:,}",
                 CONTENTS[traffic.kind],
                 f"{heads}×{tokens}×{elements}×{traffic.bytes_per_element}",
@@ -233,12 +213,15 @@ def _print_traffic(page: Page, runs: Sequence[Run]) -> None:
                 f"{traffic.total_bytes:,}",
             )
     page.show(table)
-    busiest = ", ".join(f"{NAMES[run.algorithm]} {run.largest_rank_step_bytes:,}" for run in runs)
+    busiest = ", ".join(f"{_label(run.algorithm)} {run.largest_rank_step_bytes:,}" for run in runs)
     page.prose(f"Most that one rank sends in one step, in bytes: {busiest}.")
     sent = {run.algorithm: run.sent_bytes for run in runs}
-    ratio = sent.get("pass_q", 0) / max(1, sent.get("pass_kv", 0))
-    if "pass_kv" in sent and ratio > 1:
-        page.prose(f"Here pass-Q moves {ratio:.3g} times the bytes of pass-KV; below is when that turns round.")
+    ratio = sent.get(Q_RING, 0) / max(1, sent.get(KV_RING, 0))
+    if KV_RING in sent and ratio > 1:
+        page.prose(
+            f"Here {_label(Q_RING)} moves {ratio:.3g} times the bytes of {_label(KV_RING)};",
+            "below is when that turns round.",
+        )
 
 
 def _print_decode(page: Page, decode: Decode, parameters: Parameters) -> None:
@@ -269,7 +252,7 @@ def _print_decode_steps(page: Page, run: DecodeRun) -> None:
         held = step.cache_tokens_per_rank
         per_rank = " ".join(map(str, held)) if len(held) <= COLUMN_RANKS else f"{min(held)} to {max(held)}"
         ranks = " ".join(map(str, step.new_token_ranks))
-        table.add_row(str(step.step), ranks, per_rank, f"{step.sent_bytes:,}", _verdict(step.check))
+        table.add_row(str(step.step), ranks, per_rank, f"{step.sent_bytes:,}", format_check(step.check))
     page.show(table)
     spread, unrotated = (
         max(held) - min(held) for held in (run.steps[-1].cache_tokens_per_rank, run.unrotated_cache_tokens_per_rank)
@@ -297,7 +280,7 @@ def _print_choices(page: Page, choices: Choices | None) -> None:
     )
     table = new_table(">miss rate", ">new tokens", "algorithm 5", "because", "algorithm 1")
     for row in choices.rows:
-        sign = "<" if row.algorithm_5 == "pass_q" else "≥"
+        sign = "<" if row.algorithm_5 == Q_RING else "≥"
         because = f"{format_percent(row.miss_rate)} {sign} {format_percent(row.miss_rate_limit)}"
         if row.new_tokens >= needed:
             because = f"KV hidden: {row.new_tokens:,} ≥ {needed:,}"
@@ -309,7 +292,7 @@ def _print_choices(page: Page, choices: Choices | None) -> None:
         f"way home of the outputs, {_crossing(choices.crossing_miss_rate_1)}.",
     )
     in_words = (
-        [row.reason_5 for row in choices.rows if row.algorithm_5 == "pass_q"],
+        [row.reason_5 for row in choices.rows if row.algorithm_5 == Q_RING],
         [row.reason_5 for row in choices.rows if row.new_tokens >= needed],
     )
     for reasons in in_words:
@@ -321,10 +304,11 @@ def _crossing(miss_rate: float) -> str:
 
 
 def _pick(algorithm: str) -> Text:
-    return Text(NAMES[algorithm], "magenta" if algorithm == "pass_q" else "cyan")
+    return Text(_label(algorithm), "magenta" if algorithm == Q_RING else "cyan")
 
 
-def _print_verdict(page: Page, lesson: Lesson) -> None:
+def print_verdict(page: Page, lesson: Lesson) -> None:
+    """Print whether all results are right."""
     page.console.print()
     if not lesson.failures:
         message = Text(f"✓ All {lesson.num_checks} results agree with dense attention.", "bold green")
@@ -335,25 +319,32 @@ def _print_verdict(page: Page, lesson: Lesson) -> None:
             "bold red",
         )
     page.console.print(message)
-    bits = bits_verdict(lesson, NAMES)
+    bits = bits_verdict(lesson, _labels())
     if bits is not None:
         page.console.print(bits)
-    page.console.print(Text(f"Try also {', '.join(_other_options(lesson.parameters))}.", "dim"))
 
 
 def _other_options(p: Parameters) -> list[str]:
-    """A few options that would show something new."""
+    """Options that show something else than this run."""
     options = {
         "--layout contiguous": p.layout != "contiguous",
         "--mask 'causal & window:16'": "sliding_window" not in p.mask,
-        "--algorithm ulysses": "ulysses" not in p.algorithms,
+        **{f"--algorithm {name.replace('_', '-')}": True for name in _others(p)[:1]},
         "--devices 8": p.world_size != 8,
         "--direction reverse": p.direction == "forward",
     }
     return [option for option, is_new in options.items() if is_new][:3]
 
 
-def _verdict(check: Check) -> Text:
+def _others(p: Parameters) -> list[str]:
+    """The algorithms that are not rings and run on any number of ranks and heads, if only rings were run."""
+    if not set(p.algorithms) <= set(RINGS):
+        return []
+    return [name for name, it in ALGORITHMS.items() if name not in RINGS and not it.options & {"mesh", "heads"}]
+
+
+def format_check(check: Check) -> Text:
+    """The largest difference from dense attention, and whether it is accepted."""
     mark, style = ("✓", "green") if check.is_verified else ("✗ wrong:", "bold red")
     worst = None if check.out_error is None or check.lse_error is None else max(check.out_error, check.lse_error)
     return Text(f"{mark} {_error(worst)}", style)
@@ -364,10 +355,17 @@ def _error(error: float | None) -> str:
 
 
 def _spelled(text: str) -> str:
-    """Algorithms by the names the report uses."""
-    for name, spelled in NAMES.items():
-        text = text.replace(name, spelled)
+    for name, label in _labels().items():
+        text = re.sub(rf"\b{name}\b", label, text)
     return text
+
+
+def _label(algorithm: str) -> str:
+    return find_algorithm(algorithm).label
+
+
+def _labels() -> dict[str, str]:
+    return {name: record.label for name, record in ALGORITHMS.items()}
 
 
 def _rank_style(rank: int) -> str:

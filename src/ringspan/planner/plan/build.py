@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING, Q_RING, RINGS
 from ringspan.planner.catalog.files import read_data
 from ringspan.planner.plan.candidates import MANY_RANKS, Illegal, list_setups, usual_tps
 from ringspan.planner.plan.caveats import list_caveats
@@ -16,6 +17,7 @@ from ringspan.planner.plan.memory import Memory, count_memory
 from ringspan.planner.plan.predict import Prediction, predict, shown_window, timeline_of
 from ringspan.planner.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.planner.plan.settings import Recipe, list_recipes
+from ringspan.planner.timeline import is_quick
 
 LEAST_GAIN = 0.01  # where both are hidden their times are equal, and neither wins
 
@@ -131,9 +133,9 @@ def _last(holds: Callable[[int], bool], most: int) -> int | None:
 
 def _break_even(request: Request, setup: Setup) -> int | None:
     """The first power of two, refined, at which the best way beats the same group without context parallelism."""
-    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode":
+    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode" or not is_quick(setup.algorithm, setup.cp):
         return None
-    alone = Setup("pass_kv", "contiguous", setup.tp, 1, setup.copies)
+    alone = Setup(DEFAULT_ALGORITHM, "contiguous", setup.tp, 1, setup.copies)
 
     def is_slower(tokens: int) -> bool:
         asked = replace(request, tokens=tokens, cached_tokens=0)
@@ -156,7 +158,7 @@ def _crossing(request: Request, setup: Setup) -> Crossing | None:
         return None
     num_keys = request.tokens + request.cached_tokens
     window = shown_window(request.model)
-    kv, q = (setup._replace(algorithm=name, layout="zigzag", inner=1) for name in ("pass_kv", "pass_q"))
+    kv, q = (setup._replace(algorithm=name, layout="zigzag", inner=1) for name in RINGS)
 
     def q_wins(new: int) -> bool:
         asked = replace(request, tokens=new, cached_tokens=num_keys - new)
@@ -165,9 +167,9 @@ def _crossing(request: Request, setup: Setup) -> Crossing | None:
 
     least = min(setup.cp, num_keys)
     if q_wins(num_keys):
-        return Crossing(num_keys, None, "pass_q")
+        return Crossing(num_keys, None, Q_RING)
     if not q_wins(least):
-        return Crossing(num_keys, None, "pass_kv")
+        return Crossing(num_keys, None, KV_RING)
     low, high = least, num_keys
     while high - low > low // 32 + 1:
         middle = (low + high) // 2

@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ringspan.algorithms import ALGORITHMS, BY_QUERY, Algorithm
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
+from ringspan.planner.plan.predict import shard_of
 from ringspan.planner.plan.request import Request, Setup, legal_tps
+from ringspan.planner.timeline import check_priced
 from ringspan.schedule import Heads
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
@@ -44,47 +48,82 @@ def usual_tps(request: Request) -> list[int]:
 
 def _of_ranks(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> Iterator[Setup]:
     if cp == 1:
-        yield Setup("pass_kv", "contiguous", tp, 1)
+        yield Setup(DEFAULT_ALGORITHM, "contiguous", tp, 1)
         return
     if request.phase == "decode":
-        yield from (Setup(name, "striped", tp, cp) for name in ("all_merge", "pass_q"))
+        yield from (Setup(record.name, "striped", tp, cp) for record in BY_QUERY.values())
         return
     layouts: tuple[str, ...] = LAYOUTS if request.model.is_causal else ("contiguous",)
-    names: tuple[str, ...] = ("pass_kv", "pass_q", "all_gather")
     if cp > MANY_RANKS:
-        layouts, names = layouts[:2], names[:2]
-        illegal["all-gather"] = f"not planned beyond {MANY_RANKS:,} ranks: as many blocks of K and V on every device"
+        layouts = layouts[:2]
+    planned = list(_planned(request, tp, cp, illegal))
     for layout in layouts:
-        for name in names:
-            yield Setup(name, layout, tp, cp)
-        if not (layout == "contiguous" and request.model.is_causal):
-            inner = max(1, request.cluster.per_node // tp)
-            if 1 < inner < cp and cp % inner == 0:
-                yield Setup("double_ring", layout, tp, cp, inner=inner)
+        yield from _of_layout(request, tp, cp, layout, planned)
     if request.cluster.nodes == 1 or cp <= request.cluster.per_node // tp:
-        illegal["double-ring"] = "all ranks are in one node; a ring between nodes needs two nodes"
-    yield from _with_heads(request, tp, cp, layouts, illegal)
+        for record in planned:
+            if _is_nested(record):
+                illegal[_spell(record)] = "all ranks are in one node; a ring between nodes needs two nodes"
+    yield from _with_heads(request, tp, cp, layouts, [one for one in planned if "heads" in one.options], illegal)
+
+
+def _planned(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> Iterator[Algorithm]:
+    """The algorithms that can be priced for so many ranks."""
+    for record in ALGORITHMS.values():
+        if record.most_ranks is not None and cp > record.most_ranks:
+            illegal[_spell(record)] = f"not planned beyond {record.most_ranks:,} ranks: its buffers grow with the group"
+            continue
+        try:
+            check_priced(record, cp, shard_of(request, Setup(record.name, "contiguous", tp, cp)))
+        except UnsupportedError as error:
+            illegal[_spell(record)] = str(error)
+            continue
+        yield record
+
+
+def _of_layout(request: Request, tp: int, cp: int, layout: str, records: list[Algorithm]) -> Iterator[Setup]:
+    """Algorithms that leave heads whole: on ranks in one dimension, or in nodes of all the ranks that a node holds."""
+    for record in records:
+        if not record.options & {"heads", "mesh"}:
+            yield Setup(record.name, layout, tp, cp)
+    inner = max(1, request.cluster.per_node // tp)
+    is_uneven = layout == "contiguous" and request.model.is_causal
+    if is_uneven or not 1 < inner < cp or cp % inner:
+        return
+    yield from (Setup(record.name, layout, tp, cp, inner=inner) for record in records if _is_nested(record))
+
+
+def _is_nested(record: Algorithm) -> bool:
+    """Whether its mesh is nodes of ranks, rather than groups that exchange heads."""
+    return "mesh" in record.options and "heads" not in record.options
 
 
 def _with_heads(
-    request: Request, tp: int, cp: int, layouts: tuple[str, ...], illegal: dict[str, str]
+    request: Request, tp: int, cp: int, layouts: tuple[str, ...], records: list[Algorithm], illegal: dict[str, str]
 ) -> Iterator[Setup]:
+    """Without a mesh all ranks exchange heads; with one, groups of every size do."""
     heads = Heads(request.model.num_heads // tp, max(1, request.model.num_kv_heads // tp))
     if request.model.latent is not None:
-        illegal["ulysses, hybrid"] = "latent K and V are one vector for all heads and cannot be split by heads"
+        reason = "latent K and V are one vector for all heads and cannot be split by heads"
+        illegal[", ".join(map(_spell, records))] = reason
         return
     for degree in _divisors(cp)[1:]:
-        name = f"ulysses {degree}" if degree == cp else f"hybrid {cp // degree}×{degree}"
-        try:
-            check_heads(heads, degree)
-        except UnsupportedError as error:
-            if degree <= 64 or degree == cp:
-                illegal[f"{name} (tp {tp})" if tp > 1 else name] = str(error)
-            continue
-        if degree == cp:
-            yield Setup("ulysses", "contiguous", tp, cp, inner=degree)
-        else:
-            yield from (Setup("hybrid", layout, tp, cp, inner=degree) for layout in layouts)
+        for record in records:
+            has_mesh = "mesh" in record.options
+            if has_mesh == (degree == cp):
+                continue
+            name = f"{_spell(record)} {cp // degree}×{degree}" if has_mesh else f"{_spell(record)} {degree}"
+            try:
+                check_heads(heads, degree)
+            except UnsupportedError as error:
+                if degree <= 64 or degree == cp:
+                    illegal[f"{name} (tp {tp})" if tp > 1 else name] = str(error)
+                continue
+            for layout in layouts if has_mesh else ("contiguous",):
+                yield Setup(record.name, layout, tp, cp, inner=degree)
+
+
+def _spell(record: Algorithm) -> str:
+    return record.name.replace("_", "-")
 
 
 def _divisors(number: int) -> list[int]:

@@ -7,6 +7,7 @@ what the runtime of this library takes above its inputs: `tests/numerics/test_pl
 
 from typing import NamedTuple
 
+from ringspan.algorithms import BufferSizes, find_algorithm
 from ringspan.planner.cost import TRAINING_BYTES, WEIGHT_BYTES, Shard
 from ringspan.planner.plan.predict import shard_of
 from ringspan.planner.plan.request import Request, Setup
@@ -84,26 +85,9 @@ def attention_buffers(
 ) -> float:
     """What a call takes above its inputs.
 
-    The output in float32 with its lse; as many K and V as are under way at once; a slab for what a kernel returns.
+    The output in float32 with its lse; a slab for what a kernel returns; and what the algorithm has under way at once.
     """
-    q, kv = q_len * shard.q_bytes, kv_len * shard.kv_bytes
     out = q_len * shard.batch * shard.num_heads * (shard.v_head_dim * 4 + 4)
     part = min(out, slab_bytes)
-    match algorithm:
-        case "pass_kv":
-            return out + part + min(2, cp - 1) * kv
-        case "double_ring":
-            return out + part + min(3, cp // 2) * kv
-        case "all_gather":
-            return out + part + (cp - 1) * kv
-        case "pass_q":
-            return out + part + min(3, cp - 1) * q + min(3, cp) * out
-        case "all_merge":
-            return cp * out + part
-    degree = inner if algorithm == "hybrid" else cp
-    abroad = (degree - 1) / degree
-    spread = max(1.0, degree / shard.num_kv_heads)
-    rings = cp // degree
-    # What is exchanged arrives; results of others are made here and leave. Two or more groups pass K and V round, whose
-    # first blocks are the ones that arrived.
-    return out + part + abroad * (q + kv * spread + 2 * out) + min(1.5, 1.25 * (rings - 1)) * kv * spread
+    sizes = BufferSizes(cp, inner, shard.num_kv_heads, q_len * shard.q_bytes, kv_len * shard.kv_bytes, out)
+    return out + part + find_algorithm(algorithm).buffer_bytes(sizes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ringspan.algorithms import BY_QUERY
 from ringspan.planner.catalog import Model
 from ringspan.planner.cost import WEIGHT_BYTES, Dense, Shard, all_gather_s, all_reduce_s, dense_layer, tile_s
 from ringspan.planner.plan.request import Request, Setup
@@ -124,7 +125,7 @@ def _timeline(
 def timeline_of(request: Request, setup: Setup, *, window: int = 0, is_backward: bool = False) -> Timeline:
     """One layer's attention."""
     shard, sequence = shard_of(request, setup), sequence_of(request, setup, window)
-    if request.phase == "decode" and setup.algorithm == "pass_q":
+    if request.phase == "decode" and setup.algorithm == BY_QUERY["sharded"].name:
         shard = replace(shard, batch=-(-shard.batch // setup.cp))  # every rank starts with its own sequences
     return _timeline(setup.algorithm, ring_of(request, setup), sequence, shard, request.cluster.device, is_backward)
 

@@ -4,6 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ringspan.algorithms import find_algorithm
+from ringspan.algorithms.all_gather import ALL_GATHER
+from ringspan.algorithms.choose import RINGS
+from ringspan.algorithms.decode import ALL_MERGE
+from ringspan.algorithms.hybrid import HYBRID
+from ringspan.algorithms.pass_kv import PASS_KV
+from ringspan.algorithms.ulysses import ULYSSES
 from ringspan.planner.plan.predict import Prediction, shown_window
 from ringspan.planner.plan.request import Request, Setup
 
@@ -52,7 +59,7 @@ def _ringspan(request: Request, setup: Setup) -> Recipe:
     window, mask = shown_window(request.model), "rs.causal()" if request.model.is_causal else "rs.full()"
     if window:
         mask = f"rs.sliding_window({window - 1}, 0)"
-    mesh = f", mesh=({setup.cp // setup.inner}, {setup.inner})" if setup.algorithm in ("hybrid", "double_ring") else ""
+    mesh = f", mesh=({setup.cp // setup.inner}, {setup.inner})" if setup.has_mesh else ""
     layout = f"rs.{setup.layout}(seq_len, {setup.cp})"
     options = f'layout={layout}, algorithm="{setup.algorithm}"{mesh}{_wire(request, setup)}'
     return Recipe("ringspan", f"rs.attention(q, k, v, mask={mask}, {options})", _windows(request))
@@ -61,9 +68,9 @@ def _ringspan(request: Request, setup: Setup) -> Recipe:
 def _ringspan_turn(request: Request, setup: Setup) -> Recipe:
     """With a cache, which places tokens itself: an early and a late part of the new ones on every rank, as zigzag."""
     is_decode = request.phase == "decode"
-    if setup.algorithm == "all_merge":
+    if setup.algorithm == ALL_MERGE.name:
         options = 'query="replicated"'
-    elif setup.algorithm in ("pass_kv", "pass_q") and setup.layout == ("striped" if is_decode else "zigzag"):
+    elif setup.algorithm in RINGS and setup.layout == ("striped" if is_decode else "zigzag"):
         options = f'algorithm="{setup.algorithm}"{_wire(request, setup)}'
     else:
         return Recipe("ringspan", "", f"has no turn of a cache with {setup}, {setup.layout}")
@@ -72,8 +79,9 @@ def _ringspan_turn(request: Request, setup: Setup) -> Recipe:
 
 
 def _wire(request: Request, setup: Setup) -> str:
-    """K and V stay where they are in pass-Q, where the runtime takes no wire."""
-    return f', wire="{WIRES[request.wire]}"' if request.wire in WIRES and setup.algorithm != "pass_q" else ""
+    """The runtime takes no wire where K and V do not travel."""
+    is_encoded = request.wire in WIRES and find_algorithm(setup.algorithm).moves_kv
+    return f', wire="{WIRES[request.wire]}"' if is_encoded else ""
 
 
 def _windows(request: Request) -> str:
@@ -89,14 +97,11 @@ def _windows(request: Request) -> str:
 
 def _degrees(setup: Setup) -> tuple[int, int] | None:
     """Ring and Ulysses, for libraries that know these two."""
-    match setup.algorithm:
-        case "ulysses":
-            return 1, setup.cp
-        case "hybrid":
-            return setup.cp // setup.inner, setup.inner
-        case "pass_kv" | "all_gather":
-            return setup.cp, 1
-    return None
+    if setup.algorithm == ULYSSES.name:
+        return 1, setup.cp
+    if setup.algorithm == HYBRID.name:
+        return setup.cp // setup.inner, setup.inner
+    return (setup.cp, 1) if setup.algorithm in (PASS_KV.name, ALL_GATHER.name) else None
 
 
 def _diffusers(setup: Setup) -> Recipe:
@@ -111,7 +116,7 @@ def _diffusers(setup: Setup) -> Recipe:
 
 
 def _accelerate(setup: Setup) -> Recipe:
-    strategy = {"all_gather": "allgather", "pass_kv": "alltoall"}.get(setup.algorithm)
+    strategy = {ALL_GATHER.name: "allgather", PASS_KV.name: "alltoall"}.get(setup.algorithm)
     if strategy is None or setup.layout != "zigzag":
         return Recipe("accelerate", "", f"has no setting for {setup}, {setup.layout}")
     handler = f'TorchContextParallelConfig(cp_comm_strategy="{strategy}")'
@@ -120,7 +125,7 @@ def _accelerate(setup: Setup) -> Recipe:
 
 
 def _torchtitan(setup: Setup) -> Recipe:
-    if setup.algorithm not in ("all_gather", "pass_kv") or setup.layout != "zigzag":
+    if setup.algorithm not in (ALL_GATHER.name, PASS_KV.name) or setup.layout != "zigzag":
         return Recipe("torchtitan", "", f"has no setting for {setup}, {setup.layout}")
     degrees = f"--parallelism.context_parallel_degree {setup.cp} --parallelism.tensor_parallel_degree {setup.tp}"
     return Recipe("torchtitan", degrees)
@@ -129,7 +134,7 @@ def _torchtitan(setup: Setup) -> Recipe:
 def _vllm(request: Request, setup: Setup) -> Recipe:
     if request.phase == "decode":
         return _vllm_decode(request, setup)
-    if setup.algorithm != "all_gather":
+    if setup.algorithm != ALL_GATHER.name:
         return Recipe("vllm", "", f"has no setting for {setup} in prefill")
     return Recipe("vllm", f"--tensor-parallel-size {setup.tp} --prefill-context-parallel-size {setup.cp}")
 
@@ -138,7 +143,7 @@ def _vllm_decode(request: Request, setup: Setup) -> Recipe:
     """Its decode ranks are those of tensor parallelism, as many as hold the same KV heads; latent K and V are one."""
     model = request.model
     tp, kv_heads = setup.tp * setup.cp, 1 if model.latent is not None else model.num_kv_heads
-    if setup.algorithm != "all_merge":
+    if setup.algorithm != ALL_MERGE.name:
         return Recipe("vllm", "", f"has no setting for {setup} in decode")
     if model.num_heads % tp or setup.cp > tp // kv_heads:
         return Recipe(

@@ -6,6 +6,7 @@ the number of forward passes in a denoising step.
 
 from collections.abc import Callable
 
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING, Q_RING, ring_of_degrees
 from ringspan.planner.catalog import Cluster, Device, load_device, load_model
 from ringspan.planner.cost import EAGER, PAPER, Practice, Shard, attention_flops_per_s, message_s, tile_s
 from ringspan.planner.plan.predict import predict
@@ -62,7 +63,7 @@ def _decode_attention(fields: Fields) -> float:
         return tile_s(device, _shard(16, 1, 128, batch, PAPER), 1, int(fields["context_tokens"])) * 1e6
     sequence = Sequence(1, int(fields["context_tokens"]), False, "striped")
     shard = _shard(16, 1, 128, -(-batch // ranks), PAPER)  # every rank starts with its own sequences
-    timeline = attention_timeline("pass_q", Ring(ranks, 1), sequence, shard, device)
+    timeline = attention_timeline(Q_RING, Ring(ranks, 1), sequence, shard, device)
     return timeline.makespan_s * 1e6
 
 
@@ -81,18 +82,18 @@ def _meta(fields: Fields, phase: str, tokens: int, cached: int = 0) -> tuple[Req
         mlp_weights="fp8",
         practice=PAPER,
     )
-    return request, Setup("pass_kv", "zigzag", tp, cp)
+    return request, Setup(KV_RING, "zigzag", tp, cp)
 
 
 def _ttft(fields: Fields) -> float:
     request, setup = _meta(fields, "prefill", int(fields["new_tokens"]), int(fields["cached_tokens"]))
-    name = "pass_q" if fields["variant"] == "pass-Q" else "pass_kv"
+    name = Q_RING if fields["variant"] == "pass-Q" else KV_RING
     return predict(request, setup._replace(algorithm=name)).total_s * 1e3
 
 
 def _ttit(fields: Fields) -> float:
     request, setup = _meta(fields, "decode", int(fields["context_tokens"]))
-    name = "pass_q" if setup.cp > 1 else "pass_kv"
+    name = Q_RING if setup.cp > 1 else DEFAULT_ALGORITHM
     return predict(request, setup._replace(algorithm=name, layout="striped")).total_s * 1e3
 
 
@@ -109,7 +110,7 @@ def _iterations(fields: Fields) -> float:
 
 
 def _attention_s(device: Device, shard: Shard, sequence: Sequence, ulysses: int, ring: int, passes: str) -> float:
-    algorithm = "pass_kv" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
+    algorithm = ring_of_degrees(ulysses, ring)
     ranks = Ring(ulysses * ring, 8, ulysses)
     seconds = 0.0
     if passes != "bwd":
@@ -137,7 +138,7 @@ def _speedup(fields: Fields) -> float:
         tokens=int(fields["seq_len_tokens"]),
         practice=EAGER,
     )
-    ring, striped = (predict(request, Setup("pass_kv", name, tp, ranks)).total_s for name in ("contiguous", "striped"))
+    ring, striped = (predict(request, Setup(KV_RING, name, tp, ranks)).total_s for name in ("contiguous", "striped"))
     return ring / striped
 
 
@@ -160,7 +161,7 @@ def _video_step(fields: Fields, tokens: int | None, cfg: int, ulysses: int, ring
         batch=FORWARDS[model.id],
         practice=EAGER,
     )
-    algorithm = "pass_kv" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
+    algorithm = ring_of_degrees(ulysses, ring)
     return predict(request, Setup(algorithm, "contiguous", 1, ulysses * ring, cfg, ulysses)).total_s
 
 

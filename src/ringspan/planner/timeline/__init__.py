@@ -1,8 +1,8 @@
 """When does everything happen, and what waits for what? `run.py` follows the steps that the others supply."""
 
-from ringspan.planner.timeline.loads import Ring, Sequence
-from ringspan.planner.timeline.rings import attention_timeline
-from ringspan.planner.timeline.run import END, Load, Moment, Round, Timeline, run_timeline
+from ringspan.algorithms import END, Load, Ring, Round, Sequence
+from ringspan.planner.timeline.attention import attention_timeline, check_priced, is_quick, real_timeline
+from ringspan.planner.timeline.run import Moment, Timeline, run_timeline
 from ringspan.planner.timeline.schedules import schedule_loads, schedule_timeline
 
 __all__ = [
@@ -14,6 +14,9 @@ __all__ = [
     "Sequence",
     "Timeline",
     "attention_timeline",
+    "check_priced",
+    "is_quick",
+    "real_timeline",
     "run_timeline",
     "schedule_loads",
     "schedule_timeline",

@@ -2,7 +2,7 @@
 
 A load is one step of all ranks: seconds of compute by rank, and rounds of messages. Ranks are array elements, so a step
 costs a few array operations however many ranks there are. Where all ranks do the same at the same time up to their
-place in a node, one node stands for all (see `rings.py`), so the largest rings stay cheap.
+place in a node, one node stands for all (see `algorithms/regular.py`), so the largest rings stay cheap.
 
 The rules are those of `schedule/actions.py`. A rank begins a step when it has computed the one before and holds what
 the step reads; then it starts its messages and computes while they travel. A message needs both ends to be there, the
@@ -10,39 +10,13 @@ sender's outgoing and the receiver's incoming side of the link free; in and out 
 link inside a node the one between nodes. A link serves one message after the other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ringspan.algorithms.loads import END, Load, Round, Seconds
 from ringspan.planner.catalog import Link
-
-Seconds = npt.NDArray[np.float64]
-Ranks = npt.NDArray[np.intp]
-
-END = -1  # read when all is over
-EXCHANGE_ROUNDS = 4  # so many rounds in a step and more are an exchange
-
-
-class Round(NamedTuple):
-    """At most one message from each rank and to each rank. `is_far[i]`: the i-th leaves its node."""
-
-    src: Ranks
-    dst: Ranks
-    nbytes: float | Seconds
-    is_far: npt.NDArray[np.bool_]
-    reads_at: int = 0  # the step that reads it; 0 is the next one, END the end
-    is_exchange: bool = False
-    names: Sequence[str] = ()
-
-
-class Load(NamedTuple):
-    """One step of all ranks."""
-
-    attend_s: Seconds
-    rounds: Sequence[Round] = ()
-    names: Sequence[str] = ()
 
 
 class Moment(NamedTuple):

@@ -1,28 +1,27 @@
-"""Does the number of devices change the bits of a result, and what does it cost that it does not?"""
+"""Does the number of devices change the bits of a result, and what does reproducible mode cost?"""
 
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.algorithms import build_schedule
+from ringspan.program.prepare import DEFAULT, build
 from ringspan.program.reproducible.bind import bind_grid
-from ringspan.schedule import visible_blocks
 from ringspan.simulate.simulator import Simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A run in the reproducible mode beside that of one device; bytes are those of all messages."""
+    """A run in reproducible mode compared with one device; bytes count all messages."""
 
-    digest: str  # of out and lse
+    digest: str  # of the bits of out and lse
     is_same: bool
-    pending_nodes: int  # the most unfinished nodes that one tile of a sum has on any rank
-    sent_bytes_by_default: int  # without the mode, which sends sums and not their nodes
+    pending_nodes: int  # the largest number of pending nodes of one tile of a sum on any rank
+    sent_bytes_by_default: int  # in the default mode, which sends sums instead of nodes
 
 
 def digest_bits(simulation: Simulation) -> str:
-    """A few characters that stand for every bit of out and lse."""
+    """Hash every bit of out and lse to a few characters."""
     found = hashlib.blake2b(digest_size=6)
     for x in (simulation.out, simulation.lse):
         found.update(np.ascontiguousarray(x).tobytes())
@@ -30,17 +29,10 @@ def digest_bits(simulation: Simulation) -> str:
 
 
 def compare_bits(simulation: Simulation, alone: Simulation) -> Bits:
-    """Hold a run against that of one device."""
     case, problem = simulation.case, simulation.case.problem
     grown = [bind_grid(simulation.schedule, rank, problem) for rank in range(problem.world_size)]
     assert isinstance(case.algorithm, str)
-    by_default = build_schedule(
-        case.algorithm,
-        visible_blocks(problem.mask, problem.layout, problem.kv_layout),
-        heads=problem.shapes.heads,
-        mesh=case.mesh,
-        direction=case.direction,
-    )
+    by_default = build(problem, case.algorithm, case.options()._replace(mode=DEFAULT))
     return Bits(
         digest=digest_bits(simulation),
         is_same=digest_bits(simulation) == digest_bits(alone),  # -0.0 has other bits than 0.0

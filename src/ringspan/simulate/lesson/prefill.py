@@ -1,4 +1,4 @@
-"""One long sequence on all ranks: who holds what, who works how much, what each algorithm sends, and is it right?"""
+"""What does each rank hold, compute and send for one long sequence, and is the result right?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,16 @@ from fractions import Fraction
 
 import numpy as np
 
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING
 from ringspan.layout import Layout, Work, contiguous
-from ringspan.program.bind import Problem
+from ringspan.program.problem import Problem
 from ringspan.schedule import Block, format_schedule
 from ringspan.simulate.lesson.bits import Bits, compare_bits, digest_bits
 from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
 from ringspan.simulate.lesson.settings import LayoutChoice, Settings
 from ringspan.simulate.simulator import RankStep, Simulation, bytes_sent, simulate_attention
 
-SAMPLE = 4  # values of the reference to print
+SAMPLE = 4  # number of reference values to print
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,17 @@ class Tokens:
 
     @classmethod
     def random(cls, settings: Settings, num_tokens: int, rng: np.random.Generator) -> "Tokens":
-        """Standard normal values."""
         heads = (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads)
         return cls(*(rng.standard_normal((n, num_tokens, settings.head_dim), dtype=np.float32) for n in heads))
 
     def then(self, more: "Tokens") -> "Tokens":
-        """These and more tokens behind them."""
         pairs = ((self.q, more.q), (self.k, more.k), (self.v, more.v))
         return Tokens(*(np.concatenate(pair, axis=1) for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The positions a rank holds; `spans` says the same in short."""
+    """The positions that a rank holds; `spans` is the short form."""
 
     rank: int
     spans: tuple[str, ...]
@@ -48,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class LayoutWork:
-    """Visible (query, key) pairs under a layout: by rank, and by [ring step][rank] if K and V travel."""
+    """Visible (query, key) pairs under a layout: by rank, and by [ring step][rank] in pass-KV."""
 
     layout: str
     pairs_per_rank: tuple[int, ...]
@@ -58,7 +57,7 @@ class LayoutWork:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The dense float64 result, and how well plain float32 attention does."""
+    """The dense float64 result, and the error of plain float32 attention."""
 
     visible_pairs: int
     all_pairs: int
@@ -70,8 +69,6 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One tile a rank computed."""
-
     q: str
     kv: str
     coverage: str
@@ -80,8 +77,6 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One message a rank sent."""
-
     block: str
     dst: int
     sent_bytes: int
@@ -89,7 +84,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class TraceCell:
-    """What a rank held, computed and sent in one step."""
+    """The blocks that a rank held, the tiles it computed and the messages it sent in one step."""
 
     rank: int
     held: tuple[str, ...]
@@ -99,7 +94,7 @@ class TraceCell:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """All messages of one kind (q, kv, out) in a run; `shapes` and `bytes_per_element` are those of a largest one."""
+    """All messages of one kind (q, kv, out) in a run; `shapes` and `bytes_per_element` describe a largest one."""
 
     kind: str
     num_messages: int
@@ -112,7 +107,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One algorithm: its schedule, what it did, and how far its result is from the reference."""
+    """One algorithm: its schedule, its trace, and the difference of its result from the reference."""
 
     algorithm: str
     num_steps: int
@@ -123,12 +118,12 @@ class Run:
     sent_bytes_per_rank: tuple[int, ...]
     largest_rank_step_bytes: int
     check: Check
-    bits: Bits | None  # in the reproducible mode
+    bits: Bits | None  # in reproducible mode only
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A query meets a block of keys: that block's share of its softmax weight."""
+    """One query and one block of keys, with the block's share of the query's softmax weight."""
 
     step: int
     kv_owner: int
@@ -137,7 +132,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class OneQuery:
-    """How the output of one query comes together in pass-KV; `added_error` is that of adding its parts as they are."""
+    """How the output of one query is merged in pass-KV; `added_error` is the error of adding its parts unweighted."""
 
     position: int
     rank: int
@@ -148,18 +143,16 @@ class OneQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """All of it."""
-
     shards: tuple[Shard, ...]
     work: tuple[LayoutWork, ...]
     reference: Reference
     runs: tuple[Run, ...]
     one_query: OneQuery | None
-    one_device_digest: str | None  # in the reproducible mode: that of `Bits`, for one device
+    one_device_digest: str | None  # in reproducible mode only: `Bits.digest` of one device
 
 
 def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], None]) -> Prefill:
-    """Run every chosen algorithm on the tokens and hold it against the dense reference."""
+    """Run every chosen algorithm on the tokens and compare it with the dense reference."""
     layout = settings.build_layout(settings.layout)
     positions = np.arange(settings.seq_len)
     arrays = (tokens.q, tokens.k, tokens.v, settings.mask, positions, positions)
@@ -169,13 +162,13 @@ def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], No
     runs, one_query, alone = [], None, None
     if settings.reproducible:
         progress("one device")
-        alone = _simulate(settings, tokens, contiguous(settings.seq_len, 1), "pass_kv")
+        alone = _simulate(settings, tokens, contiguous(settings.seq_len, 1), DEFAULT_ALGORITHM)
     for algorithm in settings.algorithms:
         progress(algorithm)
         simulation = _simulate(settings, tokens, layout, algorithm)
         bits = None if alone is None else compare_bits(simulation, alone)
         runs.append(_run(algorithm, simulation, check(simulation.out, simulation.lse, *truth), bits))
-        if algorithm == "pass_kv":
+        if algorithm == KV_RING:
             one_query = _follow_one_query(simulation, *truth)
     work = tuple(_work(settings, choice) for choice in _compared(settings.layout))
     return Prefill(
@@ -213,7 +206,7 @@ def _shard(layout: Layout, rank: int) -> Shard:
 
 
 def _compared(chosen: LayoutChoice) -> tuple[LayoutChoice, ...]:
-    """The chosen layout beside the one that is idle under a causal mask and the one that cures it."""
+    """Return the chosen layout with contiguous and zigzag, for comparison."""
     return tuple(dict.fromkeys((LayoutChoice("contiguous"), LayoutChoice("zigzag"), chosen)))
 
 
@@ -221,7 +214,7 @@ def _work(settings: Settings, choice: LayoutChoice) -> LayoutWork:
     work = settings.build_layout(choice).work(settings.mask)
     per_rank, per_step = work.per_rank, work.per_step
     if settings.direction == "reverse":
-        # In a mirror, where rank r is P-1-r, a ring that turns backward turns forward.
+        # With the ranks in reverse order (r becomes P-1-r), a reverse ring is a forward ring.
         work = Work(work.pairs[::-1, ::-1])
         per_step = work.per_step[:, ::-1]
     return LayoutWork(str(choice), tuple(per_rank.tolist()), tuple(map(tuple, per_step.tolist())), work.imbalance)
@@ -261,7 +254,7 @@ def _trace_cell(cell: RankStep) -> TraceCell:
 
 
 def count_traffic(simulation: Simulation) -> tuple[Traffic, ...]:
-    """The messages of a run by kind, in the order in which the kinds first appear."""
+    """Count the messages of a run by kind, in the order of first appearance."""
     by_kind: dict[str, list[tuple[int, Block]]] = {}
     for step in simulation.trace:
         for cell in step:
@@ -274,7 +267,7 @@ def count_traffic(simulation: Simulation) -> tuple[Traffic, ...]:
 def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> Traffic:
     sizes = [nbytes for nbytes, _ in messages]
     nbytes, largest = max(messages, key=lambda message: message[0])
-    # A part of a sum may travel as several nodes of the same rows, one after the other.
+    # A part of a sum may travel as several nodes with the same rows.
     times = Fraction(nbytes, problem.block_bytes(largest) or 1)
     return Traffic(
         kind=kind,
@@ -288,7 +281,7 @@ def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> 
 
 
 def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) -> OneQuery | None:
-    """The last of the queries that meet the most blocks, in head 0 of pass-KV, with each block attended by itself."""
+    """Follow one query through pass-KV in head 0: the last of the queries that see the most blocks."""
     case = simulation.case
     mask, layout, head = case.problem.mask, case.problem.layout, 0
     positions = np.arange(true_lse.shape[-1])
@@ -305,7 +298,7 @@ def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) 
         one = case.q[:1, position : position + 1], case.k[:1, keys], case.v[:1, keys]
         out, lse = dense_attention(*one, mask, np.array([position]), keys, np.float64)
         if np.isneginf(lse[0, 0]):
-            continue  # seen by other queries of the rank
+            continue  # only other queries of the rank see this block
         meetings.append(Meeting(cell.step, owner, float(np.exp(lse[0, 0] - true_lse[head, position]))))
         added += out[0, 0]
     return OneQuery(position, rank, head, tuple(meetings), float(np.abs(added - true_out[head, position]).max()))
