@@ -91,3 +91,9 @@ def test_one_number_beyond_the_budget_is_found_and_placed(name):
     (found,) = find_deviations(case, computed._replace(**{name: spoiled}), right, allowed)
     assert (found.name, found.heads, found.rows) == (name, (1,), (5, 5, 1))
     assert found.ranks == (0,)
+
+
+def test_every_case_of_the_thorough_table_can_be_asked():
+    cases = make_cases((1, 2, 3, 4, 5, 8), thorough=True)
+    assert len(cases) > 1500
+    assert all(case.counts().shape[-1] == case.length + case.past for case in cases)

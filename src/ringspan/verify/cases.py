@@ -226,7 +226,7 @@ def _all_cases(world_size: int, layouts: tuple[str, ...], seed: int) -> Iterator
     patterns: tuple[Pattern, ...] = (
         *(("full",), ("causal",), ("window", 3, 0), ("window", 6, 3), ("window", -1, 8), ("prefix", 9)),
         *(("documents", (3, 9, odd)), ("and", ("documents", (odd - 4, 30)), ("causal",)), ("frames", 5, 2)),
-        ("or", ("window", 3, 0), ("and", ("documents", (2, odd)), ("prefix", 2))),
+        ("or", ("window", 3, 0), ("and", ("documents", (2, odd + 8)), ("prefix", 2))),
     )
     factors = itertools.product(patterns, layouts, ((4, 4), (4, 2), (4, 1)), ("float64", "float32", "bfloat16"))
     for i, (pattern, layout, (heads, kv_heads), dtype) in enumerate(factors):
