@@ -1,6 +1,6 @@
-"""How close does a whole model come to the ideal? `ringspan bench model` on two ranks, as it prints itself.
+"""How close does a whole model come to the ideal? `ringspan bench model` on two ranks, with its own output.
 
-Of the small decoder that is its default, with as many KV heads as heads, and with one for all four of them.
+It uses the default small decoder, with as many KV heads as heads, and with one KV head for all four heads.
 
     python benchmarks/transformer.py [--kv-heads 4 1] [--tokens 8192] [--repeats 3] [--write]
 """

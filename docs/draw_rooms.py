@@ -6,7 +6,7 @@ python docs/draw_rooms.py        # writes docs/images/rooms-*.svg
 from svg import IMAGES, PALETTES, Palette, document, rect, text
 
 WIDTH = 860
-# From the top: what a user starts, down to what everything rests on. Imports point down only.
+# From commands at the top to the foundations at the bottom. Imports point down only.
 FLOORS = (
     ("start", ("cli", "bench")),
     ("models", ("adapters", "training", "cache", "reproducible")),
@@ -19,7 +19,7 @@ FLOORS = (
 SAYS = {
     "cli": "commands",
     "bench": "measure this machine",
-    "adapters": "transformers",
+    "adapters": "whole models",
     "training": "batch, labels, loss",
     "cache": "KV cache over ranks",
     "reproducible": "layers, same bits",
@@ -42,8 +42,8 @@ MIDDLE = 'text-anchor="middle"'
 BOLD = 'font-weight="600"'
 
 
-def draw_rooms(palette: Palette) -> str:
-    """Floors from top to bottom; rooms with a coloured edge run without torch."""
+def draw(palette: Palette) -> str:
+    """Draw the floors from top to bottom; rooms with a coloured edge run without torch."""
     parts: list[str] = []
     for floor, (name, rooms) in enumerate(FLOORS):
         y = 10 + floor * 62
@@ -63,4 +63,4 @@ def draw_rooms(palette: Palette) -> str:
 
 if __name__ == "__main__":
     for palette in PALETTES:
-        (IMAGES / f"rooms-{palette.name}.svg").write_text(draw_rooms(palette))
+        (IMAGES / f"rooms-{palette.name}.svg").write_text(draw(palette))

@@ -45,7 +45,7 @@ def expected() -> dict[tuple[int, int], list[float]]:
 def saved(world_size: int) -> Path:
     """A cache in which every number says where it belongs, made once."""
     if world_size not in _SAVED:
-        _SAVED[world_size] = folder = Path(tempfile.mkdtemp(prefix="ringspan-fuzz-"))
+        _SAVED[world_size] = folder = Path(tempfile.mkdtemp(prefix="fuzz-cache-"))
 
         def save(group: InProcessRank) -> None:
             cache = rs.KVCache(**OPTIONS, group=group)

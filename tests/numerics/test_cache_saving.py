@@ -1,4 +1,4 @@
-"""A cache saved from some ranks goes on, on other ranks, as if nothing had happened."""
+"""A cache that is saved from some ranks continues on other ranks with the same results."""
 
 import json
 import pickle
@@ -86,7 +86,7 @@ def save_eight(group: InProcessRank | None, value: float, folder: Path) -> None:
 
 
 def loaded_value(folder: Path, world_size: int = 1) -> float:
-    """The one value that all keys and values of `save_eight` have."""
+    """Return the one value of all keys and values of `save_eight`."""
 
     def load(group: InProcessRank) -> set[float]:
         cache = cache_of(group)
@@ -102,7 +102,7 @@ def loaded_value(folder: Path, world_size: int = 1) -> float:
 def test_a_save_that_one_rank_cannot_finish_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the others hear at once that one rank could not write."""
+    """The other ranks learn at once that one rank could not write."""
     rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
     write_bytes = Path.write_bytes
 

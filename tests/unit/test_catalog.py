@@ -1,4 +1,4 @@
-"""Models and devices by name, from config.json and from lines; what is missing or wrong is refused by name."""
+"""Models and devices by name, from config.json and from lines; missing or wrong figures are refused by name."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whole models of other libraries on ranks. An adapter is loaded when it is first used, with the library it is for."""
+"""Models of other libraries on ranks. An adapter and its library are loaded when the adapter is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

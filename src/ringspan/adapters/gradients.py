@@ -1,7 +1,8 @@
 """How do the ranks of a training loop keep the same weights?
 
-Each rank's backward pass leaves its share of every gradient. The shares are summed here, in buckets, by a
-reduce-scatter and an all-gather, so that all ranks have the same bits. A digest of the weights shows a missing sum.
+Each rank's backward pass leaves its share of every gradient. `reduce_gradients` sums the shares in buckets with a
+reduce-scatter and an all-gather, so that all ranks have the same bits. A digest of the weights shows a missing
+reduction.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ def reduce_gradients(model: nn.Module, group: Any) -> None:
     if session.transport.world_size == 1:
         return
     weights = [x for x in model.parameters() if x.requires_grad]
-    # An expert that got none of this rank's tokens has no gradient here, but may have one elsewhere.
+    # An expert without a token of this rank has no gradient here, but may have one on another rank.
     has_grad = session.transport.all_gather_bytes(
         bytes(x.grad is not None for x in weights), session.transport.timeout_s
     )
@@ -64,15 +65,15 @@ def _sum(flat: torch.Tensor, group: Any, size: int) -> torch.Tensor:
 
 
 def is_digest_due(num_forwards: int) -> bool:
-    """At training forward 0, 1, 2, 4 … 64, where a missing reduction shows first, and at every hundredth."""
+    """Whether to compare weights: at training forwards 0, 1, 2, 4 … 64 and at every hundredth."""
     return not num_forwards % _EVERY or (num_forwards < _EVERY and not num_forwards & (num_forwards - 1))
 
 
 def digest_weights(model: nn.Module) -> str:
-    """The bits of all weights, as far as this rank has them whole, added up: the same in any order."""
+    """Sum the bits of all weights that this rank holds whole; the sum does not depend on order."""
     said: list[Any] = []
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         said.append(f"{name} {tuple(x.shape)} {x.dtype}")
-        if not hasattr(x, "to_local"):  # a DTensor has other rows on other ranks
+        if not hasattr(x, "to_local"):  # a DTensor has different rows on each rank
             said.append(str(int(x.detach().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64))))
     return f"#{hashlib.blake2b(str(said).encode(), digest_size=8).hexdigest()}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ringspan.arguments import PATH, check_arguments
 from ringspan.cache.placement import Placement
 from ringspan.cache.saved_files import (
     RankFile,
@@ -35,10 +36,12 @@ from ringspan.span import Positions
 _CHECKSUM = struct.Struct("<I")
 
 
-def save(state: CacheState, folder: Path) -> None:
+def save(state: CacheState, folder: str | Path) -> None:
     """Write the committed tokens; all ranks must, into one folder that all can reach."""
     with state.session.call() as call:
         state.refuse_during_turn("save")
+        check_arguments(folder=(PATH, folder))
+        folder = Path(folder)
         call.agree(signature(state, "save", folder), once=True)
         name = f"data-{_gather(state, secrets.token_bytes(8))[0].hex()}"
     with state.session.call() as call:

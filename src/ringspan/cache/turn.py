@@ -17,6 +17,7 @@ import torch
 
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import KV_RING
+from ringspan.arguments import WHOLE, check_arguments
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
 from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
@@ -33,7 +34,7 @@ from ringspan.runtime.codec import Codec, Quantized
 from ringspan.runtime.contract import Signature
 from ringspan.runtime.engine import Attention
 from ringspan.runtime.quantize import FORMATS
-from ringspan.runtime.session import RankCall
+from ringspan.runtime.session import RankCall, was_told
 from ringspan.span import Span
 
 
@@ -59,6 +60,7 @@ class Turn:
         self, state: CacheState, parts: tuple[Part, ...], query: Query, chosen: Chosen, wire: str | None = None
     ) -> None:
         self._state = state
+        self._num_told = state.session.contract.num_told
         self.parts = parts
         self.query = query
         self.algorithm, self.reason = chosen
@@ -226,18 +228,25 @@ class Turn:
             scale: The scale it was given.
         """
         state = self.state
-        if self.layers_done.get(layer) is None:
-            raise CacheError(
-                "it was not attended in this turn", argument="layer", value=layer, remedy="call prefill or decode first"
-            )
         codec = self.wire_codec or state.codec
-        if not isinstance(codec, Quantized):
-            return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
-        own = self.largest_scales.get(layer)
-        if own is None:
-            own = largest_scales(own_views(self, layer), state.model.heads.num_kv_heads)
-        transport = state.session.transport
-        everyone = transport.all_gather_bytes(torch.stack(own).numpy().tobytes(), transport.timeout_s)
+        with state.session.call() as call:
+            check_arguments(layer=(WHOLE, layer))
+            if self.layers_done.get(layer) is None:
+                raise CacheError(
+                    "it was not attended in this turn",
+                    argument="layer",
+                    value=layer,
+                    remedy="call prefill or decode first",
+                )
+            if not isinstance(codec, Quantized):
+                return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
+            own = self.largest_scales.get(layer)
+            if own is None:
+                own = largest_scales(own_views(self, layer), state.model.heads.num_kv_heads)
+            fields = {"call": "error_bound", "cache": state.description, "history": state.history, "layer": layer}
+            call.agree(Signature.of(fields), once=True)
+            transport = state.session.transport
+            everyone = transport.all_gather_bytes(torch.stack(own).numpy().tobytes(), call.deadline_s)
         scales = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.float64) for one in everyone]).amax(0)
         k_scales, v_scales = scales.reshape(2, -1)
         return quantize.output_bound(q, k_scales, v_scales, codec.form, softmax_scale(scale, state.model.head_dim))
@@ -271,8 +280,9 @@ class Turn:
             self.commit()
             return
         self.abort()
-        # The other ranks are in this turn's next layer, or about to be.
-        self._state.session.call(is_agreed=self.is_agreed).tell(error)
+        if not was_told(error, self._num_told):
+            # The other ranks are in this turn's next layer, or about to be.
+            self._state.session.call(is_agreed=self.is_agreed).tell(error)
 
     def __repr__(self) -> str:
         new = ", ".join(f"{part.sequence}: {part.num_new} after {part.start}" for part in self.parts)

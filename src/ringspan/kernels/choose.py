@@ -1,4 +1,4 @@
-"""Kernels: attention of one piece on one device. One file for each family; `choose_kernel` finds them by name."""
+"""Which kernel serves a request? Each family of kernels has a file; `choose_kernel` finds them by name."""
 
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.base import Kernel, Request
@@ -9,11 +9,11 @@ from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH
 __all__ = ["KERNELS", "Kernel", "Request", "choose_kernel"]
 
 KERNELS: tuple[Kernel, ...] = (FLASH, EFFICIENT, CUDNN, SdpaCpu(), Reference())
-"""In order of preference: "auto" takes the first that does not refuse."""
+"""In order of preference: "auto" takes the first kernel that does not refuse."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:
-    """The kernel of that name, or for "auto" the first that can serve the request."""
+    """Return the kernel of that name, or for "auto" the first kernel that can serve the request."""
     chosen = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
     if not chosen:
         choices = ", ".join(["auto", *(kernel.name for kernel in KERNELS)])

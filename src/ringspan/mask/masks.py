@@ -17,6 +17,7 @@ from typing import SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.arguments import check_arguments, instance_of
 from ringspan.errors import MaskError
 from ringspan.mask.bands import UNBOUNDED, Band, Coverage, Intersection, Union, band_coverage, intersect, unite
 from ringspan.span import Positions, Span
@@ -24,6 +25,7 @@ from ringspan.span import Positions, Span
 T = TypeVar("T")
 Allowed = npt.NDArray[np.bool_]
 
+_SPAN = instance_of(Span, "Span(0, 8)")
 _DEEPEST = 64  # levels of brackets in a mask; a chain without brackets is one level, however long
 
 
@@ -58,6 +60,7 @@ class Mask(ABC):
 
         Exact, save that a tile which only several parts of an `|` fill together counts as PARTIAL.
         """
+        check_arguments(q_span=(_SPAN, q_span), kv_span=(_SPAN, kv_span))
         self._check_known("q_span", q_span.stop if len(q_span) else 0)
         self._check_known("kv_span", kv_span.stop if len(kv_span) else 0)
         if not len(q_span) or not len(kv_span):
@@ -382,7 +385,8 @@ def _integer(function: str, name: str, value: SupportsIndex, at_least: int = 1 -
 
 
 def _list(function: str, name: str, values: Iterable[T]) -> list[T]:
-    listed = list(values) if isinstance(values, Iterable) else []
+    is_list = isinstance(values, Iterable) and getattr(values, "shape", None) != ()
+    listed = list(values) if is_list else []
     if not listed:
         raise MaskError(f"{function}({name}={values!r}): {name} is a list of one or more; pass at least one")
     return listed

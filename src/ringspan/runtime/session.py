@@ -46,7 +46,7 @@ class Session(NamedTuple):
         return RankCall(self, timeout_s, contract, is_agreed)
 
 
-_TOLD = "_ringspan_told"
+_TOLD = "_ringspan_told"  # on an error: which of the errors told it is
 
 
 class RankCall:
@@ -88,13 +88,12 @@ class RankCall:
             self.tell(error)
 
     def tell(self, error: BaseException) -> None:
-        """Send this rank's error to the other ranks: as a refusal before all agreed, by aborting the group after.
-
-        An error that passes through several calls is told once: nobody listens to a second refusal.
-        """
-        if isinstance(error, TransportError) or _TOLD in error.__dict__:
-            return  # the other ranks know of it
-        error.__dict__[_TOLD] = True
+        """Send this rank's error to the other ranks: as a refusal before all agreed, by aborting the group after."""
+        if isinstance(error, TransportError):  # the other ranks know of it
+            return
+        contract = self._session.contract
+        contract.num_told += 1
+        error.__dict__[_TOLD] = contract.num_told
         if self.is_agreed or not isinstance(error, Exception):
             # Ctrl-C too: other ranks read this rank's memory, so links are closed before the memory is reused.
             transport = self._session.transport
@@ -105,6 +104,11 @@ class RankCall:
     def _refuse(self, error: Exception) -> None:
         if self._has_contract and self._session.transport.world_size > 1:
             self._session.contract.refuse(f"{type(error).__name__}: {error}", self.deadline_s)
+
+
+def was_told(error: BaseException, since: int) -> bool:
+    """Whether a call has told of an error, after the first `since` errors of its group: nobody listens twice."""
+    return isinstance(error, TransportError) or error.__dict__.get(_TOLD, 0) > since
 
 
 # Keyed by group, which a transport references weakly, so that sessions are collected with it; then by mesh shape.

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ringspan.algorithms import Direction, Side, as_mesh
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
+from ringspan.arguments import FLAG, TEXT, check_arguments, instance_of, optional
 from ringspan.errors import ScheduleError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -140,6 +141,11 @@ def simulate_attention(
     `algorithm` is a name or any Schedule; it is proved to compute exactly the visible pairs before it runs. With
     `reproducible` the results have the same bits for any number of ranks.
     """
+    check_arguments(
+        kv_layout=(optional(instance_of(Layout, "zigzag(1000, 4)")), kv_layout),
+        direction=(optional(TEXT), direction),
+        reproducible=(FLAG, reproducible),
+    )
     check_kinds(mask, layout, kv_layout or layout)
     if isinstance(algorithm, Schedule):
         _refuse_options(direction=direction, mesh=mesh)

@@ -122,7 +122,7 @@ class Heartbeat:
 
     def suspect(self, awaited: int) -> int:
         """The rank that keeps all others waiting, as far as the last beats tell: a rank that waits is not it."""
-        late, seen = self._rank, set[int]()
+        late, seen, now = self._rank, set[int](), time.monotonic()
         rank = awaited
         while rank not in seen and rank in self._peers:
             if self._wait_of(late) == (SENDING, rank) and self._wait_of(rank) == (RECEIVING, late):
@@ -130,8 +130,8 @@ class Heartbeat:
             seen.add(late)
             late = rank
             what, rank = self._wait_of(late)
-            if what == _NOTHING:
-                break
+            if what == _NOTHING or self._silent_s(self._peers[late], now) > _LATE_S:
+                break  # it is busy; or what it says is late itself
         return late
 
     def _wait_of(self, rank: int) -> tuple[int, int]:

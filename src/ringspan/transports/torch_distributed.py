@@ -199,7 +199,7 @@ class TorchDistributed:
                     bytes_done, since = message.bytes_done, time.monotonic()
                 reason = self._verdict(peer)
                 if reason is None and time.monotonic() - since >= timeout_s:
-                    reason = f"timed out after {timeout_s:g} s without progress{self._how_is(peer)}"
+                    reason = f"timed out after {timeout_s:g} s without progress{self._who_is_late(handle)}"
                 if reason is not None:
                     break
         except RuntimeError as error:
@@ -215,10 +215,14 @@ class TorchDistributed:
         """Why a wait for a peer is in vain."""
         return self._reason or (self._heartbeat.verdict(peer) if self._heartbeat is not None else None)
 
-    def _how_is(self, peer: int) -> str:
-        heartbeat = self._heartbeat
-        late = peer if heartbeat is None else heartbeat.suspect(peer)
-        if heartbeat is None or not heartbeat.is_alive(late):
+    def _who_is_late(self, handle: "_Handle") -> str:
+        heartbeat, message = self._heartbeat, handle.message
+        if heartbeat is None:
+            return ""
+        # A message of which some has come is under way: its sender waits for nobody, whatever it last said.
+        is_coming = handle.way == "recv" and message.bytes_done > 0
+        late = handle.peer if is_coming else heartbeat.suspect(handle.peer)
+        if not heartbeat.is_alive(late):
             return ""
         return f": {heartbeat.name(late)} is alive, but slow or busy with something else"
 

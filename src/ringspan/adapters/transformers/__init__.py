@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face transformers models on ranks."""
+"""Run unmodified models of Hugging Face transformers on ranks."""
 
 from ringspan.adapters.transformers.handle import Handle, parallelize
 

@@ -1,8 +1,8 @@
-"""Devices and links by name, with the curves that say how much of their peak is reached.
+"""How fast are devices and links? By name, with the share of their peak that they reach.
 
-Peaks and line rates come from `devices.toml`; what is reached of them from `curves.toml`, which `benchmarks/
-fit_curves.py` writes from published measurements; choices that are nobody's measurement (which kernel, which network)
-from `defaults.toml`. A file that `ringspan bench calibrate` wrote takes the place of all three.
+Peaks and line rates come from `devices.toml`; the shares reached from `curves.toml`, which `benchmarks/fit_curves.py`
+writes from published measurements; unmeasured choices (kernel, network) from `defaults.toml`. A file of `ringspan bench
+calibrate` replaces all three.
 """
 
 import re
@@ -14,19 +14,19 @@ from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog.files import find, plain, read_data, read_toml, unverified
 
 MOST_DEVICES = 2**14
-LARGEST_FIGURE = 1e30  # of a calibrated file, and its inverse the smallest: products and quotients of a few stay finite
+LARGEST_FIGURE = 1e30  # in a calibrated file, and 1/it the smallest, so that products of a few stay finite
 
-MAY_BE_0 = (  # of the figures of a calibrated file
+MAY_BE_0 = (  # figures of a calibrated file that may be 0
     *("latency_s", "steals", "call_s", "softmax_dims", "ramp_full_tokens", "ramp_causal_tokens"),
     *("backward_ramp_full_tokens", "backward_ramp_causal_tokens"),
 )
 
 
 class Link(NamedTuple):
-    """One way, for one device: a message of n bytes takes latency_s + n / bytes_per_s.
+    """One direction of a device's link: a message of n bytes takes latency_s + n / bytes_per_s.
 
-    An exchange is a step in which every rank sends to several others; it keeps a link fuller than single messages do.
-    `steals` is compute lost per second of a message: a CPU that carries messages does not compute meanwhile.
+    An exchange is a step in which every rank sends to several others; it uses more of a link than single messages do.
+    `steals` is compute lost per second of a message: a CPU that carries messages computes less.
     """
 
     id: str
@@ -39,10 +39,10 @@ class Link(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How fast a kernel attends on a device: see `cost.attention_flops_per_s`."""
+    """How fast a kernel attends on a device; see `cost.attention_flops_per_s`."""
 
     kernel: str
-    flops_per_s: float  # long full tiles of infinitely wide heads
+    flops_per_s: float  # for long full tiles of infinitely wide heads
     softmax_dims: float
     ramp_full_tokens: float
     ramp_causal_tokens: float
@@ -55,7 +55,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device: what it reaches, not its peaks."""
+    """One device, described by the rates that it reaches, not by its peaks."""
 
     id: str
     attention: Attention
@@ -79,12 +79,11 @@ class Cluster(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
         return self.nodes * self.per_node
 
 
 def parse_devices(text: str, network: str | None = None, kernel: str | None = None) -> Cluster:
-    """NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
+    """Parse NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
     found = re.fullmatch(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?(.+)", text.strip())
     if found is None or found[1] is None or found[3].startswith("-"):
         raise ShapeError(
@@ -122,7 +121,7 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
 
 
 def load_device(name: str, network: str | None = None, kernel: str | None = None) -> Device:
-    """A device of the catalogue by id or alias, or the path of a calibrated file."""
+    """Load a device of the catalogue by id or alias, or from the path of a calibrated file."""
     if name.endswith(".toml"):
         for argument, value in (("network", network), ("kernel", kernel)):
             if value is not None:
@@ -166,18 +165,18 @@ def load_device(name: str, network: str | None = None, kernel: str | None = None
 
 
 def device_names() -> list[str]:
-    """All ids and aliases of the catalogue."""
+    """Return all ids and aliases of the catalogue."""
     return [*read_data("defaults.toml")["alias"], *(entry["id"] for entry in read_data("devices.toml")["device"])]
 
 
 def load_link(name: str) -> Link:
-    """A network between nodes by id, with the share of its line rate that messages reach."""
+    """Load a network between nodes by id, with the share of its line rate that messages reach."""
     figures = plain(find(read_data("devices.toml")["link"], name, "link"))
     return _link(name, figures["one_way_bytes_per_s"], read_data("curves.toml")["network"]["efficiency"])
 
 
 def _aliases(defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Aliases as entries, so that they are among the nearest names."""
+    """Return aliases as entries, so that suggestions include them."""
     return [{"id": alias} for alias in defaults["alias"]]
 
 
@@ -215,7 +214,7 @@ def _attention(name: str, peak: float, kernel: str) -> tuple[Attention, str]:
 
 
 def _scale_up(name: str, figures: dict[str, Any]) -> Link:
-    """A ring or a single send uses one peer's share where the fabric has one link per peer."""
+    """Return the link inside a node; a ring or a single send uses one peer's share if each peer has its own link."""
     rate = figures.get("scale_up_per_peer_one_way_bytes_per_s", figures.get("scale_up_one_way_bytes_per_s"))
     link = figures.get("scale_up_link", read_data("defaults.toml")["scale_up"].get(name))
     if link is None:
@@ -241,7 +240,6 @@ def _link(name: str, line_rate: float, efficiency: float) -> Link:
 
 
 def _read_calibrated(path: Path) -> Device:
-    """A file of `ringspan bench calibrate`."""
     data = read_toml(path)
     try:
         attention, link = data["attention"], data["link"]
@@ -268,7 +266,7 @@ def _read_calibrated(path: Path) -> Device:
 
 
 def _figure(path: Path, table: dict[str, Any], key: str) -> float:
-    """A number of a calibrated file: what others are divided by is above 0, what is added to a time may be 0."""
+    """Read a number of a calibrated file: divisors must be above 0, additive times may be 0."""
     value = table[key]
     may_be_0 = key in MAY_BE_0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

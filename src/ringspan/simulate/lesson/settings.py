@@ -1,6 +1,6 @@
-"""What is to be simulated, checked before anything large is made.
+"""What does `ringspan simulate` simulate? The settings are checked before large arrays are allocated.
 
-The limits keep the dense reference, which looks at every pair of tokens, within seconds and a few hundred megabytes.
+The limits keep the dense reference, which computes every pair of tokens, within seconds and a few hundred megabytes.
 """
 
 import math
@@ -25,13 +25,13 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 class LayoutChoice(NamedTuple):
-    """A layout by name, to be built for any sequence; `block` is how many tokens `striped` deals at a time."""
+    """A layout by name, for any sequence; `block` is the number of tokens that `striped` deals at a time."""
 
     name: str
     block: int = 1
 
     def build(self, mask: Mask, seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
-        """The layout of seq_len tokens from position `start` on, cut at multiples of `align` from there."""
+        """Build the layout of seq_len tokens from position `start` on, cut at `start` plus multiples of `align`."""
         match self.name:
             case "contiguous":
                 return contiguous(seq_len, world_size, align=align, start=start)
@@ -51,8 +51,6 @@ class LayoutChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One simulation: sizes, who sees whom, who holds what, and the algorithms to run."""
-
     world_size: int
     seq_len: int
     num_heads: int
@@ -89,24 +87,24 @@ class Settings:
             )
 
     def _smaller_sizes(self) -> list[str]:
-        """The sizes that would each, alone, bring the simulation within both limits."""
+        """Return sizes each of which alone brings the simulation within both limits."""
         heads = min(MAX_SCORES // self.seq_len**2, MAX_ELEMENTS // (self.seq_len * self.head_dim))
         heads -= heads % self.num_kv_heads
         tokens = min(math.isqrt(MAX_SCORES // self.num_heads), MAX_ELEMENTS // (self.num_heads * self.head_dim))
         return [*([f"{heads} heads"] if heads else []), f"{tokens} tokens"]
 
     def build_layout(self, choice: LayoutChoice) -> Layout:
-        """A layout of the sequence; in the reproducible mode on its grid."""
+        """Build a layout of the sequence, on the tile grid in reproducible mode."""
         return choice.build(self.mask, self.seq_len, self.world_size, align=TILE if self.reproducible else 1)
 
     def options(self, algorithm: str) -> dict[str, object]:
-        """Of direction and mesh, what this algorithm takes."""
+        """Return those of direction and mesh that this algorithm takes."""
         given = {"direction": self.direction, "mesh": self.mesh}
         return {name: value for name, value in given.items() if name in ALGORITHMS[algorithm].options}
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Refuse KV heads that cannot be shared evenly."""
+    """Refuse a number of heads that is not a multiple of the number of KV heads."""
     if num_heads % num_kv_heads:
         legal = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ShapeError(
