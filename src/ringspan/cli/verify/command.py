@@ -50,9 +50,7 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--junit", type=OutputFile(), help="Write the cases as a JUnit XML file.")
-@click.pass_context
 def verify(
-    ctx: click.Context,
     target: str,
     ranks: tuple[int, ...],
     layouts: tuple[str, ...],
