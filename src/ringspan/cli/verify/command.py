@@ -91,7 +91,7 @@ def verify(
         junit.write_text(report.to_junit())
     click.echo(json.dumps({"version": __version__, **report.to_json()}, indent=2) if as_json else report.to_text())
     if not report.has_passed:
-        ctx.exit(1)
+        click.get_current_context().exit(1)
 
 
 @contextmanager
