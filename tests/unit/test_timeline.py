@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.algorithms import RegularCall, build_schedule, find_algorithm
 from ringspan.planner.catalog import Link, load_device
-from ringspan.planner.cost import PAPER, RINGSPAN, Shard, attention_flops, tile_s
+from ringspan.planner.cost import Shard, attention_flops, tile_s
+from ringspan.planner.software import PAPER, RINGSPAN
 from ringspan.planner.timeline import (
     END,
     Load,

@@ -3,7 +3,8 @@
 from ringspan.algorithms import build_schedule
 from ringspan.bench.settings import Settings
 from ringspan.planner.catalog import Device
-from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.cost import Shard
+from ringspan.planner.software import RINGSPAN
 from ringspan.planner.timeline import Timeline, schedule_timeline
 from ringspan.schedule import visible_blocks
 

@@ -16,7 +16,7 @@ from ringspan.bench.result import Activity
 from ringspan.cli.trace import build_trace
 from ringspan.errors import UnsupportedError
 from ringspan.planner.plan import Plan
-from ringspan.planner.plan.predict import ring_of, sequence_of, shard_of, shown_window
+from ringspan.planner.plan.passes import ring_of, sequence_of, shard_of, shown_window
 from ringspan.planner.timeline import Timeline, real_timeline
 
 MOST_RANKS = 64

@@ -45,12 +45,6 @@ def unverified(entry: Entry) -> tuple[str, ...]:
     return tuple(key for key, value in entry.items() if isinstance(value, dict) and not value.get("verified", True))
 
 
-def dense_ratio(model: str) -> float:
-    """Speed of a model's projections and MLP over that of others, as one device of a published run reached it."""
-    ratio: float = read_data("curves.toml")["dense"]["model"].get(model, 1.0)
-    return ratio
-
-
 def find(entries: Iterable[Entry], name: str, what: str) -> Entry:
     """The entry with that id; else the nearest ids are named."""
     by_id = {entry["id"]: entry for entry in entries}

@@ -7,7 +7,7 @@ from ringspan.algorithms import ALGORITHMS, BY_QUERY, Algorithm
 from ringspan.algorithms.choose import DEFAULT
 from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
-from ringspan.planner.plan.predict import shard_of
+from ringspan.planner.plan.passes import shard_of
 from ringspan.planner.plan.request import Request, Setup, legal_tps
 from ringspan.planner.timeline import check_priced
 from ringspan.schedule import Heads
