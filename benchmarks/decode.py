@@ -1,7 +1,7 @@
 """How much of the possible speed does decoding over a sharded cache reach?
 
 Two processes of one thread each hold half of the cached tokens of every sequence. "alone" is what they take to read
-their halves with the same kernel and no messages: nothing can be faster. "decode" is `rs.decode` of one token per
+their halves with the same kernel and no messages: nothing can be faster. "decode" is `turn.decode` of one token per
 sequence, every rank having all queries; "sharded" the same with the queries sharded by sequence. Both include the
 message that brings the parts together. Times are those of a layer. The ranks agree on a turn in its first layer; "step"
 adds that, `begin` and `commit`, shared by all layers.
@@ -91,7 +91,7 @@ def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_r
         with cache.begin({sequence: cached}) as turn:
             k, v = (torch.rand(1, kv_heads, cached // 2, HEAD_DIM, generator=generator) for _ in range(2))
             for layer in range(LAYERS):
-                rs.store(k, v, turn, layer=layer)
+                turn.store(k, v, layer=layer)
     del k, v
     kernel = choose_kernel("auto", Request(torch.device("cpu"), torch.float32, HEAD_DIM, HEAD_DIM))
     q, k = (torch.rand(batch, n, 1, HEAD_DIM, generator=torch.Generator().manual_seed(9)) for n in (heads, kv_heads))
@@ -107,13 +107,12 @@ def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_r
         begin = time.perf_counter()
         turn = cache.begin([1] * batch, query="replicated")
         planned = time.perf_counter() - begin
-        first, *later = (timed(lambda layer=layer: rs.decode(q, k, k, turn, layer=layer)) for layer in range(LAYERS))
+        first, *later = (timed(lambda layer=layer: turn.decode(q, k, k, layer=layer)) for layer in range(LAYERS))
         step = (planned + first + sum(later) + timed(turn.commit)) / LAYERS
         with cache.begin([1] * batch, query="sharded") as turn:
             own = turn.layout.positions(rank)
             sharded = [
-                timed(lambda layer=layer: rs.decode(q[own], k[own], k[own], turn, layer=layer))
-                for layer in range(LAYERS)
+                timed(lambda layer=layer: turn.decode(q[own], k[own], k[own], layer=layer)) for layer in range(LAYERS)
             ]
         return Times(alone, statistics.mean(later), step, statistics.mean(sharded[1:]))
 

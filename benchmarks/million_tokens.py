@@ -75,7 +75,7 @@ def prefill(rank: int, tokens: int, chunk: int) -> dict[str, Any]:
             algorithms[turn.algorithm] = None
             positions = turn.positions
             q, k, v = (make_rows(positions, which) for which in range(3))
-            out = rs.prefill(q, k, v, turn, layer=0)
+            out = turn.prefill(q, k, v, layer=0)
         assert isinstance(out, torch.Tensor)
         for index in np.flatnonzero(np.isin(positions.numpy(), samples)):
             kept[int(positions[index])] = out[0, 0, index].clone()

@@ -152,7 +152,7 @@ def measure(rank: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
         cache = rs.KVCache(num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
         if cached:
             with cache.begin([cached], algorithm="pass_kv") as turn:
-                rs.store(*(turn.layout.shard(x[:, :, :cached], rank, 2) for x in (k, v)), turn, layer=0)
+                turn.store(*(turn.layout.shard(x[:, :, :cached], rank, 2) for x in (k, v)), layer=0)
         new = [x[:, :, cached:] for x in (q, k, v)]
         exact = whole(*(x[:, :, cached:] if x is q else x for x in (q, k, v)))
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -163,7 +163,7 @@ def measure(rank: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
                 start = time.perf_counter()
                 turn = cache.begin([num_new], algorithm=way)
                 qkv = [turn.layout.shard(x, rank, 2) for x in new]
-                out = rs.prefill(*qkv, turn, layer=0)
+                out = turn.prefill(*qkv, layer=0)
                 dist.barrier()
                 if number:
                     seconds[way].append(time.perf_counter() - start)

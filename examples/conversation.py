@@ -39,7 +39,7 @@ class Layer(nn.Module):
         y = self.norm(x)
         q = rotate(heads_of(self.to_q(y)), turn.positions)
         k, v = heads_of(self.to_kv(y)).chunk(2, dim=1)
-        out = rs.prefill(q, rotate(k, turn.positions), v, turn, layer=self.number)
+        out = turn.prefill(q, rotate(k, turn.positions), v, layer=self.number)
         x = x + self.to_out(out[0].transpose(0, 1).flatten(1))
         return x + self.forward_part(x)
 

@@ -16,8 +16,8 @@ from ringspan.bench.inputs import Inputs
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.kernels.softmax import accumulator_dtype
-from ringspan.program.bind import Problem, Shapes
-from ringspan.runtime.passes import prepare
+from ringspan.program.prepare import ProgramOptions, prepare
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads
 
 
@@ -60,7 +60,7 @@ def ideal(case: Case) -> Contender:
     pieces = [
         piece
         for side in sides
-        for piece in own_pieces(prepare(problem, case.rank, "pass_kv", None, "forward", side), Inputs(*own[:3]))
+        for piece in own_pieces(prepare(problem, case.rank, "pass_kv", ProgramOptions(backward=side)), Inputs(*own[:3]))
     ]
     return Contender(lambda: attend_pieces(kernel, 1 / math.sqrt(head_dim), pieces), None)
 

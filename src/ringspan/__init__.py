@@ -7,7 +7,8 @@ process, `attention` on the ranks of a group. Only what needs torch is loaded wh
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ringspan.algorithms import Mesh, build_decode, build_schedule
+from ringspan import algorithms, schedule
+from ringspan.algorithms import Mesh
 from ringspan.algorithms.choose import RingMachine
 from ringspan.errors import (
     CacheError,
@@ -22,7 +23,7 @@ from ringspan.errors import (
 from ringspan.layout import Layout, Work, balanced, contiguous, striped, zigzag
 from ringspan.mask import Coverage, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 from ringspan.program.reproducible.tree import TILE
-from ringspan.schedule import Heads, Schedule, Visible, format_schedule, parse_schedule, validate, visible_blocks
+from ringspan.schedule import Heads, Schedule, Visible
 from ringspan.simulate import (
     Gradients,
     RankStep,
@@ -35,7 +36,7 @@ from ringspan.span import Span
 
 if TYPE_CHECKING:
     from ringspan import adapters, reproducible
-    from ringspan.cache import KVCache, Turn, decode, error_bound, prefill, store
+    from ringspan.cache import KVCache, Turn
     from ringspan.runtime.api import attention
     from ringspan.runtime.calibrate import measure_machine, use_machine
     from ringspan.runtime.engine import Attention
@@ -47,21 +48,17 @@ __version__ = "0.1.0.dev0"
 _NEED_TORCH = {
     "Attention": "ringspan.runtime.engine",
     "KVCache": "ringspan.cache.kv_cache",
-    "Turn": "ringspan.cache.calls",
+    "Turn": "ringspan.cache.turn",
     "attention": "ringspan.runtime.api",
     "cross_rank_mean_loss": "ringspan.training.batches",
-    "decode": "ringspan.cache.calls",
-    "error_bound": "ringspan.cache.calls",
     "gather": "ringspan.training.collectives",
     "measure_machine": "ringspan.runtime.calibrate",
     "next_token_labels": "ringspan.training.batches",
     "position_ids": "ringspan.training.batches",
-    "prefill": "ringspan.cache.calls",
     "reproducible": "ringspan.reproducible",
     "run_in_process": "ringspan.transports.in_process",
     "shard": "ringspan.training.collectives",
     "shard_batch": "ringspan.training.batches",
-    "store": "ringspan.cache.calls",
     "use_machine": "ringspan.runtime.calibrate",
 }
 
@@ -93,40 +90,32 @@ __all__ = [
     "Work",
     "__version__",
     "adapters",
+    "algorithms",
     "attention",
     "balanced",
-    "build_decode",
-    "build_schedule",
     "causal",
     "contiguous",
     "cross_rank_mean_loss",
-    "decode",
     "documents",
-    "error_bound",
-    "format_schedule",
     "frame_causal",
     "full",
     "gather",
     "measure_machine",
     "next_token_labels",
-    "parse_schedule",
     "per_row",
     "position_ids",
-    "prefill",
     "prefix",
     "reproducible",
     "ring_attention_context_parallel",
     "ring_attention_simulate",
     "run_in_process",
+    "schedule",
     "shard",
     "shard_batch",
     "simulate_attention",
     "sliding_window",
-    "store",
     "striped",
     "use_machine",
-    "validate",
-    "visible_blocks",
     "zigzag",
 ]
 

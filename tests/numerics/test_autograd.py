@@ -1,10 +1,12 @@
 """How a call takes part in autograd and in torch.compile: what is differentiated, compiled anew, or refused."""
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._guards import TracingContext, tracing
 from torch.autograd import forward_ad
@@ -19,8 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
-from ringspan.runtime import autograd
-from ringspan.runtime.engine import Options
+from ringspan.runtime import compiled as compiled_calls
+from ringspan.runtime.plan import CallOptions
 from ringspan.transports.in_process import InProcessRank
 
 SEQ_LEN = 24
@@ -223,9 +226,9 @@ def test_a_gradient_by_way_of_lse_is_refused() -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operators_pass_opcheck(dtype: torch.dtype, has_sinks: bool, requires_grad: bool) -> None:
-    options = Options(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
+    options = CallOptions(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
     with tracing(TracingContext(None)):
-        number = autograd._enter(*options, None, None, True, None)
+        number = compiled_calls._enter(*options, None, None, True, None)
     tensors = [*inputs(requires_grad=requires_grad, dtype=dtype), None]
     if has_sinks:
         tensors[3] = torch.linspace(-1, 1, 4).requires_grad_(requires_grad)
@@ -288,7 +291,7 @@ def test_programs_on_disk_are_taken_from_the_same_release_only(tmp_path: Path) -
     """torch finds them by the name of the forward operator, and would run the backward operator of another release."""
     ours, other = Path(rs.__file__).parents[1], tmp_path / "other"
     shutil.copytree(ours / "ringspan", other / "ringspan")
-    file = other / "ringspan/runtime/autograd.py"
+    file = other / "ringspan/runtime/compiled.py"
     text = file.read_text()
     assert "ringspan::attend_backward" in text
     file.write_text(text.replace("attend_backward", "attend_backward_of_then"))
@@ -309,18 +312,40 @@ def test_an_exported_program_would_know_neither_mask_nor_group(strict: bool) -> 
 
 
 def test_a_program_of_another_process_never_runs_another_call() -> None:
-    options = Options(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
+    options = CallOptions(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
     others = (
         options._replace(mask=rs.full()),
         options._replace(kv_layout=rs.contiguous(SEQ_LEN, 1, start=2)),
         options._replace(scale=0.5),
         options._replace(reproducible=True),
     )
-    digests = [autograd._digest(it) for it in (options, options._replace(mask=rs.causal()), *others)]
+    digests = [compiled_calls._digest(it) for it in (options, options._replace(mask=rs.causal()), *others)]
     assert len(set(digests)) == 1 + len(others)
     assert digests[0] == digests[1]
     with pytest.raises(rs.UnsupportedError, match="compiled in another process"):
         torch.ops.ringspan.attend(*inputs(), None, f"1000, {digests[0]}", False)
+
+
+def test_a_compiled_call_does_not_keep_its_group_alive() -> None:
+    """A server that makes and destroys groups would otherwise keep every one of them, with its threads and sockets."""
+
+    def run_on_new_group() -> weakref.ref[dist.ProcessGroup]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            group = dist.new_group([0])
+            compiled = torch.compile(lambda *qkv: attend(*qkv, ALONE, group), backend="eager")
+            compiled(*inputs(requires_grad=False))
+            found = weakref.ref(group)
+            assert any(entry.find_group() is group for entry in compiled_calls._entries.values())
+            return found
+        finally:
+            dist.destroy_process_group()
+            torch._dynamo.reset()
+
+    groups = [run_on_new_group() for _ in range(3)]
+    gc.collect()
+    assert [group() for group in groups] == [None] * 3
+    assert not any(entry.call.group is not None for entry in compiled_calls._entries.values())
 
 
 def test_compiled_under_autocast_and_checkpoint() -> None:
@@ -502,7 +527,7 @@ def test_the_marks_are_those_of_torch() -> None:
     def constant() -> int:
         return 0
 
-    assert vars(torch.compiler.assume_constant_result(constant)) == vars(autograd._enter)
+    assert vars(torch.compiler.assume_constant_result(constant)) == vars(compiled_calls._enter)
     assert (
         vars(rs.zigzag).items()
         <= vars(torch.compiler.disable(constant, reason=rs.zigzag._torchdynamo_disable_msg)).items()

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
 import ringspan.runtime.arithmetic
-from ringspan.program.bind import Problem, Shapes
 from ringspan.program.execute import Event
+from ringspan.program.problem import Problem, Shapes
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
 from support import oracle

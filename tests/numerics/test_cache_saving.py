@@ -77,7 +77,7 @@ def save_eight(group: InProcessRank, value: float, folder: Path) -> None:
     cache = cache_of(group)
     with cache.begin([8], algorithm="pass_kv") as turn:
         x = torch.full((1, 1, turn.num_rows, 4), value)
-        rs.prefill(x, x, x, turn, layer=0)
+        turn.prefill(x, x, x, layer=0)
     cache.save(folder)
 
 

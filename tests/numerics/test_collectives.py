@@ -323,7 +323,10 @@ def test_a_part_that_is_no_tensor_is_refused_on_all_ranks() -> None:
 def test_what_is_no_layout(call: Callable[..., torch.Tensor]) -> None:
     for error in errors_of(2, lambda group: call(torch.zeros(4), None, group, dim=0)):
         assert isinstance(error, rs.LayoutError)
-        assert str(error) == "layout=None: a layout is a value such as rs.zigzag(seq_len, world_size)"
+        assert (
+            str(error)
+            == "layout=None: expected a Layout, got NoneType; use a layout such as rs.zigzag(seq_len, world_size)"
+        )
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])

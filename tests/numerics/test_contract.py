@@ -9,6 +9,9 @@ import pytest
 
 import ringspan as rs
 from ringspan.runtime.contract import Contract, Signature
+from ringspan.runtime.scratch import ScratchPool
+from ringspan.runtime.session import Session, session_of
+from ringspan.runtime.wire import Buffers
 from ringspan.transports.base import Posted, Receive, Send
 from ringspan.transports.in_process import InProcessRank
 
@@ -183,15 +186,21 @@ def test_several_refusals() -> None:
     assert all(f"rank {rank}: because of {rank}" in message for rank in range(3))
 
 
+def session_with(contract: Contract) -> Session:
+    return Session(contract.transport, None, contract, Buffers(), ScratchPool(), {}, {})
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "deadline_s"), [(7, 7.0), (math.inf, math.inf), *((x, 60.0) for x in (None, 0, -1, math.nan, "soon"))]
 )
 def test_a_refusal_has_the_deadline_of_the_call_or_else_of_the_group(timeout_s: object, deadline_s: float) -> None:
+    """A timeout that is itself wrong is what is refused."""
+
     def refuse(contract: Contract, rank: int) -> list[float]:
         if rank == 1:
             error_of(lambda: contract.agree(Signature.of(FIELDS), TIMEOUT_S))
             return []
-        with pytest.raises(rs.ShapeError, match="q is flat"), contract.telling_refusals(timeout_s):
+        with pytest.raises(rs.ShapeError, match=r"q is flat|timeout_s"), session_with(contract).call(timeout_s):
             raise rs.ShapeError("q is flat")
         assert isinstance(contract.transport, Listening)
         return contract.transport.deadlines
@@ -210,12 +219,29 @@ def test_what_is_wrong_is_raised_though_the_others_cannot_be_told() -> None:
             return
         group.timeout_s = 60.0
         try:
-            with pytest.raises(rs.ShapeError, match="q is flat"), Contract(group).telling_refusals(0.1):
+            with pytest.raises(rs.ShapeError, match="q is flat"), session_with(Contract(group)).call(0.1):
                 raise rs.ShapeError("q is flat")
         finally:
             is_told.set()
 
     rs.run_in_process(refuse, 2, timeout_s=5.0)
+
+
+def test_an_error_after_the_ranks_agreed_ends_the_wait_of_the_others() -> None:
+    def fail(group: InProcessRank) -> str:
+        try:
+            with session_of(group).call() as call:
+                call.agree(Signature.of(FIELDS))
+                if group.rank == 1:
+                    raise KeyError("lost")
+                group.all_gather_bytes(b"x", 60.0)
+        except (KeyError, rs.TransportError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    waiting, failed = rs.run_in_process(fail, 2, timeout_s=5.0)
+    assert "rank 1 failed: KeyError: 'lost'" in waiting
+    assert failed == "KeyError: 'lost'"
 
 
 @pytest.mark.parametrize("num_documents", [1, 1000, 100_000])
@@ -263,5 +289,5 @@ def test_what_is_no_header_is_refused() -> None:
         return error_of(lambda: contract.agree(Signature.of(FIELDS), 0.5))
 
     message, _ = on_ranks(2, agree)
-    assert "rank 1 sent something else than a header" in message
+    assert "rank 1 did not send a header" in message
     assert "version" in message

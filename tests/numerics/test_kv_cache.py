@@ -85,7 +85,7 @@ def test_the_ranks_are_level_and_become_so_again(world_size: int) -> None:
         for _ in range(40):
             turn = cache.begin([1], query="replicated")
             q, k, v = (story_of_rank._tensor(4, 1, dim) for dim in (8, 8, 6))
-            rs.decode(q, k, v, turn, layer=0)
+            turn.decode(q, k, v, layer=0)
             turn.commit()
             counts.append(cache.balance()[0])
         return counts
@@ -134,7 +134,7 @@ def test_blocks_are_never_moved_and_rarely_made() -> None:
     for _ in range(1000):
         with cache.begin([1]) as turn:
             for layer in range(2):
-                rs.decode(x, x, x, turn, layer=layer)
+                turn.decode(x, x, x, layer=layer)
         places.append(tuple(block.tensors[0].data_ptr() for block in cache._state.stored[0]._blocks))
     assert all(after[: len(before)] == before for before, after in itertools.pairwise(places))
     assert len(places[-1]) < 30

@@ -38,12 +38,12 @@ def contents(cache: rs.KVCache) -> list[torch.Tensor]:
 def run_layer_twice(cache: rs.KVCache) -> None:
     turn = cache.begin([2, 2])
     for _ in range(2):
-        rs.prefill(*tensors(turn), turn, layer=0)
+        turn.prefill(*tensors(turn), layer=0)
 
 
 def commit_too_early(cache: rs.KVCache) -> None:
     turn = cache.begin([2, 2])
-    rs.prefill(*tensors(turn), turn, layer=1)
+    turn.prefill(*tensors(turn), layer=1)
     try:
         turn.commit()
     finally:
@@ -63,14 +63,14 @@ def bound_of(run: Callable[..., Any], **options: Any) -> Callable[[rs.KVCache], 
         with cache.begin([2, 2], **options) as turn:
             q, k, v = tensors(turn)
             run(q, k, v, turn)
-            rs.error_bound(q, turn, layer=1)
+            turn.error_bound(q, layer=1)
 
     return ask
 
 
 def prefill_with_gradients(cache: rs.KVCache) -> None:
     turn = cache.begin([2, 2])
-    rs.prefill(*(x.requires_grad_() for x in tensors(turn)), turn, layer=0)
+    turn.prefill(*(x.requires_grad_() for x in tensors(turn)), layer=0)
 
 
 REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = {
@@ -83,24 +83,24 @@ REFUSALS: dict[str, tuple[Callable[[rs.KVCache], Any], type[Exception], str]] = 
     "no such algorithm": (lambda c: c.begin([1], algorithm="ulysses"), rs.UnsupportedError, "auto, pass_kv, pass_q"),
     "a hyphen": (lambda c: c.begin([1], algorithm="pass-q"), rs.UnsupportedError, 'write "pass_q"'),
     "no such query": (lambda c: c.begin([1], query="half"), rs.UnsupportedError, "sharded"),
-    "truncate too far": (lambda c: c.truncate(1, 8), rs.CacheError, "only 7 tokens"),
-    "drop of nothing": (lambda c: c.drop(7), rs.CacheError, "there are 0, 1"),
-    "select of nothing": (lambda c: c.select([0, 7]), rs.CacheError, "there are 0, 1"),
+    "truncate too far": (lambda c: c.truncate(1, 8), rs.CacheError, "has 7 tokens; use 0 to 7"),
+    "drop of nothing": (lambda c: c.drop(7), rs.CacheError, "the cache holds sequences 0, 1"),
+    "select of nothing": (lambda c: c.select([0, 7]), rs.CacheError, "the cache holds sequences 0, 1"),
     "select of too much": (lambda c: c.select([0, 1] * 20), rs.CacheError, "sources=.*max_tokens is 40"),
-    "a layer twice": (run_layer_twice, rs.CacheError, "run in this turn already"),
+    "a layer twice": (run_layer_twice, rs.CacheError, "has been run in this turn"),
     "a commit too early": (commit_too_early, rs.CacheError, r"without layers \[0\]"),
     "a bound of what was not run": (
-        bound_of(lambda q, k, v, turn: rs.prefill(q, k, v, turn, layer=0)),
+        bound_of(lambda q, k, v, turn: turn.prefill(q, k, v, layer=0)),
         rs.CacheError,
         "layer=1: it was not attended",
     ),
     "a bound of what was only stored": (
-        bound_of(lambda q, k, v, turn: rs.store(k, v, turn, layer=1), algorithm="pass_kv", wire="int8"),
+        bound_of(lambda q, k, v, turn: turn.store(k, v, layer=1), algorithm="pass_kv", wire="int8"),
         rs.CacheError,
         "layer=1: it was not attended",
     ),
-    "gradients": (prefill_with_gradients, rs.UnsupportedError, "q requires a gradient"),
-    "two turns": (begin_twice, rs.CacheError, "commit or abort it first"),
+    "gradients": (prefill_with_gradients, rs.UnsupportedError, "q: it requires a gradient"),
+    "two turns": (begin_twice, rs.CacheError, "commit or abort the turn first"),
 }
 
 WRONG_TENSORS: dict[str, Callable[[rs.Turn], list[Any]]] = {
@@ -120,7 +120,7 @@ def test_what_is_refused_leaves_no_trace(name: str, world_size: int) -> None:
 
         def run(cache: rs.KVCache) -> None:
             turn = cache.begin([2, 2])
-            rs.prefill(*WRONG_TENSORS[name](turn), turn, layer=0)
+            turn.prefill(*WRONG_TENSORS[name](turn), layer=0)
 
         kind, text = rs.ShapeError, "rank|is torch.float32"
     told = story()
@@ -156,7 +156,7 @@ def test_ranks_that_disagree_about_a_turn() -> None:
         cache = live_through(told, group)
         turn = cache.begin([2, 2 + group.rank])
         with pytest.raises(rs.TransportError) as caught:
-            rs.prefill(*tensors(turn), turn, layer=0)
+            turn.prefill(*tensors(turn), layer=0)
         live_through_rest(told, cache, group)
         return str(caught.value)
 
@@ -188,7 +188,7 @@ def test_a_rank_that_refuses_does_not_leave_the_others_waiting() -> None:
         turn = cache.begin([2, 2])
         kind = rs.ShapeError if group.rank else rs.TransportError
         with pytest.raises(kind) as caught:
-            rs.prefill(*tensors(turn, more=group.rank), turn, layer=0)
+            turn.prefill(*tensors(turn, more=group.rank), layer=0)
         live_through_rest(told, cache, group)
         return str(caught.value)
 
@@ -201,9 +201,9 @@ def test_a_failure_in_a_later_layer_ends_all_waits() -> None:
     def fail_late(group: InProcessRank) -> tuple[str, dict[int, int]]:
         cache = live_through(told, group)
         turn = cache.begin([2, 2])
-        rs.prefill(*tensors(turn), turn, layer=0)
+        turn.prefill(*tensors(turn), layer=0)
         with pytest.raises(rs.RingspanError) as caught:
-            rs.prefill(*tensors(turn, more=group.rank), turn, layer=1)
+            turn.prefill(*tensors(turn, more=group.rank), layer=1)
         return str(caught.value), cache.lengths
 
     (text, lengths), other = rs.run_in_process(fail_late, 2, timeout_s=20)
@@ -234,9 +234,9 @@ def test_a_token_that_would_see_those_of_a_later_turn(name: str) -> None:
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, mask=mask)
     x = torch.randn(1, 1, 4, 4)
     with cache.begin([4]) as turn:
-        rs.prefill(x, x, x, turn, layer=0)
+        turn.prefill(x, x, x, layer=0)
     if is_refused:
-        with pytest.raises(rs.MaskError, match=r"sequence 0 goes on at position 4: by .* in the same turn"):
+        with pytest.raises(rs.MaskError, match=r"sequence 0 has 4 cached tokens, and by this mask .* in the same turn"):
             cache.begin([4])
     else:
         cache.begin([4]).abort()
@@ -276,7 +276,7 @@ def test_a_refusal_that_others_hear_of_while_they_measure_leaves_the_group_usabl
         def turn(number: int) -> None:
             with cache.begin([number], algorithm="pass_kv") as turn:
                 x = torch.randn(1, 4, turn.num_rows, 8)
-                rs.prefill(x, x, x, turn, layer=0)
+                turn.prefill(x, x, x, layer=0)
 
         turn(400)
         with pytest.raises(rs.RingspanError) as caught:
@@ -301,7 +301,7 @@ def test_layers_that_differ_between_ranks_are_found(what: str) -> None:
                 for layer in layers:
                     odd = {"first scale": 0, "later scale": 1}.get(what) == layer and group.rank
                     x = torch.zeros(1, 1, turn.num_rows, 4)
-                    rs.prefill(x, x, x, turn, layer=layer, scale=0.25 if odd else None)
+                    turn.prefill(x, x, x, layer=layer, scale=0.25 if odd else None)
 
     with pytest.raises(rs.TransportError, match="scale: rank" if what == "first scale" else "history: rank"):
         rs.run_in_process(run, 2, timeout_s=20)
@@ -312,7 +312,7 @@ def test_another_first_layer_is_found_at_once() -> None:
         cache = rs.KVCache(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, group=group)
         turn = cache.begin([8], algorithm="pass_kv")
         x = torch.zeros(1, 1, turn.num_rows, 4)
-        rs.prefill(x, x, x, turn, layer=group.rank)
+        turn.prefill(x, x, x, layer=group.rank)
 
     with pytest.raises(rs.TransportError, match=r"layer: rank \d has"):
         rs.run_in_process(run, 2, timeout_s=20)

@@ -100,8 +100,8 @@ def test_the_bound_holds_for_a_single_token_of_every_type(name: str, dtype: torc
     q = torch.zeros_like(v)
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=65, dtype=dtype, storage=name)
     with cache.begin([1]) as turn:
-        out = rs.prefill(q, v, v, turn, layer=0)
-        bound = rs.error_bound(q, turn, layer=0).item()
+        out = turn.prefill(q, v, v, layer=0)
+        bound = turn.error_bound(q, layer=0).item()
     assert isinstance(out, torch.Tensor)
     error = (out.double() - v.double()).abs().max().item()
     assert 0 < error <= bound
@@ -111,5 +111,5 @@ def test_what_float16_cannot_hold_has_no_bound() -> None:
     v = torch.full((1, 1, 1, 4), 65504.0).half()
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, dtype=torch.float16, storage="int8")
     with cache.begin([1]) as turn:
-        rs.prefill(torch.zeros_like(v), v, v, turn, layer=0)
-        assert rs.error_bound(torch.zeros_like(v), turn, layer=0).isinf().all()
+        turn.prefill(torch.zeros_like(v), v, v, layer=0)
+        assert turn.error_bound(torch.zeros_like(v), layer=0).isinf().all()

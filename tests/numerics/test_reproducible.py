@@ -11,13 +11,14 @@ import torch
 
 import ringspan as rs
 import ringspan.runtime.arithmetic
-import ringspan.runtime.engine
 from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.kernels.softmax import steadily
-from ringspan.program.bind import Exchange, Problem, Shapes
+from ringspan.program.bind import Exchange
 from ringspan.program.execute import Event, Value
+from ringspan.program.problem import Problem, Shapes
 from ringspan.program.reproducible.bind import bind_grid
 from ringspan.program.reproducible.state import TreeState
+from ringspan.runtime import modes
 from ringspan.schedule import Block
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
@@ -179,7 +180,7 @@ def test_the_number_of_threads_does_not_matter(
 def test_the_tiles_of_one_kernel_call_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call("full", heads=rs.Heads(4, 2), head_dim=24)
     expected = alone(call)
-    monkeypatch.setattr(ringspan.runtime.engine, "tiles_at_once", lambda *_: 1)
+    monkeypatch.setattr(modes, "REPRODUCIBLE", modes.REPRODUCIBLE._replace(tiles_at_once=lambda *_: 1))
     assert different(run(call, LAYOUTS["contiguous"](2)), expected) == []
 
 
@@ -285,9 +286,9 @@ def test_events_and_bytes_are_those_of_the_simulator(
 def bound_bytes(problem: Problem, way: str, side: str | None) -> tuple[int, int, int]:
     """Of the sums that travel: their bytes, those of the default mode, and the most nodes of a tile anywhere."""
     options, world_size = options_of(way, problem.world_size), problem.world_size
-    visible = rs.visible_blocks(problem.mask, problem.layout)
+    visible = rs.schedule.visible_blocks(problem.mask, problem.layout)
     schedules = [
-        rs.build_schedule(visible=visible, heads=problem.shapes.heads, backward=side, route=route, **options)
+        rs.schedule.build_schedule(visible=visible, heads=problem.shapes.heads, backward=side, route=route, **options)
         for route in ("straight", "follow")
     ]
     grown = [bind_grid(schedules[0], rank, problem) for rank in range(world_size)]
@@ -380,7 +381,7 @@ def test_what_cannot_have_fixed_bits_is_refused() -> None:
     layout = rs.zigzag(2000, 1)
     everywhere = rs.Layout(((rs.Span(512, 1024),), (rs.Span(1024, 1536),)), replicated=(rs.Span(0, 512),))
     assert "replicated" in refusal(everywhere, 2)
-    assert "leave one of them out" in refusal(layout, wire="int8")
+    assert "leave one of the two out" in refusal(layout, wire="int8")
     assert "kernel='auto', or sdpa_cpu" in refusal(layout, kernel="reference")
     too_many = refusal(rs.contiguous(2048, 4, align=rs.TILE), 4, algorithm="ulysses")
     assert "more ranks than the 2 KV heads" in too_many

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.runtime.engine
+import ringspan.runtime.modes
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.base import Transport
 from ringspan.transports.in_process import InProcessRank
@@ -60,7 +60,7 @@ def test_shares_added_rank_by_rank_have_other_bits(monkeypatch: pytest.MonkeyPat
         return sum(all_to_all(transport, [own] * transport.world_size, [own.shape] * transport.world_size, deadline_s))
 
     call = Call("causal", has_sinks=True, heads=rs.Heads(8, 2))
-    monkeypatch.setattr(ringspan.runtime.engine, "sum_over_tiles", add_up)
+    monkeypatch.setattr(ringspan.runtime.modes, "sum_over_tiles", add_up)
     assert different(run(call, LAYOUTS["zigzag"](3)), alone(call)) == ["dsinks"]
 
 
@@ -69,7 +69,7 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(monkeypatch: pytest.Monke
     told: list[str] = []
 
     def fail(strips: tuple[object, ...], *_: object) -> list[torch.Tensor]:
-        if strips == ringspan.runtime.engine.tile_layout(layout).strips[1]:
+        if strips == ringspan.runtime.modes.tile_layout(layout).strips[1]:
             raise MemoryError("none left")
         return [torch.zeros(2)]
 
@@ -81,8 +81,8 @@ def test_a_rank_that_fails_on_the_way_tells_the_others(monkeypatch: pytest.Monke
             out.sum().backward()
         told.append(f"{group.rank}: {caught.value}")
 
-    monkeypatch.setattr(ringspan.runtime.engine, "sink_gradients_of_tiles", fail)
+    monkeypatch.setattr(ringspan.runtime.modes, "sink_gradients_of_tiles", fail)
     rs.run_in_process(attend, 2, timeout_s=20)
     zero, one = sorted(told)
-    assert "rank 1 failed: none left" in zero
+    assert "rank 1 failed: MemoryError: none left" in zero
     assert one == "1: none left"

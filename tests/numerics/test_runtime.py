@@ -14,9 +14,9 @@ import ringspan.runtime.arithmetic
 from ringspan.kernels.base import Gradients, Merged
 from ringspan.kernels.reference import Reference
 from ringspan.kernels.softmax import Partial, merge_
-from ringspan.program.bind import Problem, Shapes
 from ringspan.program.execute import Event
 from ringspan.program.pieces import Piece, PieceKind
+from ringspan.program.problem import Problem, Shapes
 from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import InProcessRank
@@ -75,7 +75,7 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(
             job = job_of_case(case, dtype)
             run(job)
             problem = problem_of(job)
-            visible = rs.visible_blocks(problem.mask, job.layout, job.layout)
+            visible = rs.schedule.visible_blocks(problem.mask, job.layout, job.layout)
             expected = np.zeros((case.world_size, case.world_size), dtype=int)
             for step in case.make_schedule(visible).steps:
                 for block, src, dst in step.transfers:

@@ -193,7 +193,7 @@ class Meeting(Reference):
 
 def test_threads_attend_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Meeting()
-    monkeypatch.setattr("ringspan.runtime.engine.choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr("ringspan.runtime.plan.choose_kernel", lambda *_: kernel)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(partial(check_call, kernel="meeting"), [1, 2]))
     assert kernel.num_met == 2

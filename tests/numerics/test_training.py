@@ -224,7 +224,10 @@ def test_what_is_no_layout_is_refused_as_by_attention(layout: Any) -> None:
     for call in calls:
         with pytest.raises(rs.LayoutError) as refused:
             call(layout=layout)
-        assert str(refused.value) == f"layout={layout}: a layout is a value such as rs.zigzag(seq_len, world_size)"
+        assert str(refused.value) == (
+            f"layout={layout}: expected a Layout, got {type(layout).__name__}; use a layout such as rs.zigzag(seq_len, "
+            "world_size)"
+        )
 
 
 # The loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.runtime.engine
+import ringspan.runtime.plan
 from ringspan.algorithms.choose import Choice, RingMachine, RingWork, choose_by_time
 from ringspan.program.execute import Event
 from ringspan.runtime.quantize import FORMATS, encode, output_bound
@@ -77,7 +77,7 @@ def test_a_wire_that_cannot_be(options: dict[str, object], text: str) -> None:
 
 def test_a_wire_is_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if "auto" would leave the keys where they are, and their rounding out."""
-    monkeypatch.setattr(ringspan.runtime.engine, "choose_by_time", lambda *_: Choice("pass_q", "fewer bytes"))
+    monkeypatch.setattr(ringspan.runtime.plan, "choose_by_time", lambda *_: Choice("pass_q", "fewer bytes"))
     layout, kv_layout = rs.contiguous(2, 2), rs.contiguous(200, 2)
     keys = torch.randn(2, 1, 1, 100, 64, generator=torch.Generator().manual_seed(0))
     call = partial(rs.attention, mask=rs.full(), layout=layout, kv_layout=kv_layout)
@@ -97,7 +97,7 @@ def test_a_wire_is_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("storage", [None, "int8"])
 def test_a_turn_with_encoded_keys(storage: str | None) -> None:
-    """The error is within `rs.error_bound`, in prefill from nothing and over a cache."""
+    """The error is within `Turn.error_bound`, in prefill from nothing and over a cache."""
     story = Story(4, HEADS, [CAUSAL], torch.float32, storage=storage)
     story.turn({0: 20, 1: 9}).turn({1: 6, 0: 30})
 
@@ -108,7 +108,7 @@ def test_a_turn_with_encoded_keys(storage: str | None) -> None:
                 *qkv, expected = (turn.layout.shard(x, group.rank, 2) for x in act.tensors[0])
                 got = attend(turn, qkv, 0)
                 error = (got.double() - expected).abs().amax((0, 2, 3))
-                bound = rs.error_bound(qkv[0], turn, layer=0)
+                bound = turn.error_bound(qkv[0], layer=0)
                 assert (error <= bound).all()
                 assert (error > 1e-5).all()
                 assert (bound < 1).all()
@@ -120,8 +120,8 @@ def test_exact_turns_have_no_error() -> None:
     cache = rs.KVCache(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
     with cache.begin([3]) as turn:
         q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
-        rs.prefill(q, k, k, turn, layer=0)
-        assert not rs.error_bound(q, turn, layer=0).any()
+        turn.prefill(q, k, k, layer=0)
+        assert not turn.error_bound(q, layer=0).any()
 
 
 def test_the_choice_by_time() -> None:

@@ -158,7 +158,7 @@ class Case:
         return {"algorithm": self.algorithm, "direction": self.direction, "mesh": self.mesh}
 
     def make_schedule(self, visible: rs.Visible, backward: Side | None = None) -> rs.Schedule:
-        return rs.build_schedule(**self.options, visible=visible, heads=self.heads, backward=backward)
+        return rs.schedule.build_schedule(**self.options, visible=visible, heads=self.heads, backward=backward)
 
     def make_layout(self) -> rs.Layout:
         return LAYOUTS[self.layout](self.length, self.world_size, make_mask(self.spec))

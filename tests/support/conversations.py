@@ -110,7 +110,7 @@ class Story:
         return torch.from_numpy(self.random.standard_normal((1, num_heads, tokens, dim))).to(self.dtype)
 
     def _stored(self, x: torch.Tensor) -> np.ndarray:
-        """What is left of a tensor in a narrower type; what an encoding takes is for `rs.error_bound` to say."""
+        """What is left of a tensor in a narrower type; what an encoding takes is for `Turn.error_bound` to say."""
         narrow = getattr(torch, self.options.get("storage") or "", x.dtype)
         return (x.to(narrow) if narrow.is_floating_point else x).double().numpy()
 
@@ -148,7 +148,7 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
             for layer, tensors in enumerate(act.tensors):
                 *qkv, expected = (turn.layout.shard(x, rank, 2) for x in tensors)
                 got = attend(turn, qkv, layer)
-                bound = rs.error_bound(qkv[0], turn, layer=layer)[:, None, None]
+                bound = turn.error_bound(qkv[0], layer=layer)[:, None, None]
                 difference = got.double() - expected
                 where = f"act {number} {act.kind} {act.lengths} layer {layer} rank {rank}: "
                 torch.testing.assert_close(
@@ -165,9 +165,9 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
 def attend(turn: rs.Turn, qkv: list[torch.Tensor], layer: int) -> torch.Tensor:
     """By `decode` if there is one token per sequence, else by `prefill`; (1, heads, rows, dim) either way."""
     if all(part.num_new == 1 for part in turn.parts):
-        out = rs.decode(*(x.permute(2, 1, 0, 3) for x in qkv), turn, layer=layer)
+        out = turn.decode(*(x.permute(2, 1, 0, 3) for x in qkv), layer=layer)
         assert isinstance(out, torch.Tensor)
         return out.permute(2, 1, 0, 3)
-    out = rs.prefill(*qkv, turn, layer=layer)
+    out = turn.prefill(*qkv, layer=layer)
     assert isinstance(out, torch.Tensor)
     return out

@@ -101,14 +101,14 @@ def _place(rng: random.Random, matrix: np.ndarray, *, one_query: bool) -> tuple[
 def _build(rng: random.Random, algorithm: str, visible: rs.Visible) -> tuple[rs.Heads, rs.Schedule, rs.Schedule | None]:
     """Heads, the forward schedule, and a backward one if there is any."""
     if algorithm.endswith("decode"):
-        return rs.Heads(4, 2), rs.build_decode(visible, query=algorithm.split()[0]), None
+        return rs.Heads(4, 2), rs.schedule.build_decode(visible, query=algorithm.split()[0]), None
     row = next(row for row in ROWS if row.algorithm == algorithm)
     mesh = rng.choice(meshes(row, visible.world_size))
     degree = visible.world_size if mesh is None else mesh.inner
     heads = rng.choice(_small_heads(degree)) if row.splits_heads else rs.Heads(4, 2)
     options: dict[str, Any] = {"heads": heads, "mesh": mesh, "direction": rng.choice(row.directions)}
-    forward = rs.build_schedule(algorithm, visible, **options)
-    return heads, forward, rs.build_schedule(algorithm, visible, **options, backward=rng.choice(("kv", "q")))
+    forward = rs.schedule.build_schedule(algorithm, visible, **options)
+    return heads, forward, rs.schedule.build_schedule(algorithm, visible, **options, backward=rng.choice(("kv", "q")))
 
 
 def _small_heads(degree: int) -> list[rs.Heads]:

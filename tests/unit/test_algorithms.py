@@ -37,7 +37,11 @@ def built(draw: st.DrawFn) -> tuple[Schedule, rs.Visible, rs.Heads]:
     mesh = draw(st.sampled_from(meshes(row, world_size)))
     heads = heads_for(row, world_size, mesh)
     options = {"mesh": mesh, "direction": draw(st.sampled_from(row.directions)), "heads": heads}
-    return rs.build_schedule(row.algorithm, visible, **options, backward=draw(st.sampled_from(SIDES))), visible, heads
+    return (
+        rs.schedule.build_schedule(row.algorithm, visible, **options, backward=draw(st.sampled_from(SIDES))),
+        visible,
+        heads,
+    )
 
 
 def query_heads(block: Block, heads: rs.Heads) -> range:
@@ -107,7 +111,7 @@ def test_every_sum_is_brought_home(case):
 
 
 def build(algorithm: str, visible: rs.Visible, heads: rs.Heads = ONE_HEAD, **options) -> Schedule:
-    return rs.build_schedule(algorithm, visible, heads=heads, **options)
+    return rs.schedule.build_schedule(algorithm, visible, heads=heads, **options)
 
 
 def transfers(schedule: Schedule) -> list:
@@ -152,7 +156,7 @@ def test_rings_run_backward_on_the_named_side(subtests):
 def test_a_window_makes_fewer_hops(algorithm, left, neighbours):
     """With 8 tokens a rank, a window that reaches `left` tokens back needs the blocks of so many ranks before."""
     layout = rs.contiguous(64, 8)
-    visible = rs.visible_blocks(rs.sliding_window(left, 0), layout, layout)
+    visible = rs.schedule.visible_blocks(rs.sliding_window(left, 0), layout, layout)
     schedule = build(algorithm, visible)
     needed = sum(min(rank, neighbours) for rank in range(8))
     inputs = [transfer for transfer in transfers(schedule) if not transfer.block.is_sum]
@@ -319,7 +323,7 @@ def test_an_unknown_side_lists_the_choices(row):
 
 def test_an_unknown_route_lists_the_choices():
     with pytest.raises(rs.UnsupportedError, match=r"route='Straight'.*straight, follow"):
-        rs.build_schedule("pass_kv", everyone(4), backward="kv", route="Straight")
+        rs.schedule.build_schedule("pass_kv", everyone(4), backward="kv", route="Straight")
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 6), (4,), (0, 0)])
@@ -330,7 +334,7 @@ def test_a_matrix_of_what_sees_what_has_a_column_for_each_rank(shape):
 
 def test_an_unknown_form_of_decode_lists_the_choices():
     with pytest.raises(rs.UnsupportedError, match=r"query='both'.*sharded.*replicated"):
-        rs.build_decode(everyone(4), query="both")
+        rs.schedule.build_decode(everyone(4), query="both")
 
 
 # Bytes, computed by hand: 4 ranks of 6 tokens, 8 query heads over 2 KV heads, head_dim 5 (v: 3), float32.
@@ -380,7 +384,7 @@ def test_bytes_backward(algorithm, side):
     mesh = (2, 2) if "mesh" in ALGORITHMS[algorithm].options else None
     layout = rs.zigzag(24, 4)
     forward = rs.simulate_attention(*arrays(), mask=rs.causal(), layout=layout, algorithm=algorithm, mesh=mesh)
-    visible = rs.visible_blocks(rs.causal(), layout, layout)
+    visible = rs.schedule.visible_blocks(rs.causal(), layout, layout)
     options = {"mesh": mesh and rs.Mesh(*mesh), "backward": side}
     backward = forward.gradients(forward.out, build(algorithm, visible, rs.Heads(Q_HEADS, KV_HEADS), **options))
     assert bytes_sent(backward.trace) == BACKWARD_BYTES[algorithm, side]
@@ -392,7 +396,7 @@ def test_bytes_of_narrow_inputs_and_wide_sums():
     got = rs.simulate_attention(*arrays(np.float16), mask=rs.causal(), layout=layout, algorithm="pass_q")
     assert bytes_sent(got.trace) == HOPS * (Q_BYTES // 2 + OUT_BYTES)
     query = rs.Layout(((),) * 4, replicated=(rs.Span(24, 25),))
-    decode = rs.build_decode(rs.visible_blocks(rs.causal(), query, layout), query="replicated")
+    decode = rs.schedule.build_decode(rs.schedule.visible_blocks(rs.causal(), query, layout), query="replicated")
     q, k, v = arrays(np.float16)
     got = rs.simulate_attention(q[:, :1], k, v, mask=rs.causal(), layout=query, kv_layout=layout, algorithm=decode)
     assert bytes_sent(got.trace) == 4 * 3 * OUT_BYTES // TOKENS

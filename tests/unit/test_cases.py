@@ -63,7 +63,7 @@ def run(arrays: Arrays, schedule: rs.Schedule | None = None, **keywords) -> tupl
 
 def run_case(case, arrays: Arrays) -> tuple:
     mask, layout = make_mask(case.spec), case.make_layout()
-    backward = case.make_schedule(rs.visible_blocks(mask, layout, layout), case.backward)
+    backward = case.make_schedule(rs.schedule.visible_blocks(mask, layout, layout), case.backward)
     return run(arrays, backward, mask=mask, layout=layout, **case.options)
 
 
@@ -193,7 +193,7 @@ def with_new_tokens(cache: rs.Layout, layout: rs.Layout) -> rs.Layout:
 
 def check_decode(layout: rs.Layout, kv_layout: rs.Layout, spec: tuple, query: str) -> None:
     mask = make_mask(spec)
-    schedule = rs.build_decode(rs.visible_blocks(mask, layout, kv_layout), query=query)
+    schedule = rs.schedule.build_decode(rs.schedule.visible_blocks(mask, layout, kv_layout), query=query)
     q, k, v, _ = arrays = make_arrays(query, rs.Heads(8, 2), layout.num_positions, kv_layout.num_positions)
     got = rs.simulate_attention(q, k, v, mask=mask, layout=layout, kv_layout=kv_layout, algorithm=schedule)
     wanted = expect(spec, layout, kv_layout, arrays)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ringspan import causal, documents, frame_causal, full, parse_schedule, prefix, sliding_window
+from ringspan import causal, documents, frame_causal, full, prefix, sliding_window
 from ringspan.cli import main
 from ringspan.cli.page import explain_grid
 from ringspan.cli.values import parse_mask
+from ringspan.schedule import parse_schedule
 from ringspan.simulate.lesson.dense import check, dense_attention
 from support.oracle import dense_attention as oracle_attention
 from support.oracle import dense_mask

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.program.bind import Compute, Problem, Shapes, bind
+from ringspan.program.bind import Compute, bind
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import AllMerged, Arrived, Block, Do, Drop, Post, Program, Schedule, Sent, Transfer, compile_rank
 from support.cases import ROWS, WORLD_SIZES, legal_heads, meshes
 from support.faults import make_samples
@@ -25,11 +26,11 @@ def all_seeing_schedules() -> dict[str, Schedule]:
                 for backward in SIDES:
                     name = f"{row.algorithm} {world_size} {mesh and tuple(mesh)} {backward}"
                     heads = legal_heads(degree)[1]
-                    schedules[name] = rs.build_schedule(
+                    schedules[name] = rs.schedule.build_schedule(
                         row.algorithm, visible, heads=heads, mesh=mesh, backward=backward
                     )
     for query in ("sharded", "replicated"):
-        schedules[f"decode {query}"] = rs.build_decode(rs.Visible.of(np.ones((4, 5))), query=query)
+        schedules[f"decode {query}"] = rs.schedule.build_decode(rs.Visible.of(np.ones((4, 5))), query=query)
     return schedules
 
 
@@ -192,7 +193,7 @@ def test_a_ring_needs_two_buffers(subtests, algorithm, direction, backward):
         with subtests.test(world_size=world_size):
             visible = rs.Visible.of(np.ones((world_size, world_size)))
             options = {"heads": rs.Heads(1, 1), "direction": direction, "backward": backward}
-            schedule = rs.build_schedule(algorithm, visible, **options)
+            schedule = rs.schedule.build_schedule(algorithm, visible, **options)
             for rank in range(world_size):
                 assert most_buffers(compile_rank(schedule, rank)) == min(2, world_size - 1), f"{world_size} ranks"
 
@@ -204,7 +205,9 @@ def test_a_transfer_between_nodes_has_a_whole_phase(mesh, backward):
     outer, inner = mesh
     world_size = outer * inner
     visible = rs.Visible.of(np.ones((world_size, world_size)))
-    schedule = rs.build_schedule("double_ring", visible, heads=rs.Heads(1, 1), mesh=rs.Mesh(*mesh), backward=backward)
+    schedule = rs.schedule.build_schedule(
+        "double_ring", visible, heads=rs.Heads(1, 1), mesh=rs.Mesh(*mesh), backward=backward
+    )
     crossings = 0
     for rank in range(world_size):
         program = compile_rank(schedule, rank)
@@ -233,7 +236,7 @@ step │ rank 0 │ rank 1
 def bound_programs():
     """Programs bound to layouts: random ones, and one that names the heads of a rank's own sum in several ways."""
     layout = rs.Layout(((rs.Span(0, 5),), (rs.Span(5, 9),)), replicated=(rs.Span(9, 12),))
-    problems = [("mixed heads", rs.parse_schedule(MIXED_HEADS), rs.full(), layout, layout, rs.Heads(4, 2))]
+    problems = [("mixed heads", rs.schedule.parse_schedule(MIXED_HEADS), rs.full(), layout, layout, rs.Heads(4, 2))]
     for sample in make_samples(4, 80):
         mask = rs.documents(sample.spec[1])
         problems.append((sample.name, sample.schedule, mask, sample.layout, sample.kv_layout, sample.heads))

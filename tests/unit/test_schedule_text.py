@@ -24,7 +24,7 @@ NEW_TOKEN = rs.Layout(((),) * 4, replicated=(rs.Span(32, 33),))
 
 
 def causal_visible(layout: rs.Layout, mask: rs.Mask | None = None) -> rs.Visible:
-    return rs.visible_blocks(mask or rs.causal(), layout, layout)
+    return rs.schedule.visible_blocks(mask or rs.causal(), layout, layout)
 
 
 ZIGZAG = causal_visible(rs.zigzag(32, 4))
@@ -34,19 +34,23 @@ CONTIGUOUS = causal_visible(rs.contiguous(32, 4))
 def golden_schedules() -> dict[str, rs.Schedule]:
     mesh = rs.Mesh(2, 2)
     return {
-        "pass_kv": rs.build_schedule("pass_kv", ZIGZAG, heads=HEADS),
-        "pass_kv_backward_kv": rs.build_schedule("pass_kv", ZIGZAG, heads=HEADS, backward="kv"),
-        "pass_kv_backward_q": rs.build_schedule("pass_kv", ZIGZAG, heads=HEADS, backward="q"),
-        "pass_kv_reverse": rs.build_schedule("pass_kv", ZIGZAG, heads=HEADS, direction="reverse"),
-        "pass_kv_contiguous": rs.build_schedule("pass_kv", CONTIGUOUS, heads=HEADS),
-        "pass_kv_window": rs.build_schedule("pass_kv", causal_visible(rs.contiguous(32, 4), WINDOW), heads=HEADS),
-        "pass_q": rs.build_schedule("pass_q", ZIGZAG, heads=HEADS),
-        "all_gather": rs.build_schedule("all_gather", ZIGZAG, heads=HEADS),
-        "ulysses": rs.build_schedule("ulysses", ZIGZAG, heads=HEADS),
-        "hybrid": rs.build_schedule("hybrid", ZIGZAG, heads=HEADS, mesh=mesh),
-        "double_ring": rs.build_schedule("double_ring", ZIGZAG, heads=HEADS, mesh=mesh),
-        "decode_sharded": rs.build_decode(rs.visible_blocks(rs.causal(), NEW_TOKENS, CACHE)),
-        "decode_replicated": rs.build_decode(rs.visible_blocks(rs.causal(), NEW_TOKEN, CACHE), query="replicated"),
+        "pass_kv": rs.schedule.build_schedule("pass_kv", ZIGZAG, heads=HEADS),
+        "pass_kv_backward_kv": rs.schedule.build_schedule("pass_kv", ZIGZAG, heads=HEADS, backward="kv"),
+        "pass_kv_backward_q": rs.schedule.build_schedule("pass_kv", ZIGZAG, heads=HEADS, backward="q"),
+        "pass_kv_reverse": rs.schedule.build_schedule("pass_kv", ZIGZAG, heads=HEADS, direction="reverse"),
+        "pass_kv_contiguous": rs.schedule.build_schedule("pass_kv", CONTIGUOUS, heads=HEADS),
+        "pass_kv_window": rs.schedule.build_schedule(
+            "pass_kv", causal_visible(rs.contiguous(32, 4), WINDOW), heads=HEADS
+        ),
+        "pass_q": rs.schedule.build_schedule("pass_q", ZIGZAG, heads=HEADS),
+        "all_gather": rs.schedule.build_schedule("all_gather", ZIGZAG, heads=HEADS),
+        "ulysses": rs.schedule.build_schedule("ulysses", ZIGZAG, heads=HEADS),
+        "hybrid": rs.schedule.build_schedule("hybrid", ZIGZAG, heads=HEADS, mesh=mesh),
+        "double_ring": rs.schedule.build_schedule("double_ring", ZIGZAG, heads=HEADS, mesh=mesh),
+        "decode_sharded": rs.schedule.build_decode(rs.schedule.visible_blocks(rs.causal(), NEW_TOKENS, CACHE)),
+        "decode_replicated": rs.schedule.build_decode(
+            rs.schedule.visible_blocks(rs.causal(), NEW_TOKEN, CACHE), query="replicated"
+        ),
     }
 
 
@@ -54,8 +58,8 @@ def golden_schedules() -> dict[str, rs.Schedule]:
 def test_golden_grid(name):
     schedule = golden_schedules()[name]
     drawn = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
-    assert rs.format_schedule(schedule) + "\n" == drawn
-    assert rs.parse_schedule(drawn) == schedule
+    assert rs.schedule.format_schedule(schedule) + "\n" == drawn
+    assert rs.schedule.parse_schedule(drawn) == schedule
 
 
 def test_every_golden_grid_is_tested():
@@ -89,14 +93,14 @@ def schedules(draw: st.DrawFn) -> rs.Schedule:
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_parse_is_the_inverse_of_format(schedule):
-    text = rs.format_schedule(schedule)
-    assert rs.parse_schedule(text) == schedule
-    assert rs.format_schedule(rs.parse_schedule(text)) == text
+    text = rs.schedule.format_schedule(schedule)
+    assert rs.schedule.parse_schedule(text) == schedule
+    assert rs.schedule.format_schedule(rs.schedule.parse_schedule(text)) == text
 
 
 def test_schedules_of_all_algorithms_come_back():
     for sample in make_samples(5, 60):
-        assert rs.parse_schedule(rs.format_schedule(sample.schedule)) == sample.schedule, sample.name
+        assert rs.schedule.parse_schedule(rs.schedule.format_schedule(sample.schedule)) == sample.schedule, sample.name
 
 
 def test_schedules_that_differ_in_one_place_have_different_grids():
@@ -110,19 +114,19 @@ def test_schedules_that_differ_in_one_place_have_different_grids():
         del transfers[rng.randrange(len(transfers))]
         other = rs.Schedule.of_steps(4, schedule.heads, [*steps[:t], Step(step.attends, transfers), *steps[t + 1 :]])
         assert other != schedule
-        assert rs.format_schedule(other) != rs.format_schedule(schedule)
-        assert rs.parse_schedule(rs.format_schedule(other)) == other
+        assert rs.schedule.format_schedule(other) != rs.schedule.format_schedule(schedule)
+        assert rs.schedule.parse_schedule(rs.schedule.format_schedule(other)) == other
 
 
 def test_spacing_and_empty_lines_do_not_matter():
     schedule = golden_schedules()["pass_q"]
-    lines = rs.format_schedule(schedule).splitlines()
+    lines = rs.schedule.format_schedule(schedule).splitlines()
     loose = "\n\n".join("  " + line.replace(" │ ", "│   ") for line in lines) + "\n\n"
-    assert rs.parse_schedule(loose) == schedule
+    assert rs.schedule.parse_schedule(loose) == schedule
 
 
 def test_a_marked_part_of_a_grid():
-    text = rs.format_schedule(golden_schedules()["pass_kv_contiguous"], range(1, 3), marked=2)
+    text = rs.schedule.format_schedule(golden_schedules()["pass_kv_contiguous"], range(1, 3), marked=2)
     header, columns, *lines = text.splitlines()
     assert header == "4 ranks"
     assert columns.startswith("  step")
@@ -169,9 +173,9 @@ WRONG_TEXTS = {
 def test_a_wrong_text_is_refused(name):
     text, message = WRONG_TEXTS[name]
     with pytest.raises(rs.ScheduleError, match=message):
-        rs.parse_schedule(text)
+        rs.schedule.parse_schedule(text)
 
 
 if __name__ == "__main__":
     for golden_name, golden in golden_schedules().items():
-        (GOLDEN / f"{golden_name}.txt").write_text(rs.format_schedule(golden) + "\n", encoding="utf-8")
+        (GOLDEN / f"{golden_name}.txt").write_text(rs.schedule.format_schedule(golden) + "\n", encoding="utf-8")

@@ -218,13 +218,13 @@ def test_memory_is_not_that_of_a_matrix(algorithm):
 
 def test_a_schedule_in_place_of_a_name():
     layout = rs.zigzag(LENGTH, 4)
-    visible = rs.visible_blocks(rs.causal(), layout, layout)
-    schedule = rs.build_schedule("pass_q", visible, heads=HEADS, direction="reverse")
+    visible = rs.schedule.visible_blocks(rs.causal(), layout, layout)
+    schedule = rs.schedule.build_schedule("pass_q", visible, heads=HEADS, direction="reverse")
     got = simulate(layout, algorithm=schedule)
     by_name = simulate(layout, algorithm="pass_q", direction="reverse")
     assert got.schedule is schedule
     np.testing.assert_array_equal(got.out, by_name.out)
-    backward = rs.build_schedule("all_gather", visible, heads=HEADS, backward="q")
+    backward = rs.schedule.build_schedule("all_gather", visible, heads=HEADS, backward="q")
     gradients = got.gradients(np.ones_like(got.out), backward)
     assert gradients.schedule is backward
     np.testing.assert_allclose(gradients.dq, by_name.gradients(np.ones_like(got.out)).dq, rtol=0, atol=1e-14)
@@ -232,8 +232,8 @@ def test_a_schedule_in_place_of_a_name():
 
 def test_a_schedule_read_from_its_grid():
     layout = rs.contiguous(LENGTH, 3)
-    grid = rs.format_schedule(simulate(layout).schedule)
-    got = simulate(layout, algorithm=rs.parse_schedule(grid))
+    grid = rs.schedule.format_schedule(simulate(layout).schedule)
+    got = simulate(layout, algorithm=rs.schedule.parse_schedule(grid))
     np.testing.assert_array_equal(got.out, simulate(layout).out)
 
 
@@ -255,8 +255,10 @@ OWN_BACKWARD = (
 def test_a_schedule_made_by_hand_that_names_heads_in_many_ways():
     layout = rs.Layout(((rs.Span(0, 5),), (rs.Span(5, 9),)), replicated=(rs.Span(9, 12),))
     q, k, v, dout = arrays = make_arrays("hand", HEADS, 12, 12)
-    got = rs.simulate_attention(q, k, v, mask=rs.full(), layout=layout, algorithm=rs.parse_schedule(OWN_FORWARD))
-    gradients = got.gradients(dout, rs.parse_schedule(OWN_BACKWARD))
+    got = rs.simulate_attention(
+        q, k, v, mask=rs.full(), layout=layout, algorithm=rs.schedule.parse_schedule(OWN_FORWARD)
+    )
+    gradients = got.gradients(dout, rs.schedule.parse_schedule(OWN_BACKWARD))
     wanted = expect(("full",), layout, layout, arrays)
     for x, y in zip((got.out, got.lse, *gradients[:3]), wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
@@ -285,9 +287,9 @@ def test_the_lighter_side_travels_backward(heads, q_len, side):
     layout, kv_layout = rs.contiguous(q_len, 2), rs.contiguous(24, 2)
     q, k, v, dout = make_arrays("side", rs.Heads(*heads), q_len, 24)
     got = rs.simulate_attention(q, k, v, mask=rs.full(), layout=layout, kv_layout=kv_layout)
-    other = rs.build_schedule(
+    other = rs.schedule.build_schedule(
         "pass_kv",
-        rs.visible_blocks(rs.full(), layout, kv_layout),
+        rs.schedule.visible_blocks(rs.full(), layout, kv_layout),
         heads=rs.Heads(*heads),
         backward="q" if side == "kv" else "kv",
     )
@@ -301,9 +303,11 @@ def test_the_lighter_side_travels_backward(heads, q_len, side):
 def test_a_wrong_schedule_does_not_run():
     layout = rs.zigzag(LENGTH, 4)
     for wrong in (
-        rs.build_schedule("pass_kv", rs.Visible.of(np.eye(4)), heads=HEADS),  # lacks most of it
-        rs.build_schedule("pass_kv", rs.Visible.of(np.ones((3, 3))), heads=HEADS),  # for other ranks
-        rs.build_schedule("pass_kv", rs.Visible.of(np.ones((4, 4))), heads=HEADS, backward="kv"),  # not forward
+        rs.schedule.build_schedule("pass_kv", rs.Visible.of(np.eye(4)), heads=HEADS),  # lacks most of it
+        rs.schedule.build_schedule("pass_kv", rs.Visible.of(np.ones((3, 3))), heads=HEADS),  # for other ranks
+        rs.schedule.build_schedule(
+            "pass_kv", rs.Visible.of(np.ones((4, 4))), heads=HEADS, backward="kv"
+        ),  # not forward
     ):
         with pytest.raises(rs.ScheduleError):
             simulate(layout, algorithm=wrong)
@@ -317,13 +321,13 @@ def test_a_forward_schedule_gives_no_gradients():
 
 def test_a_schedule_for_other_heads():
     visible = rs.Visible.of(np.ones((4, 4)))
-    schedule = rs.build_schedule("ulysses", visible, heads=rs.Heads(16, 4))
+    schedule = rs.schedule.build_schedule("ulysses", visible, heads=rs.Heads(16, 4))
     with pytest.raises(rs.ScheduleError, match=r"num_heads=16, num_kv_heads=4.*num_heads=8, num_kv_heads=2"):
         simulate(rs.zigzag(LENGTH, 4), algorithm=schedule)
 
 
 def test_a_replicated_query_in_a_layout_that_shards():
-    schedule = rs.build_decode(rs.Visible.of(np.ones((4, 4))), query="replicated")
+    schedule = rs.schedule.build_decode(rs.Visible.of(np.ones((4, 4))), query="replicated")
     validate(schedule, rs.Visible.of(np.ones((4, 4))))
     with pytest.raises(rs.ScheduleError, match=r"attends q\*.*the layout shards the queries"):
         simulate(rs.zigzag(LENGTH, 4), rs.full(), algorithm=schedule)
@@ -376,9 +380,9 @@ def test_a_dout_that_does_not_fit_is_refused():
 
 
 def test_layouts_and_masks_that_do_not_fit_are_refused():
-    with pytest.raises(rs.LayoutError, match="2 ranks and kv_layout for 3"):
+    with pytest.raises(rs.LayoutError, match="kv_layout: it is for 3 ranks and layout is for 2"):
         rs.simulate_attention(**ONES, mask=rs.full(), layout=rs.contiguous(8, 2), kv_layout=rs.contiguous(8, 3))
-    with pytest.raises(rs.ShapeError, match=r"mask has 3 rows and q has batch dims \(\)"):
+    with pytest.raises(rs.ShapeError, match=r"mask: it has 3 rows and q has batch dims \(\)"):
         rs.simulate_attention(**ONES, mask=rs.per_row([rs.full()] * 3), layout=rs.contiguous(8, 2))
     with pytest.raises(rs.MaskError, match="the mask's documents have 5 tokens"):
         rs.simulate_attention(**ONES, mask=rs.documents([5]), layout=rs.contiguous(8, 2))

@@ -24,7 +24,7 @@ from ringspan.planner.timeline import (
     schedule_timeline,
 )
 from ringspan.planner.timeline.costs import DeviceCosts
-from ringspan.program.bind import Problem, Shapes
+from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Arrived, Heads, Post, compile_rank, visible_blocks
 
 DEVICE = load_device("h100")

@@ -24,7 +24,7 @@ def grid(text: str) -> rs.Schedule:
     """A schedule from its header and the cells of its steps."""
     header, *rows = text.splitlines()
     columns = " │ ".join(["step", *(f"rank {rank}" for rank in range(int(header.split()[0])))])
-    return rs.parse_schedule("\n".join([header, columns, *(f"{t} │ {row}" for t, row in enumerate(rows))]))
+    return rs.schedule.parse_schedule("\n".join([header, columns, *(f"{t} │ {row}" for t, row in enumerate(rows))]))
 
 
 def refusal(schedule: rs.Schedule, matrix: tuple) -> str:
@@ -267,7 +267,7 @@ def test_no_steps_at_all():
 
 def test_only_the_steps_around_the_fault_are_shown():
     visible = rs.Visible.of(np.ones((8, 8)))
-    steps = list(rs.build_schedule("pass_kv", visible, heads=rs.Heads(1, 1)).steps)
+    steps = list(rs.schedule.build_schedule("pass_kv", visible, heads=rs.Heads(1, 1)).steps)
     steps[4] = Step(steps[4].attends, steps[4].transfers[1:])
     message = refusal(rs.Schedule.of_steps(8, None, steps), ((1,) * 8,) * 8)
     assert message.startswith("step 5: rank 1 ")
@@ -350,7 +350,7 @@ def test_faults(samples, monkeypatch):
         counts[name]["refused"] += 1
         check_place(message)
         with monkeypatch.context() as unchecked:
-            unchecked.setattr("ringspan.simulate.simulator.validate", lambda *_: None)
+            unchecked.setattr("ringspan.program.prepare.validate", lambda *_: None)
             damage = harm(sample, mutant)
         if damage is None:
             counts[name]["refused, though harmless"] += 1

@@ -15,7 +15,7 @@ from ringspan.algorithms.registry import (
     unregister,
 )
 from ringspan.algorithms.regular import RegularCall, Ring, Sequence
-from ringspan.algorithms.ring import Direction, Side
+from ringspan.algorithms.ring import Direction, Side, attends_at, q_kind, whole_blocks
 
 __all__ = [
     "ALGORITHMS",
@@ -35,12 +35,15 @@ __all__ = [
     "Sequence",
     "Side",
     "as_mesh",
+    "attends_at",
     "build_decode",
     "build_schedule",
     "check_algorithm",
     "find_algorithm",
     "list_takers",
+    "q_kind",
     "register",
     "register_entry_points",
     "unregister",
+    "whole_blocks",
 ]

@@ -28,7 +28,7 @@ from ringspan.errors import ShapeError
 
 KV_RING, Q_RING = PASS_KV.name, PASS_Q.name
 RINGS = (KV_RING, Q_RING)  # what "auto" chooses between, and what a turn of a cache runs
-DEFAULT = KV_RING  # where there is nothing to choose: a single rank sends nothing in any algorithm
+DEFAULT_ALGORITHM = KV_RING  # where there is nothing to choose: a single rank sends nothing in any algorithm
 
 
 @dataclass(frozen=True, slots=True)

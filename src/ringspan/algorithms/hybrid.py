@@ -7,7 +7,7 @@ messages small and its exchanges inside a node.
 
 from ringspan.algorithms.mesh import Mesh, check_mesh
 from ringspan.algorithms.record import Algorithm
-from ringspan.algorithms.ring import Direction, Ring, Side, q_kind
+from ringspan.algorithms.ring import Direction, RingSteps, Side, q_kind
 from ringspan.algorithms.ulysses import exchange_buffer_bytes, exchange_heads, exchange_loads
 from ringspan.schedule import Heads, Schedule, Step, Visible, complete
 
@@ -23,7 +23,7 @@ def build_hybrid(
     """Forward, or backward with the side that is to travel in the outer ring; all sums go straight home."""
     check_mesh(mesh, visible.world_size)
     held, exchange = exchange_heads(visible, heads, mesh.inner, q_kind(backward))
-    ring = Ring(visible, held, backward or "kv", direction, lanes=mesh.inner)
+    ring = RingSteps(visible, held, backward or "kv", direction, lanes=mesh.inner)
 
     def step(t: int) -> Step:
         return ring.step(t - 1) if t else Step([()] * visible.world_size, exchange)

@@ -26,7 +26,7 @@ class Holdings(NamedTuple):
     replicated: Sequence[Block]
 
 
-class Ring:
+class RingSteps:
     """Ranks in rings of `size`: the ranks u, u + lanes, u + 2·lanes, … form one, for every u below `lanes`."""
 
     def __init__(self, visible: Visible, held: Holdings, moving: Side, direction: Direction, lanes: int = 1) -> None:
@@ -85,7 +85,7 @@ def attends_at(visible: Visible, held: Holdings, moving: Side, rank: int, origin
 
 def build_ring(visible: Visible, moving: Side, direction: Direction, backward: Side | None, route: Route) -> Schedule:
     """One ring over all ranks. Forward, `moving` travels; backward, the side that `backward` names."""
-    ring = Ring(visible, whole_blocks(visible.world_size, q_kind(backward)), backward or moving, direction)
+    ring = RingSteps(visible, whole_blocks(visible.world_size, q_kind(backward)), backward or moving, direction)
     return bring_home(Schedule(visible.world_size, None, ring.num_steps, ring.step), visible, moving, backward, route)
 
 

@@ -14,9 +14,10 @@ import torch
 from ringspan.bench.inputs import Inputs
 from ringspan.kernels.base import Kernel, Merged
 from ringspan.kernels.softmax import accumulator_dtype
-from ringspan.program.bind import Compute, Shape
+from ringspan.program.bind import Compute
 from ringspan.program.pieces import Piece
-from ringspan.runtime.passes import Prepared
+from ringspan.program.prepare import Prepared
+from ringspan.program.problem import Problem, Shape
 from ringspan.schedule import Block
 
 
@@ -30,7 +31,7 @@ class Operands(NamedTuple):
     piece: Piece
 
 
-def own_pieces(prepared: Prepared, inputs: Inputs) -> Iterator[Operands]:
+def own_pieces(prepared: Prepared[Problem], inputs: Inputs) -> Iterator[Operands]:
     """The pieces of a rank's program, forward or backward."""
     problem = prepared.problem
     tensors: dict[tuple[str, Shape], torch.Tensor] = {(name, tuple(x.shape)): x for name, x in inputs._asdict().items()}

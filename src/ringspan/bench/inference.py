@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringspan.algorithms import Query
-from ringspan.algorithms.choose import DEFAULT, Q_RING
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING
 from ringspan.bench.inference_result import (
     MISS_RATES,
     PARTS,
@@ -24,9 +24,11 @@ from ringspan.bench.inference_result import (
 from ringspan.bench.launch import Progress
 from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings, Job
-from ringspan.cache import KVCache, Turn, decode, prefill, store
-from ringspan.cache.cached import CachedRows, TurnArithmetic
+from ringspan.cache import KVCache, Turn
+from ringspan.kernels import choose_kernel
+from ringspan.kernels.base import Request
 from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.runtime.calibrate import measure_machine
 from ringspan.runtime.session import session_of
 from ringspan.transports.base import Receive, Send
@@ -148,9 +150,9 @@ class _Bench:
         ]
 
     def _store(self, cache: KVCache, lengths: dict[int, int], k: torch.Tensor, v: torch.Tensor) -> None:
-        with cache.begin(lengths, algorithm=DEFAULT) as turn:
+        with cache.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn:
             k, v = (turn.layout.shard(x, self.rank, 2) for x in (k, v))
-            store(k, v, turn, layer=0)
+            turn.store(k, v, layer=0)
 
     def _timed_turn(
         self, cache: KVCache, lengths: dict[int, int], new: list[torch.Tensor], way: str
@@ -159,7 +161,7 @@ class _Bench:
         start = time.perf_counter()
         turn = cache.begin(lengths, algorithm=way)
         q, k, v = (turn.layout.shard(x, self.rank, 2) for x in new)
-        out = prefill(q, k, v, turn, layer=0)
+        out = turn.prefill(q, k, v, layer=0)
         self._settle()
         assert isinstance(out, torch.Tensor)
         return turn, out, self._largest(time.perf_counter() - start)
@@ -176,7 +178,7 @@ class _Bench:
         q, k, v = (x[own] for x in new)
         self._meet()
         start = time.perf_counter()
-        out = decode(q, k, v, turn, layer=0)
+        out = turn.decode(q, k, v, layer=0)
         self._settle()
         assert isinstance(out, torch.Tensor)
         return out, self._largest(time.perf_counter() - start)
@@ -189,15 +191,14 @@ class _Bench:
         return worst
 
     def _attend_own(self, cache: KVCache, batch: int, q: torch.Tensor) -> None:
-        """What this rank reads in a decode step, with no messages."""
-        state = cache._state
-        with state.session.scratch.lend() as scratch:
-            arithmetic = TurnArithmetic(state.kernel, self.settings.head_dim**-0.5, q, scratch)
+        """Attend this rank's cached rows, as a decode step does, without messages."""
+        s = self.settings
+        kernel = choose_kernel(s.kernel, Request(self.device, self.dtype, s.head_dim, s.head_dim))
+        with session_of(self.group).scratch.lend() as scratch:
+            arithmetic = TorchArithmetic(kernel, s.head_dim**-0.5, q, scratch)
             for sequence in range(batch):
-                count = state.placements[sequence].counts[self.rank]
-                for rows in state.stored[sequence].rows(0, 0, count):
-                    piece = _full(rows[0].shape[2])
-                    arithmetic.begin(piece, (q[sequence : sequence + 1],), (CachedRows([rows], None),))
+                for rows in cache.rows(sequence, layer=0):
+                    arithmetic.begin(_full(rows[0].shape[2]), (q[sequence : sequence + 1],), rows)
 
     def _exchange(self, x: torch.Tensor, peers: list[int]) -> None:
         """Send x to some ranks, and receive as much from as many."""

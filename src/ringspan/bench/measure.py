@@ -28,9 +28,11 @@ from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithm
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, Merged, Request
 from ringspan.program.bind import Exchange
+from ringspan.program.prepare import Prepared, ProgramOptions, prepare
+from ringspan.program.problem import Problem
+from ringspan.runtime import modes
 from ringspan.runtime.api import attention
-from ringspan.runtime.passes import Prepared, prepare, run_backward, run_forward
-from ringspan.runtime.reproducible_arithmetic import tiles_at_once
+from ringspan.runtime.engine import run_backward, run_forward
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather
 from ringspan.transports.counting import CountingTransport
@@ -48,7 +50,7 @@ class _Bench(NamedTuple):
     session: Session
     device: torch.device
     drawn: Drawn
-    passes: tuple[Prepared, ...]  # forward, and backward if it is measured
+    passes: tuple[Prepared[Problem], ...]  # forward, and backward if it is measured
     kernel: Kernel
 
     @property
@@ -116,9 +118,15 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     dims = settings.head_dim, settings.head_dim
     request = Request(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
     kernel = choose_kernel(settings.kernel, request)
-    at_once = tiles_at_once(kernel.name, request) if settings.reproducible else None
+    mode = modes.REPRODUCIBLE if settings.reproducible else modes.DEFAULT
+    options = ProgramOptions(
+        settings.mesh,
+        settings.direction,
+        mode=mode.program,
+        tiles_at_once=mode.tiles_at_once(kernel.name, request),
+    )
     passes = tuple(
-        prepare(settings.problem(), rank, settings.algorithm, settings.mesh, settings.direction, side, at_once)
+        prepare(settings.problem(), rank, settings.algorithm, options._replace(backward=side))
         for side in settings.passes()
     )
     return _Bench(settings, group, session, device, drawn, passes, kernel)

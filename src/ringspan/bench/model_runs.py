@@ -19,13 +19,13 @@ from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
 from ringspan.bench.settings import DTYPES, TransformerSettings
 from ringspan.bench.transformer_result import ANSWER
-from ringspan.cache import KVCache, Turn, decode, prefill
+from ringspan.cache import KVCache
 from ringspan.kernels.base import Kernel
 from ringspan.layout import Layout
 from ringspan.mask import causal
-from ringspan.program.bind import Problem, Shapes
+from ringspan.program.prepare import ProgramOptions, prepare
+from ringspan.program.problem import Problem, Shapes
 from ringspan.runtime.api import attention
-from ringspan.runtime.passes import prepare
 from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 from ringspan.training import cross_rank_mean_loss, position_ids, shard_batch
@@ -122,7 +122,7 @@ class OnRanks:
     def cache_bytes(self) -> int:
         """Keys and values on this rank, with the room that is kept for more."""
         assert self._cache is not None
-        return sum(stored.nbytes for stored in self._cache._state.stored.values())
+        return self._cache.nbytes
 
     @torch.no_grad()
     def prefill(self, wrap: Wrap = _unwrapped) -> torch.Tensor:
@@ -141,7 +141,7 @@ class OnRanks:
         with self._cache.begin([s.seq_len] * s.batch, algorithm=ALGORITHM) as turn:
             transport = session_of(self.group).transport
             own = turn.layout.shard(self.tokens.view(1, -1), transport.rank, 1)
-            hidden = self.model(own, turn.positions, wrap(_of_turn(prefill, turn)))[0]
+            hidden = self.model(own, turn.positions, wrap(_of_turn(turn.prefill)))[0]
             # Whoever has the last token of a sequence tells the others what follows.
             lasts = np.arange(1, s.batch + 1) * s.seq_len - 1
             rows = {int(position): row for row, position in enumerate(turn.layout.positions(transport.rank))}
@@ -156,7 +156,7 @@ class OnRanks:
         """The logits (batch, vocabulary) after one more token (batch,) of each sequence, on every rank."""
         assert self._cache is not None
         with self._cache.begin([1] * self.settings.batch, query="replicated") as turn:
-            hidden = self.model(tokens[:, None], turn.positions[:1], wrap(_of_turn(decode, turn)))
+            hidden = self.model(tokens[:, None], turn.positions[:1], wrap(_of_turn(turn.decode)))
             return self.model.logits(hidden[:, -1])
 
     def train(self, wrap: Wrap = _unwrapped, at_turn: Callable[[], None] = lambda: None) -> Trained:
@@ -207,7 +207,7 @@ class Ideal:
             )
         )
         self.pieces, self.gradient_pieces = (
-            list(own_pieces(prepare(problem, rank, ALGORITHM, None, "forward", side), inputs))
+            list(own_pieces(prepare(problem, rank, ALGORITHM, ProgramOptions(backward=side)), inputs))
             for side in (None, problem.lighter_side())
         )
 
@@ -259,8 +259,8 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool)
     return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups).to(dtype)
 
 
-def _of_turn(call: Callable[..., Any], turn: Turn) -> Attend:
-    return lambda layer, q, k, v: call(q, k, v, turn, layer=layer)
+def _of_turn(call: Callable[..., Any]) -> Attend:
+    return lambda layer, q, k, v: call(q, k, v, layer=layer)
 
 
 def _losses(model: Decoder, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

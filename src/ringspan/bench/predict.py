@@ -1,12 +1,11 @@
 """What would the planner have said about a measurement? The same schedule, on a calibrated device. Needs no torch."""
 
-from ringspan.algorithms import build_schedule
 from ringspan.bench.settings import Settings
 from ringspan.planner.catalog import Device
 from ringspan.planner.cost import Shard
 from ringspan.planner.software import RINGSPAN
 from ringspan.planner.timeline import Timeline, schedule_timeline
-from ringspan.schedule import visible_blocks
+from ringspan.program.prepare import ProgramOptions, build
 
 
 def predict_timeline(settings: Settings, device: Device) -> Timeline:
@@ -24,8 +23,5 @@ def predict_timeline(settings: Settings, device: Device) -> Timeline:
         wire="bf16",
         practice=RINGSPAN,
     )
-    visible = visible_blocks(settings.mask, settings.layout)
-    schedule = build_schedule(
-        settings.algorithm, visible, heads=shapes.heads, mesh=settings.mesh, direction=settings.direction
-    )
+    schedule = build(problem, settings.algorithm, ProgramOptions(settings.mesh, settings.direction))
     return schedule_timeline(schedule, problem, shard, device, device.node_size)

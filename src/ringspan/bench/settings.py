@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ringspan.algorithms import Direction, Mesh, Side, build_schedule
+from ringspan.algorithms import Direction, Mesh, Side
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
-from ringspan.program.bind import Problem, Shapes
-from ringspan.program.reproducible.bind import bind_grid
-from ringspan.schedule import Heads, visible_blocks
+from ringspan.program.prepare import DEFAULT, REPRODUCIBLE, ProgramOptions, prepare
+from ringspan.program.problem import Problem, Shapes
+from ringspan.schedule import Heads
 from ringspan.simulate.lesson import check_heads
 
 Carrier = Literal["gloo", "nccl", "mpi", "threads"]
@@ -111,19 +111,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
-        visible = visible_blocks(self.mask, self.layout, self.layout)
+        mode = REPRODUCIBLE if self.reproducible else DEFAULT
         for side in self.passes():
-            schedule = build_schedule(
-                self.algorithm,
-                visible,
-                heads=self.problem().shapes.heads,
-                mesh=self.mesh,
-                direction=self.direction,
-                backward=side,
-                route="straight" if self.reproducible else "follow",
-            )
-            if self.reproducible:
-                bind_grid(schedule, 0, self.problem())
+            prepare(self.problem(), 0, self.algorithm, ProgramOptions(self.mesh, self.direction, side, mode))
 
     @property
     def world_size(self) -> int:

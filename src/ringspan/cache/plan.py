@@ -1,45 +1,46 @@
 """What does a turn compute, as blocks and pieces?
 
-The new tokens of all sequences stand one sequence behind the other in one q block per rank, and so do their keys: one
-message per hop carries them all (the fused form of arXiv 2411.01783, algorithm 2). Tiles are cut sequence by sequence,
-in the sequence's own positions, so no piece ever joins a query with a key of another sequence. Keys that no new query
-sees are left out of the block.
+The new tokens of all sequences are concatenated in one q block per rank, and so are their keys: one message per hop
+carries them all (the fused form of arXiv 2411.01783, algorithm 2). Tiles are cut sequence by sequence, in positions of
+the sequence, so no piece joins a query with a key of another sequence. Keys that no new query sees are left out.
 
-A sequence with one new token needs no cutting: what it sees of a rank's keys is an interval of them. So a decode step
-plans itself in microseconds, however long the cache is.
+A sequence with one new token needs no cutting: it sees an interval of a rank's keys. So a decode step is planned in
+microseconds, however long the cache is.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
-from ringspan.algorithms import Query, build_decode, build_schedule
 from ringspan.algorithms.choose import RingWork
-from ringspan.cache.placement import Placement, Spans, positions_of
+from ringspan.cache.placement import Placement, Spans, deal, place, positions_of
 from ringspan.mask import Coverage, Mask
-from ringspan.program.bind import Cut, Shape
 from ringspan.program.pieces import Piece, PieceKind, cut_pieces
-from ringspan.schedule import ALL, Block, Heads, Schedule, Visible, validate
+from ringspan.program.problem import Cut, Shape
+from ringspan.schedule import ALL, Block, Heads, Visible
 from ringspan.span import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence in a turn: its new tokens by rank, and where all its tokens lie once they are there."""
+    """One sequence in a turn."""
 
     sequence: int
-    start: int  # the first new position: the number of cached tokens
+    start: int
+    """The first new position: the number of cached tokens."""
     num_new: int
     new: tuple[Spans, ...]
+    """The new tokens of each rank."""
     after: Placement
+    """All tokens, the new ones included."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """The sizes of q, k, v and sums in a turn, and of one token's keys and values as they travel."""
+    """Sizes of q, k, v and sums in a turn, and of one token's keys and values as they travel."""
 
     heads: Heads
     head_dim: int
@@ -52,10 +53,10 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnProblem:
-    """A turn for the layers of one mask, as `bind_once` and `execute` want it.
+    """A turn for the layers of one mask: the `Sizes` that a program is prepared with.
 
     `block_starts` are the indices at which this rank's storage of each sequence begins a new block: its own keys are
-    cut there, as no piece lies in two blocks. With `is_replicated` every rank has all new queries, as q(ALL).
+    cut there, since no piece may lie in two blocks. With `is_replicated` every rank has all new queries, as q(ALL).
     """
 
     mask: Mask
@@ -65,7 +66,8 @@ class TurnProblem:
     world_size: int
     is_replicated: bool
     block_starts: tuple[tuple[int, ...], ...]
-    firsts: tuple[tuple[int, ...], ...]  # by part and rank: the first key that a new query may see
+    firsts: tuple[tuple[int, ...], ...]
+    """By part and rank: the first key that a new query may see."""
 
     def num_queries(self, owner: int) -> int:
         """Rows of a q block."""
@@ -99,7 +101,7 @@ class TurnProblem:
         return sum(heads * rows * dim * size for (_, heads, rows, dim), size in zip(shapes, itemsizes, strict=True))
 
     def cut_tile(self, q: Block, kv: Block) -> Cut:
-        """The pieces of each sequence, one behind the other."""
+        """The pieces of all sequences, in rows of the two blocks."""
         pieces: list[Piece] = []
         top = left = 0
         for i, part in enumerate(self.parts):
@@ -119,7 +121,7 @@ class TurnProblem:
         return (Span(part.start, part.start + part.num_new),) if owner == ALL else part.new[owner]
 
     def visible(self) -> Visible:
-        """Which rank's new queries see any of which rank's keys."""
+        """Which rank's new queries see keys of which rank."""
         ranks = range(self.world_size)
         return Visible.of([[self._sees(ALL if self.is_replicated else q, kv) for kv in ranks] for q in ranks])
 
@@ -139,7 +141,7 @@ def plan_problem(
     world_size = len(parts[0].new)
     firsts = []
     for part in parts:
-        # Ends never fall from query to query, so what the first new one does not see any more, none does.
+        # Bands start no earlier for later queries, so keys below the first new query's band are seen by none.
         least = min(int(band.lo[0]) for band in mask.bands([part.start]))
         firsts.append(tuple(part.after.count_below(owner, least) if least else 0 for owner in range(world_size)))
     return TurnProblem(mask, parts, sizes, rank, world_size, is_replicated, block_starts, tuple(firsts))
@@ -149,11 +151,11 @@ _BLOCKS = (partial(Block, "kv"), partial(Block, "q"), partial(Block, "out"))
 
 
 def ring_work(problem: TurnProblem) -> RingWork:
-    """What a layer of the turn computes and sends, for choosing an algorithm."""
+    """Flops and bytes of a layer of the turn, for choosing an algorithm."""
     pairs = 0.0
     for part in problem.parts:
         end = part.start + part.num_new
-        # What a query sees grows evenly, or not at all, from the first new one to the last.
+        # The number of keys seen is taken to grow linearly from the first new query to the last.
         seen = [
             sum(
                 max(0, min(int(band.hi[i]), end) - int(band.lo[i]))
@@ -168,21 +170,28 @@ def ring_work(problem: TurnProblem) -> RingWork:
     return RingWork(flops, kv, q, out)
 
 
-@lru_cache(maxsize=1024)
-def proven_schedule(algorithm: str, visible: Visible, query: Query) -> Schedule:
-    """The schedule of an algorithm for a turn, validated. It depends on who sees whom only, so decode has a few."""
-    if query == "replicated":
-        schedule = build_decode(visible, query="replicated")
-    else:
-        schedule = build_schedule(algorithm, visible)
-    validate(schedule, visible)
-    return schedule
+def make_parts(
+    placements: Mapping[int, Placement], new_lengths: Mapping[int, int], world_size: int
+) -> tuple[Part, ...]:
+    """Deal the new tokens of each sequence to the ranks."""
+    taken = [0] * world_size  # by all sequences of this turn so far
+    parts = []
+    for slot, (sequence, num_new) in enumerate(new_lengths.items()):
+        before = placements.get(sequence) or Placement.empty(world_size)
+        start = before.length
+        shift = slot + start  # advances by one with every token, as the round-robin of arXiv 2411.01783 does
+        rotated = [(rank + shift) % world_size for rank in range(world_size)]
+        dealt = deal(before.counts, num_new, sorted(rotated, key=taken.__getitem__))
+        new = place(start, dealt)
+        taken = [a + b for a, b in zip(taken, dealt, strict=True)]
+        parts.append(Part(sequence, start, num_new, new, before.extended(new)))
+    return tuple(parts)
 
 
 def _cut_part(
     mask: Mask, new: Spans, after: Placement, owner: int, first: int, starts: tuple[int, ...]
 ) -> Iterator[Piece]:
-    """Pieces of one sequence in its own rows: q counts its new tokens on a rank, kv its tokens on the owner."""
+    """Pieces of one sequence: q rows count its new tokens on a rank, kv rows its tokens on the owner."""
     num_new = sum(map(len, new))
     stop = after.counts[owner]
     if not num_new or first == stop:
@@ -201,7 +210,7 @@ def _cut_part(
 
 
 def _seen_by_one(mask: Mask, position: int, after: Placement, owner: int) -> list[tuple[int, int]]:
-    """The intervals of an owner's keys that one query sees, apart from each other."""
+    """The disjoint intervals of an owner's keys that one query sees."""
     ends = sorted((int(band.lo[0]), int(band.hi[0])) for band in mask.bands([position]))
     apart: list[tuple[int, int]] = []
     for lo, hi in ends:

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from ringspan.cache.placement import Placement
-from ringspan.cache.turn import CacheState, Turn
+from ringspan.cache.state import CacheState
+from ringspan.cache.turn import Turn
 from ringspan.errors import CacheError
 from ringspan.runtime.contract import Signature
 from ringspan.span import Positions, Span
@@ -30,18 +31,17 @@ _VERSION = 1
 
 def save(state: CacheState, folder: Path) -> None:
     """Write the committed tokens; all ranks must, into one folder that all can reach."""
-    telling_refusals = state.session.contract.telling_refusals
-    with telling_refusals():
+    with state.session.call() as call:
         if state.rank == 0:
             (folder / _INDEX).unlink(missing_ok=True)  # what was saved there before is no longer complete
-    agree(state, "save", folder)
-    with telling_refusals():
+        call.agree(signature(state, "save", folder), once=True)
+    with state.session.call() as call:
         _write(state, folder / f"rank-{state.rank}")
-    agree(state, "write the index of", folder)
-    with telling_refusals():
+        call.agree(signature(state, "write the index of", folder), once=True)
+    with state.session.call() as call:
         if state.rank == 0:
             _write_index(state, folder)
-    agree(state, "have saved", folder)
+        call.agree(signature(state, "have saved", folder), once=True)
 
 
 def _write(state: CacheState, mine: Path) -> None:
@@ -110,12 +110,9 @@ def fill(turn: Turn, folder: Path, saved: Mapping[int, Placement]) -> None:
     turn.layers_done.update(dict.fromkeys(range(state.model.num_layers)))
 
 
-def agree(state: CacheState, what: str, folder: Path) -> None:
-    """All ranks are here, with the same history."""
-    signature = Signature.of(
-        {"call": what, "cache": state.description, "history": state.history, "folder": folder.name}
-    )
-    state.session.contract.agree(signature, state.session.transport.timeout_s, is_new=False)
+def signature(state: CacheState, what: str, folder: Path) -> Signature:
+    """The ranks are at the same point, with the same history."""
+    return Signature.of({"call": what, "cache": state.description, "history": state.history, "folder": folder.name})
 
 
 _LOCK = threading.Lock()

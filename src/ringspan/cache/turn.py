@@ -1,15 +1,14 @@
-"""A turn: new tokens for some sequences, planned once for all layers, committed when all of them are through.
+"""What is a turn? New tokens for some sequences, planned once for all layers, committed when all layers have run.
 
-Between `begin` and `commit` nothing that is committed changes: new keys and values are written behind the old ones,
-and the cache counts them in only at the end. So a turn that fails at any point leaves the cache as it was.
+Until `commit` no committed token changes: new keys and values are written behind the old ones and are counted only at
+the end, so a turn that fails leaves the cache as it was.
 
-The ranks check once per turn, before the first message of its first layer, that all of them mean the same turn of the
-same cache; a rank that refuses says so there. From then on layers exchange nothing but blocks.
+The ranks agree once per turn, before the first message of its first layer, that they run the same turn of the same
+cache; a rank that refuses sends the reason there. After that, layers exchange nothing but blocks.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,104 +16,43 @@ import torch
 
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import KV_RING
-from ringspan.cache.placement import Placement, deal, place, positions_of
-from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem, proven_schedule
-from ringspan.cache.storage import RowSpec, Stored
-from ringspan.errors import CacheError
-from ringspan.kernels.base import Kernel
-from ringspan.kernels.softmax import accumulator_dtype
+from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
+from ringspan.cache.placement import positions_of
+from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
+from ringspan.cache.state import CacheState
+from ringspan.cache.storage import Stored
+from ringspan.errors import CacheError, ShapeError
+from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.mask import Mask
-from ringspan.program.bind import BoundProgram, bind_once
+from ringspan.program.prepare import Prepared, prepare_turn
+from ringspan.program.problem import softmax_scale
+from ringspan.runtime import quantize
+from ringspan.runtime.codec import Codec, Quantized
 from ringspan.runtime.contract import Signature
-from ringspan.runtime.quantize import FORMATS, Format, encoded_dtypes
-from ringspan.runtime.session import Session
-from ringspan.schedule import Heads, compile_rank
+from ringspan.runtime.engine import Attention
+from ringspan.runtime.quantize import FORMATS
+from ringspan.runtime.session import RankCall
 from ringspan.span import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a cache must know of the model."""
-
-    num_layers: int
-    heads: Heads
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    masks: tuple[Mask, ...]  # by layer
-
-    def __str__(self) -> str:
-        heads = f"{self.heads.num_heads} heads over {self.heads.num_kv_heads}"
-        dims = f"head_dim {self.head_dim}, {self.v_head_dim} for v"
-        masks = ", ".join(map(str, dict.fromkeys(self.masks)))
-        digest = hashlib.blake2b(str(self.masks).encode(), digest_size=4).hexdigest()
-        return f"{self.num_layers} layers, {heads}, {dims}, {self.dtype}, masks {masks} #{digest}"
-
-
-@dataclass(slots=True)
-class CacheState:
-    """What a cache holds on this rank, and what it knows of all ranks."""
-
-    model: Model
-    group: Any  # kept, since a session goes with its group
-    session: Session
-    spec: RowSpec
-    form: Format | None  # of encoded storage
-    kernel: Kernel
-    max_tokens: int | None
-    contents: str  # what the model and storage make of them
-    description: str  # of all that ranks must have in common
-    placements: dict[int, Placement] = field(default_factory=dict)
-    stored: dict[int, Stored] = field(default_factory=dict)
-    history: str = ""  # a digest of all that was done, the same on all ranks
-    turn: "Turn | None" = None
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.session.transport.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks."""
-        return self.session.transport.world_size
-
-    def note(self, *what: object) -> None:
-        """Add something that was done to the history."""
-        text = f"{self.history} {what}"
-        self.history = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def tidy(self) -> None:
-        """Free all memory that no committed token lies in."""
-        for sequence in [*self.stored]:
-            if sequence in self.placements:
-                self.stored[sequence].trim(self.placements[sequence].counts[self.rank])
-            else:
-                del self.stored[sequence]
-
-    def refuse_during_turn(self, what: str) -> None:
-        """Raise if a turn is under way."""
-        if self.turn is not None:
-            raise CacheError(f"{what} while a turn is under way: commit or abort it first")
-
-
-class Plan(NamedTuple):
-    """What the layers of one mask run in a turn."""
-
-    problem: TurnProblem
-    program: BoundProgram
-
-
 class Chosen(NamedTuple):
-    """How a turn is computed, and why."""
+    """The algorithm of a turn, and why."""
 
     algorithm: str
     reason: str
 
 
 class Turn:
-    """New tokens of some sequences. Made by `KVCache.begin`; as a context manager it commits, or aborts on an error."""
+    """New tokens of some sequences; made by `KVCache.begin`.
+
+    As a context manager it commits at the end, or aborts on an error.
+
+    Attributes:
+        query: "sharded" or "replicated", as given to `begin`.
+        algorithm: The algorithm that runs.
+        reason: Why this algorithm was chosen.
+    """
 
     def __init__(
         self, state: CacheState, parts: tuple[Part, ...], query: Query, chosen: Chosen, wire: str | None = None
@@ -123,34 +61,36 @@ class Turn:
         self.parts = parts
         self.query = query
         self.algorithm, self.reason = chosen
-        # Encoded K and V are asked for on their way; where they do not travel there is nothing to encode.
-        self.form = None if wire is None or self.algorithm != KV_RING else FORMATS[wire]
-        self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of k and v, (KV heads,)
-        self.layers_done: dict[int, float | None] = {}  # with the scale of each, in their order
-        self.said: Mapping[str, str] = {}  # what else the ranks must agree on, by the caller
+        self.wire_codec = wire_codec(state, wire if self.algorithm == KV_RING else None)
+        self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By layer: the largest scales of k and of v that were sent, (KV heads,) each."""
+        self.layers_done: dict[int, float | None] = {}
+        """The softmax scale of each layer that has run, in the order they ran; None for a stored layer."""
+        self.said: Mapping[str, str] = {}
+        """Further fields of the caller that the ranks must agree on."""
         self.is_agreed = False
         for part in parts:
             if part.sequence not in state.stored:
                 state.stored[part.sequence] = Stored(state.spec)
             state.stored[part.sequence].reserve(part.after.counts[state.rank])
-        self.plans = {mask: self._plan(mask) for mask in dict.fromkeys(state.model.masks)}
+        self.prepared = {mask: self._prepare(mask) for mask in dict.fromkeys(state.model.masks)}
         state.turn = self
 
     @property
     def state(self) -> CacheState:
-        """The cache's; refused once the turn is over."""
+        """The cache's state; refused once the turn is over."""
         if not self.is_open:
-            raise CacheError("the turn is over; begin another")
+            raise CacheError("the turn is over", remedy="begin another")
         return self._state
 
     @property
     def is_open(self) -> bool:
-        """Neither committed nor aborted yet."""
+        """True until the turn is committed or aborted."""
         return self._state.turn is self
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The sequences that get new tokens, in the order in which their tokens stand."""
+        """The sequences with new tokens, in the order of their rows."""
         return tuple(part.sequence for part in self.parts)
 
     @property
@@ -160,21 +100,21 @@ class Turn:
 
     @cached_property
     def num_rows(self) -> int:
-        """New tokens this rank computes."""
+        """New tokens that this rank computes."""
         if self.query == "replicated":
             return self.num_tokens
         return sum(len(span) for part in self.parts for span in part.new[self._state.rank])
 
     @cached_property
     def layout(self) -> Layout:
-        """Who computes which new token, counted through all sequences: what `rs.shard` and `rs.gather` take."""
+        """Which rank computes which new token, counted through all sequences; for `rs.shard` and `rs.gather`."""
         if self.query == "replicated":
             return Layout(((),) * self._state.world_size, (Span(0, self.num_tokens),))
         return Layout(tuple(tuple(self._rows(rank)) for rank in range(self._state.world_size)))
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """The position of each of this rank's rows in its own sequence."""
+        """The position of each of this rank's rows in its sequence."""
         rank = self._state.rank
         whole = self.query == "replicated"
         spans = [
@@ -186,7 +126,7 @@ class Turn:
 
     @cached_property
     def own_rows(self) -> list[tuple[int, int, list[slice]]]:
-        """What this rank stores: for each sequence where in its storage, and which rows of the k it is given."""
+        """What this rank stores: (sequence, index in its storage, rows of the k and v this rank is given)."""
         rank, taken, own = self._state.rank, 0, []
         offset = 0
         for part in self.parts:
@@ -202,19 +142,118 @@ class Turn:
             offset += part.num_new
         return own
 
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        layer: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | Attention:
+        """Store the new keys and values of a layer, and attend the new queries to all tokens they see.
+
+        Args:
+            q: (1, heads, rows, head_dim), this rank's new tokens in the order of `layout.positions(rank)`, which are at
+                `positions` of their sequences. All new tokens if the query is "replicated".
+            k: (1, KV heads, rows, head_dim), of the same tokens.
+            v: (1, KV heads, rows, v_head_dim).
+            layer: Each layer runs once in a turn, in the same order on all ranks.
+            scale: The softmax scale; 1/sqrt(head_dim) by default.
+            return_lse: Also return the log-sum-exp.
+
+        Returns:
+            out (1, heads, rows, v_head_dim) in q's dtype, or (out, lse).
+        """
+        out, lse = self._run(q, k, v, layer, scale)
+        return Attention(out, lse) if return_lse else out
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        layer: int,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | Attention:
+        """`prefill` for one new token per sequence, with the sequences as the batch.
+
+        Args:
+            q: (sequences, heads, 1, head_dim): the sequences whose new token this rank computes, in the order of the
+                turn; all of them if the query is "replicated".
+            k: (sequences, KV heads, 1, head_dim).
+            v: (sequences, KV heads, 1, v_head_dim).
+            layer: Each layer runs once in a turn, in the same order on all ranks.
+            scale: The softmax scale; 1/sqrt(head_dim) by default.
+            return_lse: Also return the log-sum-exp.
+
+        Returns:
+            out (sequences, heads, 1, v_head_dim) in q's dtype, or (out, lse).
+        """
+        with self._call():
+            self._check_decode(q=q, k=k, v=v)
+        if self.num_rows == 1:  # (1, heads, 1, dim) is both forms
+            return self.prefill(q, k, v, layer=layer, scale=scale, return_lse=return_lse)
+        q, k, v = (x.permute(2, 1, 0, 3) for x in (q, k, v))
+        out, lse = self._run(q, k, v, layer, scale)
+        out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
+        return Attention(out, lse) if return_lse else out
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, *, layer: int) -> None:
+        """Store keys and values that were computed elsewhere, without attending; replaces `prefill` for a layer.
+
+        The shapes are those of `prefill`. No message is sent.
+        """
+        with self._call():
+            check_layer(self, layer)
+            check_tensors(self, k=k, v=v)
+            store_layer(self, k, v, layer)
+        self.layers_done[layer] = None
+
+    def error_bound(self, q: torch.Tensor, *, layer: int, scale: float | None = None) -> torch.Tensor:
+        """(heads,): bound of the error of any element of a layer's output on this rank, due to quantised K and V.
+
+        All ranks must ask, before the turn is committed. Zero if nothing is quantised; rounding K and V to a narrower
+        floating dtype as `storage` is not counted.
+
+        Args:
+            q: The q that `prefill` or `decode` was given.
+            layer: A layer that has run in this turn.
+            scale: The scale it was given.
+        """
+        state = self.state
+        if self.layers_done.get(layer) is None:
+            raise CacheError(
+                "it was not attended in this turn", argument="layer", value=layer, remedy="call prefill or decode first"
+            )
+        codec = self.wire_codec or state.codec
+        if not isinstance(codec, Quantized):
+            return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
+        own = self.largest_scales.get(layer)
+        if own is None:
+            own = largest_scales(own_views(self, layer), state.model.heads.num_kv_heads)
+        transport = state.session.transport
+        everyone = transport.all_gather_bytes(torch.stack(own).numpy().tobytes(), transport.timeout_s)
+        scales = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.float64) for one in everyone]).amax(0)
+        k_scales, v_scales = scales.reshape(2, -1)
+        return quantize.output_bound(q, k_scales, v_scales, codec.form, softmax_scale(scale, state.model.head_dim))
+
     def commit(self) -> None:
-        """Count the new tokens in. Every layer must have been run."""
+        """Add the new tokens to the cache. Every layer must have run."""
         state = self.state
         missing = [layer for layer in range(state.model.num_layers) if layer not in self.layers_done]
         if missing:
-            raise CacheError(f"commit without layers {missing}: run each layer once, or abort the turn")
+            raise CacheError(f"commit without layers {missing}", remedy="run each layer once, or abort the turn")
         for part in self.parts:
             state.placements[part.sequence] = part.after
         state.note("turn", [(part.sequence, part.num_new) for part in self.parts], self.layers_done)
         state.turn = None
 
     def abort(self) -> None:
-        """Forget the turn: the cache is as it was before."""
+        """Drop the turn; the cache is as it was before."""
         state = self.state
         state.turn = None
         state.tidy()
@@ -234,8 +273,45 @@ class Turn:
         new = ", ".join(f"{part.sequence}: {part.num_new} after {part.start}" for part in self.parts)
         return f"<Turn {self.algorithm}, sequences {{{new}}}>"
 
-    def signature(self, layer: int, scale: float) -> Signature:
-        """All that must agree between ranks, of the turn and of its first layer; the next turn looks at the others."""
+    @contextmanager
+    def _call(self) -> Iterator[RankCall]:
+        """A step of the turn: an error ends the turn on this rank, and the other ranks are told."""
+        with self.state.session.call(is_agreed=self.is_agreed) as call:
+            try:
+                yield call
+            except BaseException:
+                self.abort()
+                raise
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float | None) -> Partial:
+        with self._call() as call:
+            check_layer(self, layer)
+            check_tensors(self, q=q, k=k, v=v)
+            softmax = softmax_scale(scale, self.state.model.head_dim)
+
+            def agree() -> None:
+                if not self.is_agreed:
+                    call.agree(self._signature(layer, softmax), once=True)
+                    self.is_agreed = True
+
+            part = run_layer(self, q, k, v, layer, softmax, agree)
+        self.layers_done[layer] = softmax
+        return part
+
+    def _check_decode(self, **tensors: torch.Tensor) -> None:
+        if any(part.num_new != 1 for part in self.parts):
+            raise CacheError(f"decode takes one new token per sequence, and this is {self}", remedy="use prefill")
+        for name, x in tensors.items():
+            if not isinstance(x, torch.Tensor) or x.ndim != 4 or x.shape[2] != 1:
+                raise ShapeError(
+                    "decode takes (sequences, heads, 1, dim)",
+                    argument=f"{name}.shape",
+                    value=tuple(getattr(x, "shape", ())),
+                    remedy="use prefill for more tokens",
+                )
+
+    def _signature(self, layer: int, scale: float) -> Signature:
+        """What the ranks agree on: the turn and its first layer. The next turn checks the other layers."""
         state = self._state
         return Signature.of(
             {
@@ -249,7 +325,7 @@ class Turn:
                 },
                 "new tokens": {part.sequence: part.num_new for part in self.parts},
                 "algorithm": self.algorithm,
-                "wire": self.form,
+                "wire": self.wire_codec,
                 "query": self.query,
                 "layer": layer,
                 "scale": scale,
@@ -264,57 +340,29 @@ class Turn:
             yield from (Span(span.start + by, span.stop + by, span.step) for span in part.new[rank])
             offset += part.num_new
 
-    def _plan(self, mask: Mask) -> Plan:
+    def _prepare(self, mask: Mask) -> Prepared[TurnProblem]:
         state = self._state
-        sizes = row_sizes(state, self.form)
         block_starts = tuple(tuple(state.stored[part.sequence].starts) for part in self.parts)
+        sizes = row_sizes(state, self.wire_codec)
         problem = plan_problem(mask, self.parts, sizes, state.rank, block_starts, self.query == "replicated")
-        schedule = proven_schedule(self.algorithm, problem.visible(), self.query)
-        return Plan(problem, bind_once(compile_rank(schedule, state.rank), problem))
+        return prepare_turn(problem, state.rank, self.algorithm, self.query)
 
 
-def row_sizes(state: CacheState, wire: Format | None) -> RowSizes:
-    """The sizes of a turn's rows; K and V travel as they are stored, or encoded."""
-    model, spec = state.model, state.spec
-    dims, dtypes = spec.dims, spec.dtypes
-    if wire is not None and state.form is None:
-        dims, dtypes = (model.head_dim, 1, model.v_head_dim, 1), encoded_dtypes(wire)
+def wire_codec(state: CacheState, wire: str | None) -> Codec | None:
+    """How K and V are encoded to travel; None if they travel as they are stored."""
+    return None if wire is None or isinstance(state.codec, Quantized) else Quantized(FORMATS[wire])
+
+
+def row_sizes(state: CacheState, wire: Codec | None) -> RowSizes:
+    """The sizes of a turn's rows."""
+    model = state.model
+    codec = wire or state.codec
     return RowSizes(
         model.heads,
         model.head_dim,
         model.v_head_dim,
         model.dtype.itemsize,
         accumulator_dtype(model.dtype).itemsize,
-        dims,
-        dtypes,
+        codec.dims(model.head_dim, model.v_head_dim),
+        codec.dtypes,
     )
-
-
-def make_parts(state: CacheState, new_lengths: Mapping[int, int]) -> tuple[Part, ...]:
-    """Deal the new tokens of each sequence to the ranks."""
-    world_size = state.world_size
-    taken = [0] * world_size  # by all sequences of this turn so far
-    parts = []
-    for slot, (sequence, num_new) in enumerate(new_lengths.items()):
-        before = state.placements.get(sequence) or Placement.empty(world_size)
-        start = before.length
-        shift = slot + start  # moves on by one with every token, as the paper's round-robin does
-        rotated = [(rank + shift) % world_size for rank in range(world_size)]
-        dealt = deal(before.counts, num_new, sorted(rotated, key=taken.__getitem__))
-        new = place(start, dealt)
-        taken = [a + b for a, b in zip(taken, dealt, strict=True)]
-        parts.append(Part(sequence, start, num_new, new, before.extended(new)))
-    return tuple(parts)
-
-
-def check_room(state: CacheState, after: Mapping[int, Placement], asked: str) -> None:
-    """Refuse what is asked for if some rank would then hold too many tokens."""
-    if state.max_tokens is None:
-        return
-    held = [sum(placement.counts[rank] for placement in after.values()) for rank in range(state.world_size)]
-    fullest = max(range(state.world_size), key=held.__getitem__)
-    if held[fullest] > state.max_tokens:
-        raise CacheError(
-            f"{asked}: rank {fullest} would hold {held[fullest]} tokens and max_tokens is {state.max_tokens}; drop or "
-            "truncate sequences, or make a larger cache"
-        )

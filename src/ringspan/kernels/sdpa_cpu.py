@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import pad
 
-from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
+from ringspan.kernels.base import Gradients, Merged, Request
 from ringspan.kernels.reference import Reference
 from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.kernels.turned import attend_turned, differentiate_turned
@@ -100,7 +100,9 @@ def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
     dtype = accumulator_dtype(x.dtype)
     if x.dtype != dtype:
         x = x.to(dtype)
-    return with_unit_stride(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])))
+    if x.shape[-1] != width:
+        x = pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cut(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,52 +1,53 @@
-"""How does one rank run its bound program? What simulator and runtime share.
+"""How does one rank run its bound program? The simulator and the runtime share this executor.
 
-The executor keeps named values: inputs it holds and its parts of sums. It knows blocks, head ranges and where a
-contribution lands; it does not know arrays or messages. An `Arithmetic` computes (NumPy, or a kernel on tensors), a
-`Wire` carries (a list, or a transport). It yields at every exchange, so that the simulator can hold all ranks in
-lockstep while the runtime just goes on.
+The executor keeps named values: the inputs a rank holds and its parts of sums. It knows blocks, head ranges and which
+sum a contribution is added to; it does not know array libraries or messages. An `Arithmetic` computes (NumPy, or a
+kernel on tensors) and a `Wire` carries messages (a dictionary, or a transport). It yields at every exchange, so the
+simulator can run all ranks in lockstep.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ringspan.mask import Coverage
-from ringspan.program.bind import BoundProgram, Compute, Exchange, Message, Shape, Sizes, Tile
+from ringspan.program.bind import BoundProgram, Compute, Exchange, Message, Tile
 from ringspan.program.pieces import Piece
-from ringspan.schedule import ALL, AllMerged, Arrived, Block, Drop, Sent, Transfer
+from ringspan.program.problem import Shape
+from ringspan.schedule import ALL, SUMS, AllMerged, Arrived, Block, Drop, Sent, Transfer
 
 Value = tuple[Any, ...]
 """The arrays of a block, each (..., heads, seq, dim)."""
 
 
 class Arithmetic(Protocol):
-    """What must be known about arrays."""
+    """Operations on arrays; NumPy and torch implement it."""
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...], /) -> Value:
-        """A sum of nothing."""
+        """An empty sum."""
 
     def room(self, shapes: Sequence[Shape], /) -> Value:
-        """Arrays that will be overwritten."""
+        """Uninitialised arrays."""
 
     def merge(self, block: Block, into: Value, part: Value, /) -> None:
         """Add a part to a sum in place."""
 
     def merged(self, block: Block, parts: Sequence[Value], /) -> Value:
-        """The sum of some parts, in arrays of its own."""
+        """The sum of parts, in new arrays."""
 
     def begin(self, piece: Piece, q: Value, kv: Value, /) -> Value:
-        """The output of all queries after their first keys."""
+        """The output of all queries over the first keys they see."""
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool, /) -> None:
-        """Take a piece's keys into the running output of its queries; the first may overwrite it."""
+        """Merge a piece into the running output of its queries; the first piece may overwrite it."""
 
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None, /
     ) -> tuple[Value, Value]:
-        """The gradients with a piece's share added in place; one that is None begins with it, all of its rows."""
+        """Add a piece's gradients in place; one that is None starts with this piece, which covers all its rows."""
 
 
 class Wire(Protocol):
-    """What must be known about messages."""
+    """Messages; a network of the simulator or a transport implements it."""
 
     def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
         """Start all messages of a step."""
@@ -58,11 +59,11 @@ class Wire(Protocol):
         """Wait until a message has left."""
 
     def release(self, value: Value, /) -> None:
-        """A received value is no longer needed; its buffers may be used again."""
+        """The buffers of a received value may be reused."""
 
 
 class Event(NamedTuple):
-    """One thing a rank did. Simulated and measured runs record the same events in the same order."""
+    """One action of a rank. Simulated and measured runs record the same events in the same order."""
 
     rank: int
     step: int
@@ -74,12 +75,19 @@ class Event(NamedTuple):
     coverage: Coverage | None = None
 
 
-class RankState:
-    """What one rank holds while it runs."""
+class BlockSizes(NamedTuple):
+    """What running a program asks about its blocks; `block_shapes` remembers its results."""
 
-    def __init__(self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
+    world_size: int
+    block_shapes: Callable[[Block], tuple[Shape, ...]]
+
+
+class RankState:
+    """The inputs and sums that one rank holds while it runs a program."""
+
+    def __init__(self, rank: int, sizes: BlockSizes, inputs: dict[Block, Value], arithmetic: Arithmetic) -> None:
         self.rank = rank
-        self.problem = problem
+        self.sizes = sizes
         self.inputs = inputs
         self.arithmetic = arithmetic
         self.sums: dict[Block, Value] = {}
@@ -91,13 +99,13 @@ class RankState:
         return view_heads(self.inputs[block.whole], block.heads) if value is None else value
 
     def sum(self, block: Block) -> Value:
-        """This rank's part of a sum, begun if need be; at home it is a view of the whole."""
-        if block.owner in (self.rank, ALL):
-            return view_heads(self._begun(block.whole), block.heads)
-        return self._begun(block)
+        """This rank's part of a sum, created if needed; for a sum this rank owns, a view of it."""
+        if block.heads is None or block.owner not in (self.rank, ALL):
+            return self._begun(block)
+        return view_heads(self._begun(block.whole), block.heads)
 
     def add(self, step: int, transfer: Transfer, part: Value) -> bool:  # noqa: ARG002
-        """Merge an arrived part into this rank's; False if it was kept as this rank's, since there was none yet."""
+        """Merge an arrived part into this rank's; False if this rank had none and keeps the arrived arrays."""
         block = transfer.block
         if block.owner != self.rank and block not in self.sums:
             self.sums[block] = part
@@ -106,20 +114,20 @@ class RankState:
         return True
 
     def take(self, step: int, transfer: Transfer) -> Value:  # noqa: ARG002
-        """What a message carries: a copy of an input's name, or all of a sum's part, which is then begun anew."""
+        """The value a message carries: an input, or this rank's part of a sum, which this rank then no longer has."""
         block = transfer.block
-        if not block.is_sum:
+        if block.kind not in SUMS:
             return self.input(block)
         return self.sums.pop(block) if block.owner != ALL else self.leave(block)
 
     def leave(self, block: Block) -> Value:
-        """This rank's part of what all ranks are about to merge."""
+        """This rank's part of a sum that all ranks are about to merge."""
         if block not in self.leaving:
             self.leaving[block] = self.sums.pop(block) if block in self.sums else self.new_sum(block)
         return self.leaving[block]
 
-    def attend(self, tile: Tile) -> None:
-        """Compute a tile and add it to its sums."""
+    def attend(self, tile: Any) -> None:
+        """Compute a tile, as this mode binds tiles, and add it to its sums."""
         q, kv = self.input(tile.q), self.input(tile.kv)
         if tile.q.kind == "q":
             self._attend(tile, q, kv)
@@ -147,8 +155,8 @@ class RankState:
                 self.sums[block] = value
 
     def new_sum(self, block: Block) -> Value:
-        """A sum of nothing, of the block's size."""
-        return self.arithmetic.new_sum(block, self.problem.block_shapes(block))
+        """An empty sum of the block's size."""
+        return self.arithmetic.new_sum(block, self.sizes.block_shapes(block))
 
     def _begun(self, block: Block) -> Value:
         if block not in self.sums:
@@ -183,8 +191,8 @@ def execute(
                 value = wire.receive(posted, transfer)
                 block = transfer.block
                 if record is not None:
-                    record(Event(rank, step, "merge" if block.is_sum else "receive", (block,), transfer.src))
-                if not block.is_sum:
+                    record(Event(rank, step, "merge" if block.kind in SUMS else "receive", (block,), transfer.src))
+                if block.kind not in SUMS:
                     state.inputs[block] = value
                 elif state.add(posted, transfer, value):
                     wire.release(value)
@@ -208,12 +216,12 @@ def view_heads(value: Value, heads: range | None) -> Value:
 
 
 def _merge_all(posted: int, block: Block, state: RankState, wire: Wire) -> None:
-    """All ranks' parts in rank order, so that every rank has the same bits; then what was added here since."""
+    """Merge all ranks' parts in rank order, so all ranks get the same bits; then add this rank's later parts."""
     own = state.leave(block)
     del state.leaving[block]
     parts = [
         own if peer == state.rank else wire.receive(posted, Transfer(block, peer, state.rank))
-        for peer in range(state.problem.world_size)
+        for peer in range(state.sizes.world_size)
     ]
     total = state.arithmetic.merged(block, parts)
     for part in parts[: state.rank] + parts[state.rank + 1 :]:

@@ -19,7 +19,6 @@ from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks
 from ringspan.runtime.checks import check_tensor
 from ringspan.transports.all_to_all import all_to_all
-from ringspan.transports.telling import telling
 
 
 def embedding(
@@ -65,8 +64,7 @@ class _Embedding(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.ranks.agree("gradient of reproducible.embedding", batch=len(ids), dtype=dout.dtype, ids=ids.dtype)
-        with telling(ctx.ranks.session.transport):
+        with ctx.ranks.agreed("gradient of reproducible.embedding", batch=len(ids), dtype=dout.dtype, ids=ids.dtype):
             return _weight_gradient(ctx.ranks, ctx.vocabulary, ids, dout).to(dout.dtype), None, None
 
 

@@ -7,18 +7,18 @@ torch.no_grad(), as often as it likes. They are counted anew after every call, s
 as a checkpoint of its own does or an error that was caught, is soon in step with the others again.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from ringspan.layout import Layout
 from ringspan.program.reproducible.bind import Strip
-from ringspan.runtime.checks import check_timeout, check_world_size
+from ringspan.runtime.checks import check_world_size
 from ringspan.runtime.contract import Contract, Place, Signature
 from ringspan.runtime.session import Session, session_of
 from ringspan.runtime.tile_sums import Tiling, sum_over_tiles, tile_layout
-from ringspan.transports.telling import telling
 
 _CHUNK = 1 << 20  # numbers whose bits are summed at once
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size; their sums are exact
@@ -61,24 +61,24 @@ class Ranks(NamedTuple):
         """The tiles of this rank."""
         return self.tiling.strips[self.rank]
 
-    def agree(self, what: str, **fields: object) -> None:
+    @contextmanager
+    def agreed(self, what: str, **fields: object) -> Iterator[None]:
         """All ranks are in the same call; if it is a layer's gradient, in that of the same layer."""
         fields = {"call": what, **fields, "layout": self.tiling.fingerprint}
-        contract = self.session.contract
-        if self.layer is None:
-            contract.agree(Signature.of(fields), self.deadline_s)
-            return
-        number, place, weights = self.layer
-        told = {"weights": ", ".join(map(str, weights)), "layer": number}
-        contract.agree(Signature.of(fields | told).at(place), self.deadline_s, is_new=False)
+        place = None
+        if self.layer is not None:
+            number, place, weights = self.layer
+            fields |= {"weights": ", ".join(map(str, weights)), "layer": number}
+        with self.session.call(self.deadline_s) as call:
+            call.agree(Signature.of(fields), place)
+            yield
 
     def sum_over_tiles(self, what: str, parts: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """The sum over the tiles of all ranks, once they agree on the call and on the length and dtype of the parts.
 
         `what` is the call, as it is named if another rank makes another one.
         """
-        self.agree(what, length=len(like), dtype=like.dtype)
-        with telling(self.session.transport):
+        with self.agreed(what, length=len(like), dtype=like.dtype):
             return sum_over_tiles(self.session.transport, self.tiling, parts, like, self.deadline_s)
 
 
@@ -99,15 +99,14 @@ def open_ranks(
         weights: Those whose gradients are summed over the ranks, if they are wanted.
     """
     session = session_of(group)
-    with session.contract.telling_refusals(timeout_s):
-        deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
+    with session.call(timeout_s) as call:
         check_world_size(layout, session.transport.world_size)
         tiling = tile_layout(layout)
         check(layout.shard_len(session.transport.rank))
     given = [x for x in weights if x is not None]
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     is_told = wants_grad and session.transport.world_size > 1
-    return Ranks(session, tiling, deadline_s, _next_layer(session.contract, given) if is_told else None)
+    return Ranks(session, tiling, call.deadline_s, _next_layer(session.contract, given) if is_told else None)
 
 
 def _next_layer(contract: Contract, weights: Sequence[torch.Tensor]) -> Layer:

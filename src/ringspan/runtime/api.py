@@ -14,7 +14,9 @@ from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.program.execute import Event
 from ringspan.runtime.autograd import attend
-from ringspan.runtime.engine import Attention, Call, Options
+from ringspan.runtime.compiled import attend_compiled
+from ringspan.runtime.engine import Attention, Call
+from ringspan.runtime.plan import CallOptions
 
 
 def attention(
@@ -72,8 +74,10 @@ def attention(
     q, k, v = _autocast(q, k, v)
     kv_layout = layout if kv_layout is None else kv_layout
     mesh = tuple(mesh) if isinstance(mesh, list) else mesh
-    options = Options(mask, layout, kv_layout, algorithm, mesh, direction, kernel, scale, wire, reproducible)
-    result = attend(Call(options, group, timeout_s, contract, record), q, k, v, sinks)
+    options = CallOptions(mask, layout, kv_layout, algorithm, mesh, direction, kernel, scale, wire, reproducible)
+    call = Call(options, group, timeout_s, contract, record)
+    run = attend_compiled if torch.compiler.is_compiling() else attend
+    result = run(call, q, k, v, sinks)
     return result if return_lse else result.out
 
 

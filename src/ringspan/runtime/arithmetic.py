@@ -1,7 +1,8 @@
-"""How are pieces computed and added up, with tensors and a kernel?
+"""How are pieces computed and summed, with tensors and a kernel?
 
-What the executor leaves open of arithmetic. A kernel attends a piece a slab at a time, so that what it returns stays
-small beside the sums; where a piece begins a sum, what the kernel returns is the sum, in the type that sums have.
+`TorchArithmetic` is the runtime's `Arithmetic` for the executor. It calls the kernel on one slab of heads at a time, so
+that partial results stay small beside the sums. Where a piece is the first of its sum, the kernel's result becomes the
+sum, in the accumulator dtype.
 """
 
 import functools
@@ -13,29 +14,32 @@ import torch
 
 from ringspan.kernels.base import Gradients, Kernel, Merged
 from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_, merged
-from ringspan.program.bind import Shape
 from ringspan.program.execute import Value
 from ringspan.program.pieces import Piece, PieceKind
+from ringspan.program.problem import Shape
 from ringspan.runtime.scratch import Scratch
 from ringspan.schedule import Block
 
 _NOTHING = nullcontext()
 _CPU_SLAB_BYTES, _GPU_SLAB_BYTES = 2 * 2**20, 2**28
-"""What a kernel may return at once. A part is as large as the output of its piece; a CPU gains nothing from doing all
-of it in one call, while a GPU wants enough work in each."""
+"""Upper bound of one kernel result. A CPU gains nothing from larger calls; a GPU needs enough work in each call."""
 
 _FIRST_SLABS = 4
-"""On a CPU so many slabs of half types are attended at once where nothing is merged yet; and so many of this rank's
-queries are kept as a kernel converts them."""
+"""On a CPU, half types are attended in this many slabs at once where nothing is merged yet, and up to this many slabs
+of this rank's queries are kept in float32."""
 
 _FEW_ROWS = 128
-"""So few queries read keys faster than they are converted, unless they find them in the caches; and have little to
-merge."""
+"""Below this many rows, converting K/V costs more than attending them, so keys are converted in cache-sized chunks."""
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Sums are kept in a type of our choice. Where there is no autocast nothing is entered, which takes its time."""
+    """Switch autocast off: sums have a dtype of their own. Entering a context costs time, so do it only if needed."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+def is_widened(q: torch.Tensor) -> bool:
+    """True if kernels compute q in float32 although it is a half type, which CPU kernels do."""
+    return q.device.type == "cpu" and q.dtype != accumulator_dtype(q.dtype)
 
 
 class TorchArithmetic:
@@ -48,8 +52,8 @@ class TorchArithmetic:
         self.scale = scale
         self.dtype = accumulator_dtype(like.dtype)
         self.device = like.device
-        self._is_converted = like.dtype != self.dtype and like.device.type == "cpu"
-        self._scratch = scratch or Scratch()
+        self.is_widened = is_widened(like)
+        self._scratch = Scratch() if scratch is None and self.is_widened else scratch
         self._own = like
         self._narrow: Value = ()
         self._wide: Value = ()
@@ -63,7 +67,7 @@ class TorchArithmetic:
         return value
 
     def room(self, shapes: Sequence[Shape]) -> Value:
-        """What will be overwritten."""
+        """Uninitialised arrays."""
         return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
     def merge(self, block: Block, into: Value, part: Value) -> None:
@@ -75,14 +79,15 @@ class TorchArithmetic:
                 total += addend
 
     def merged(self, block: Block, parts: Sequence[Value]) -> Value:
-        """The sum of some parts, in their order."""
+        """The sum of parts, added in their order."""
         if block.kind != "out":
             return tuple(sum(addends) for addends in zip(*parts, strict=True))
         return functools.reduce(merged, itertools.starmap(Partial, parts))
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
-        """Forward: attend a piece of all queries; what the kernel returns is the running output."""
-        q = self._widened(q)
+        """Forward: attend a piece that covers all queries; the kernel's result becomes the running output."""
+        if self.is_widened:
+            q = self._widened(q)
         (queries,), (keys, values) = q, _rows(kv, piece.kv)
         if not _is_whole(queries, keys, values):
             value = self.room([(*queries.shape[:-1], dim) for dim in (values.shape[-1], 1)])
@@ -93,8 +98,8 @@ class TorchArithmetic:
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
         """Forward: attend a piece and merge it into the running output of its queries."""
-        q = self._widened(q)
-        if self._is_converted:
+        if self.is_widened:
+            q = self._widened(q)
             for run in key_runs(piece, self.device, *_rows(kv, piece.kv)):
                 self._attend(run, q, kv, out, is_first and run.kv.start == piece.kv.start)
         else:
@@ -111,13 +116,15 @@ class TorchArithmetic:
                 lse.copy_(part.lse)
             else:
                 self.merge_parts(Partial(total, lse), part)
-            del part  # so that the next one may take its place, in the caches too
+            del part  # so that the next part reuses its memory, which is in the cache
 
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
     ) -> tuple[Value, Value]:
-        """Backward: add a piece's share of dq, dk and dv; where it begins a sum, what the kernel returns is the sum."""
-        queries, dout, out, lse = _rows(self._widened(q_grad), piece.q)
+        """Backward: add a piece's dq, dk and dv; a sum that is None starts as the kernel's result."""
+        if self.is_widened:
+            q_grad = self._widened(q_grad)
+        queries, dout, out, lse = _rows(q_grad, piece.q)
         keys, values = _rows(kv, piece.kv)
         if dq is None and dkv is None and _is_whole(queries, keys, values):
             part = self._kernel_backward(piece, queries, keys, values, dout, out, lse)
@@ -139,31 +146,33 @@ class TorchArithmetic:
         return dq, dkv
 
     def _kernel_forward(self, piece: Piece, *inputs: torch.Tensor) -> Partial:
-        q, k, v = self._operands(*inputs)
+        q, k, v = self._operands(inputs) if self.is_widened else inputs
         return self.kernel.forward(q, k, v, piece, self.scale)
 
     def _kernel_backward(self, piece: Piece, *inputs: torch.Tensor) -> Gradients:
-        q, k, v, dout, out, lse = self._operands(*inputs)
+        q, k, v, dout, out, lse = self._operands(inputs) if self.is_widened else inputs
         return self.kernel.backward(q, k, v, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
 
-    def _operands(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What a kernel is given: on a CPU half types in float32, until the next ones are asked for."""
-        return self._scratch.operands(tensors) if self._is_converted else tensors
+    def _operands(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Half types copied to float32 memory that the next call reuses."""
+        assert self._scratch is not None
+        return self._scratch.operands(tensors)
 
     def _widened(self, q: Value) -> Value:
-        """This rank's own queries, if they are few, in float32: a ring attends them step after step.
+        """This rank's own queries in float32, if they are few: a ring attends them in every step.
 
-        Not those of others: they come in buffers, which are used again.
+        Queries of other ranks arrive in buffers that are reused, so their copies are not kept.
         """
-        if not self._is_converted or q[0] is not self._own or not _is_kept(q[0]):
+        if q[0] is not self._own or not _is_kept(q[0]):
             return q
         if q is not self._narrow:
+            assert self._scratch is not None
             self._narrow, self._wide = q, self._scratch.queries(q)
         return self._wide
 
 
 def key_runs(piece: Piece, device: torch.device, *rows: torch.Tensor) -> Sequence[Piece]:
-    """A piece of a few queries in runs of keys, k and v of each within a slab once converted; others as they are."""
+    """Cut a FULL piece of few queries into runs of keys that fit a slab once converted; return other pieces whole."""
     num_keys = piece.kv.stop - piece.kv.start
     converted_bytes = 4 * max(x[:, :, :1].numel() for x in rows)
     at_once = max(1, _slab_bytes(device) // max(1, converted_bytes))
@@ -184,7 +193,7 @@ _Index = tuple[slice, ...]
 
 
 def _is_kept(q: torch.Tensor) -> bool:
-    """Whether so few queries may be held in float32 as well."""
+    """Few enough queries to keep a float32 copy."""
     return 4 * q.numel() <= _FIRST_SLABS * _CPU_SLAB_BYTES
 
 
@@ -193,7 +202,7 @@ def _slab_bytes(device: torch.device) -> int:
 
 
 def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool) -> int:
-    """Of how many heads, counted over all batch rows, a kernel's result is a slab, and its copy of k two."""
+    """How many heads, over all batch rows, make a kernel result of one slab and a copy of k of two."""
     slab = _slab_bytes(q.device)
     is_converted = k.dtype != accumulator_dtype(k.dtype)
     if is_converted and is_first and q.device.type == "cpu":
@@ -206,7 +215,7 @@ def _heads_at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: 
 
 
 def _is_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether one call is best for what has no sum yet: its result is needed anyway, but copies it makes are not."""
+    """True if one kernel call may start a sum: its result is needed anyway, but its copies must stay small."""
     return k.dtype == accumulator_dtype(k.dtype) or _heads_at_once(q, k, v, True) >= q.shape[0] * q.shape[1]
 
 
@@ -216,7 +225,7 @@ _WHOLE: tuple[tuple[_Index, _Index], ...] = (((), ()),)
 def _slabs(
     piece: Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_first: bool = False
 ) -> Iterable[tuple[_Index, _Index]]:
-    """The batch rows and heads of a piece, a slab at a time; nothing to take apart is one slab."""
+    """Batch rows and heads of a piece, one slab at a time."""
     at_once = _heads_at_once(q, k, v, is_first)
     batch, heads, _, _ = q.shape
     return _WHOLE if piece.rows is None and at_once >= batch * heads else _parts(piece, q, k, at_once)
@@ -237,17 +246,17 @@ def _parts(piece: Piece, q: torch.Tensor, k: torch.Tensor, at_once: int) -> Iter
 
 
 def _at(index: _Index, x: torch.Tensor) -> torch.Tensor:
-    """A view; all of it as it is, since even a view of everything takes its time."""
+    """A view, or x itself for all of it: even a view of everything costs time."""
     return x[index] if index else x
 
 
 def _rows(value: Value, rows: slice) -> Value:
-    """Some rows of a block's tensors, as views; all of them as they are."""
+    """Rows of a block's tensors, as views."""
     return value if rows.stop - rows.start == value[0].shape[2] else tuple([x[:, :, rows] for x in value])
 
 
 class _LastRows:
-    """Some rows of a block, kept until others are asked for: a ring wants the same ones of its own step after step."""
+    """Caches the last views of a block's rows: a ring needs the same ones in every step."""
 
     def __init__(self) -> None:
         self._value: Value = ()

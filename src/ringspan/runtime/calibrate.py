@@ -55,9 +55,14 @@ def use_machine(machine: RingMachine, group: Any = None) -> None:
 
 
 def _measure(session: Session, device: torch.device, dtype: torch.dtype, head_dim: int) -> RingMachine:
-    transport = session.transport
     fields = {"call": "calibrate", "device": device.type, "dtype": dtype, "head_dim": head_dim}
-    session.contract.agree(Signature.of(fields), transport.timeout_s)
+    with session.call() as call:
+        call.agree(Signature.of(fields))
+        return _measure_together(session, device, dtype, head_dim)
+
+
+def _measure_together(session: Session, device: torch.device, dtype: torch.dtype, head_dim: int) -> RingMachine:
+    transport = session.transport
     latency_s = _slowest(session, _time_message(session, device, 8))
     nbytes = FIRST_BYTES
     while (seconds := _slowest(session, _time_message(session, device, nbytes))) < LONG_ENOUGH_S / ROUNDS:

@@ -12,7 +12,7 @@ import torch
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.program.bind import Problem, Shapes, check_is_layout
+from ringspan.program.problem import Problem, Shapes, check_is_layout
 from ringspan.schedule import Heads
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -1,22 +1,22 @@
-"""Do all ranks mean the same call?
+"""Do all ranks make the same call?
 
-A transport takes what it is given: gloo fills a buffer with a shorter message silently, and a longer one kills the
-process. So every call begins with a header of fixed size from every rank to every rank: the number of the call and a
-digest of all that must agree. No payload is received before the headers do. When a signature is new, or anything is
-wrong, the full descriptions follow; every rank then sees the same facts and raises the same error, which names the
-field, the odd rank out and both values, and the group stays usable.
+gloo accepts a message shorter than the receive buffer silently, and a longer one kills the process. So every call
+begins with a header of fixed size from every rank to every rank: the number of the call and a digest of its signature.
+No payload is received before the headers agree. If a signature is new, or headers differ, the full descriptions follow;
+every rank then raises the same error, which names the field, the odd rank and both values, and the group stays usable.
 
-A rank whose arguments are refused locally says so in its header instead of leaving the others waiting.
+A rank that refuses its arguments says so in its header, so the others do not wait for it.
+
+`session.call` is the interface to this file.
 """
 
 import hashlib
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,26 +29,26 @@ _HEADER = struct.Struct("<4sBxxxIQQ")  # magic, state, length of the description
 _MAGIC = b"RSP1"
 _KNOWN, _NEW, _REFUSED = range(3)
 _READABLE = 200  # characters of one value in an error
-_OF_BATCH = ("batch", "input_ids", "labels")  # fields that differ if the ranks have different data
+_OF_BATCH = ("batch", "input_ids", "labels")  # fields that differ if ranks have different data
 _SHOWN = 8  # elements of a tensor in one
 
 
 class Place(NamedTuple):
-    """Which of several like calls this is, where ranks might make them in different orders: a number among what."""
+    """Identifies one of several identical calls, so that ranks that issue them in a different order are detected."""
 
     among: str
     number: int
 
 
 class Signature(NamedTuple):
-    """All that must agree between ranks, by name, as JSON text; and its digest."""
+    """Everything about a call that must be equal on all ranks, as JSON text, and its digest."""
 
     text: bytes
     digest: int
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> "Signature":
-        """From values whose text tells them apart."""
+        """From values that differ if their text differs."""
         return cls.of_text(json.dumps({name: str(value) for name, value in fields.items()}).encode())
 
     @classmethod
@@ -57,12 +57,12 @@ class Signature(NamedTuple):
         return cls(text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
     def at(self, place: Place) -> "Signature":
-        """The same call as the one at this place."""
+        """This signature with a place."""
         return Signature.of_text(self.text[:-1] + f', "{place.among}": "{place.number}"}}'.encode())
 
 
 def describe(values: Mapping[str, Any]) -> dict[str, str]:
-    """Whole tensors, and what else there is, as short texts, which differ if they do."""
+    """Short texts of values, tensors by a digest; they differ if the values do."""
     return {name: _text(value) for name, value in values.items()}
 
 
@@ -78,17 +78,18 @@ def _text(value: Any) -> str:
 
 @dataclass(slots=True)
 class Contract:
-    """One rank's side of the agreement, for the life of a group."""
+    """One rank's side of the agreement, for the lifetime of a group."""
 
     transport: Transport
     num_calls: int = 0
-    num_layers: int = 0  # that ran since the last call, of those that send nothing before their gradients
+    num_layers: int = 0
+    """Layers run since the last call whose forward sends nothing; their gradients do."""
     agreed: set[int] = field(default_factory=set)
 
     def agree(self, signature: Signature, timeout_s: float, *, is_new: bool = True) -> None:
         """Return once all ranks are known to make this call; raise the same TransportError on all if they do not.
 
-        A signature that never comes again is given as not new: descriptions then follow only if digests differ.
+        With `is_new=False` for a signature that will not be used again, descriptions follow only if digests differ.
         """
         if self.transport.world_size == 1:
             return
@@ -103,32 +104,14 @@ class Contract:
             self.agreed.add(signature.digest)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """Tell the other ranks that this one cannot make the call they are about to make, if they can be told."""
-        with suppress(TransportError):  # then they have deadlines of their own, and the reason is raised here
+        """Tell the other ranks, if they can be reached, that this one refuses the call they are about to make."""
+        with suppress(TransportError):  # the others then end at their deadlines; this rank raises the reason
             self._tell(_REFUSED, Signature.of({"refused": reason}), timeout_s)
-
-    @contextmanager
-    def telling_refusals(self, timeout_s: object = None) -> Iterator[None]:
-        """The arguments of a call are checked: whatever is wrong with them here, the other ranks hear of it too.
-
-        What is raised here is what was wrong, whether they could be told or not. `timeout_s` is the call's deadline as
-        it was given: it may be what is wrong, and then, or without one, that of the group holds.
-        """
-        try:
-            yield
-        except TransportError:
-            raise  # of which they know
-        except Exception as error:
-            if self.transport.world_size > 1:
-                asked_s = float(timeout_s) if isinstance(timeout_s, Real) else 0.0
-                deadline_s = asked_s if asked_s > 0 else self.transport.timeout_s
-                self.refuse(f"{type(error).__name__}: {error}", deadline_s)
-            raise
 
     def _tell(
         self, state: int, signature: Signature, timeout_s: float
     ) -> "tuple[list[_Header], list[dict[str, str]] | None]":
-        """Everybody's header, and everybody's description unless all headers are the same well-known one."""
+        """All ranks' headers, and their descriptions unless all headers are the same and known."""
         self.num_calls += 1
         self.num_layers = 0
         mine = _HEADER.pack(_MAGIC, state, len(signature.text), self.num_calls, signature.digest)
@@ -143,8 +126,7 @@ class Contract:
         strangers = [str(rank) for rank, header in enumerate(headers) if header.magic != _MAGIC]
         if strangers:
             raise TransportError(
-                f"rank {', '.join(strangers)} sent something else than a header; use one version of ringspan on all "
-                "ranks"
+                f"rank {', '.join(strangers)} did not send a header; use one version of ringspan on all ranks"
             )
         longest = max(header.length for header in headers)
         padded = self.transport.all_gather_bytes(signature.text.ljust(longest), timeout_s)
@@ -160,14 +142,14 @@ class _Header(NamedTuple):
 
 
 def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | None:
-    """What the ranks disagree about, if anything; the same text on every rank."""
+    """What the ranks disagree about, as the same text on every rank; None if they agree."""
     refusals = [f"rank {rank}: {text['refused']}" for rank, text in enumerate(texts) if "refused" in text]
     if refusals:
         return f"the call was refused, on {'; '.join(refusals)}"
     calls = _by_value({rank: f"call {header.call}" for rank, header in enumerate(headers)})
     if len(calls) > 1:
         return f"the ranks are out of step: {_tell_apart(calls)}; every rank must make every call"
-    # Of different calls it is enough to say which they are; but another type may have made a rank calibrate first.
+    # For different calls their names suffice, and the dtype: another dtype may have made a rank calibrate first.
     names = {name: None for text in texts for name in text}
     if len({text.get("call") for text in texts}) > 1:
         names = dict.fromkeys(["call", *(["dtype"] if all("dtype" in text for text in texts) else [])])
@@ -186,7 +168,7 @@ def _by_value(values: dict[int, str]) -> dict[str, list[int]]:
 
 
 def _tell_apart(values: dict[str, list[int]]) -> str:
-    """The odd ones first: "rank 2 has A, ranks 0, 1, 3 have B"."""
+    """Odd ranks first: "rank 2 has A, ranks 0, 1, 3 have B"."""
     parts = []
     for value, ranks in sorted(values.items(), key=lambda item: len(item[1])):
         who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -195,7 +177,7 @@ def _tell_apart(values: dict[str, list[int]]) -> str:
 
 
 def _brief(value: str) -> str:
-    """A value short enough to read, and still different from others."""
+    """A long value, shortened, with a digest that distinguishes it."""
     if len(value) <= _READABLE:
         return value
     digest = hashlib.blake2b(value.encode(), digest_size=4).hexdigest()

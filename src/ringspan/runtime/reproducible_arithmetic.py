@@ -47,7 +47,9 @@ class SteadyArithmetic(TorchArithmetic):
 
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
         super().__init__(_Aligned(kernel), scale, like, scratch)
-        self._is_converted = False  # runs of keys are the longer the fewer heads a rank has
+        self.is_widened = (
+            False  # the length of key runs depends on the number of heads of a rank, and so would the bits
+        )
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
         """Attend a piece of all queries; the lse in order, as every merge wants it."""

@@ -1,59 +1,63 @@
 """How do the blocks of a call travel as messages, and in which buffers do they arrive?
 
-What the executor leaves open of messages. Buffers outlive a call and are used again.
+`TransportWire` is the runtime's `Wire` for the executor; `Buffers` keeps receive buffers from call to call.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from ringspan.errors import TransportError
 from ringspan.kernels.softmax import accumulator_dtype
-from ringspan.program.bind import Message, Shape
+from ringspan.program.bind import Message
 from ringspan.program.execute import Value
-from ringspan.schedule import ALL, Transfer
+from ringspan.program.problem import Shape
+from ringspan.schedule import ALL, SUMS, Transfer
 from ringspan.transports.base import Handle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 
 
 class Buffers:
-    """Receive buffers that outlive a call: a ring needs two, and asking for new ones costs more than filling them."""
+    """Receive buffers that outlive a call: allocating them anew would cost more than filling them."""
 
     def __init__(self) -> None:
         self._shelves: defaultdict[tuple[object, ...], _Shelf] = defaultdict(_Shelf)
         self._num_calls = 0
 
     def take(self, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> Value:
-        """Contiguous tensors of these shapes and types, with any contents."""
-        shelf = self._shelves[shapes, dtypes, device]
+        """Contiguous, uninitialised tensors of these shapes and dtypes."""
+        shelf = self._shelves[tuple(zip(shapes, dtypes, strict=True)), device]
         shelf.last_used = self._num_calls
         shelf.num_taken += 1
         if shelf.spare:
             return shelf.spare.pop()
-        with torch.inference_mode(False):  # else nobody could write to them outside of that mode
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
             return tuple(
                 torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)
             )
 
     def put(self, value: Value) -> None:
-        """Give tensors back, or others in their place; there are never more than were taken."""
-        shelf = self._shelves[tuple([x.shape for x in value]), tuple([x.dtype for x in value]), value[0].device]
+        """Return tensors of the same shapes and dtypes as were taken; no more are kept than were taken."""
+        shelf = self._shelves[tuple(map(_SHAPE_AND_DTYPE, value)), value[0].device]
         if shelf.num_taken:
             shelf.num_taken -= 1
             shelf.spare.append(value)
 
     def trim(self) -> None:
-        """A call is over: free the buffers that the last few calls had no use for."""
+        """Called at the end of a call: free the buffers that the last few calls did not use."""
         self._num_calls += 1
         oldest = self._num_calls - _KEPT_CALLS
-        for key in [key for key, shelf in self._shelves.items() if shelf.last_used < oldest]:
-            del self._shelves[key]
+        for key, shelf in list(self._shelves.items()):
+            if shelf.last_used < oldest:
+                del self._shelves[key]
 
 
 class _Shelf:
-    """Buffers of one kind."""
+    """Spare buffers of one combination of shapes, dtypes and device."""
 
     __slots__ = ("last_used", "num_taken", "spare")
 
@@ -64,14 +68,25 @@ class _Shelf:
 
 
 class TransportWire:
-    """The blocks of one call as messages, one for each tensor: packing K and V into one would cost a copy of both."""
+    """The blocks of one call as messages, one per tensor: packing K and V into one message would copy both.
 
-    def __init__(self, transport: Transport, buffers: Buffers, like: torch.Tensor, timeout_s: float) -> None:
+    `kv_dtypes` are the dtypes of the tensors of a kv block, if they are not those of q.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        buffers: Buffers,
+        like: torch.Tensor,
+        timeout_s: float,
+        kv_dtypes: tuple[torch.dtype, ...] | None = None,
+    ) -> None:
         self.transport = transport
         self.buffers = buffers
         self.dtype = like.dtype
         self.device = like.device
         self.timeout_s = timeout_s
+        self.kv_dtypes = kv_dtypes
         self._incoming: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
         self._outgoing: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
 
@@ -79,7 +94,7 @@ class TransportWire:
         """Start the messages of a step."""
         if not sends and not receives:
             return
-        outgoing = [(message.transfer, tuple([x.contiguous() for x in value])) for message, value in sends]
+        outgoing = [(message.transfer, tuple(map(torch.Tensor.contiguous, value))) for message, value in sends]
         incoming = [(message.transfer, self._buffers(message)) for message in receives]
         try:
             posted = self.transport.exchange(
@@ -105,11 +120,11 @@ class TransportWire:
         return value
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Wait until all tensors of a block have left. A sum that has left is nobody's any more."""
+        """Wait until all tensors of a block have left. The memory of a sum that has left becomes a receive buffer."""
         handles, value = self._outgoing.pop((step, transfer))
         self._wait(handles, step, transfer, value)
         block = transfer.block
-        if block.is_sum and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
+        if block.kind in SUMS and block.owner != ALL and all(x.untyped_storage().nbytes() == x.nbytes for x in value):
             self.buffers.put(value)
 
     def release(self, value: Value, /) -> None:
@@ -118,9 +133,11 @@ class TransportWire:
 
     def _buffers(self, message: Message) -> Value:
         block, wide = message.transfer.block, accumulator_dtype(self.dtype)
-        dtypes = (wide if block.is_sum else self.dtype,) * len(message.shapes)
+        dtypes = (wide if block.kind in SUMS else self.dtype,) * len(message.shapes)
         if block.kind == "q_grad":
             dtypes = (*dtypes[:-1], wide)  # the lse
+        elif block.kind == "kv" and self.kv_dtypes is not None:
+            dtypes = self.kv_dtypes
         return self.buffers.take(message.shapes, dtypes, self.device)
 
     def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, value: Value) -> None:

@@ -1,7 +1,15 @@
-"""Programs as data: what a schedule is made of, how it is completed, proved, compiled and written down."""
+"""Programs as data: what a schedule is made of, how it is completed, proved, compiled and written down.
+
+`build_schedule` and `build_decode` are found here too, among the other schedule tools; they live one layer up, in
+`ringspan.algorithms`, and are looked up when first used.
+"""
+
+from importlib import import_module
+from typing import Any
 
 from ringspan.schedule.actions import (
     ALL,
+    SUMS,
     Actions,
     AllMerge,
     Attend,
@@ -20,6 +28,7 @@ from ringspan.schedule.visible import Visible, visible_blocks
 
 __all__ = [
     "ALL",
+    "SUMS",
     "Actions",
     "AllMerge",
     "AllMerged",
@@ -38,6 +47,8 @@ __all__ = [
     "Step",
     "Transfer",
     "Visible",
+    "build_decode",
+    "build_schedule",
     "compile_rank",
     "complete",
     "first_reads",
@@ -46,3 +57,9 @@ __all__ = [
     "validate",
     "visible_blocks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("build_decode", "build_schedule"):
+        return getattr(import_module("ringspan.algorithms"), name)
+    raise AttributeError(f"module 'ringspan.schedule' has no attribute {name!r}")

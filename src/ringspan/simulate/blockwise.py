@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.mask import Allowed
-from ringspan.program.bind import Shape
 from ringspan.program.execute import Value
 from ringspan.program.pieces import Piece, PieceKind
+from ringspan.program.problem import Shape
 from ringspan.schedule import ALL, Block
 
 Array = npt.NDArray[np.floating]

@@ -4,23 +4,23 @@ The simulator runs the same bound programs as the runtime through the same execu
 dictionary for a network. Numbers are exact to rounding, and nothing of size seq_len × seq_len is ever made.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.algorithms import Direction, Side, build_schedule
-from ringspan.algorithms.choose import DEFAULT
+from ringspan.algorithms import Direction, Side, as_mesh
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.errors import ScheduleError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
-from ringspan.program.bind import Message, Problem, Shapes, bind, check_kinds, local_rows, softmax_scale
+from ringspan.program.bind import Message
 from ringspan.program.execute import Event, RankState, Value, execute
-from ringspan.program.reproducible.bind import bind_grid
-from ringspan.program.reproducible.state import TreeState
-from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer, compile_rank, validate, visible_blocks
+from ringspan.program.prepare import DEFAULT, REPRODUCIBLE, ProgramOptions, build, prepare_ranks
+from ringspan.program.problem import Problem, Shapes, check_kinds, local_rows, softmax_scale
+from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer
 from ringspan.simulate.blockwise import Blockwise
 
 Array = npt.NDArray[np.floating]
@@ -106,16 +106,12 @@ class Case:
                     "give gradients(dout, schedule=…) one"
                 )
             return self.algorithm
-        visible = visible_blocks(self.problem.mask, self.problem.layout, self.problem.kv_layout)
-        return build_schedule(
-            self.algorithm,
-            visible,
-            heads=self.problem.shapes.heads,
-            mesh=self.mesh,
-            direction=self.direction,
-            backward=backward,
-            route="straight" if self.reproducible else "follow",
-        )
+        return build(self.problem, self.algorithm, self.options(backward))
+
+    def options(self, backward: Side | None = None) -> ProgramOptions:
+        """What beside the algorithm decides a program."""
+        mode = REPRODUCIBLE if self.reproducible else DEFAULT
+        return ProgramOptions(as_mesh(self.mesh), self.direction, backward, mode)
 
 
 def simulate_attention(
@@ -126,7 +122,7 @@ def simulate_attention(
     mask: Mask,
     layout: Layout,
     kv_layout: Layout | None = None,
-    algorithm: str | Schedule = DEFAULT,
+    algorithm: str | Schedule = DEFAULT_ALGORITHM,
     direction: Direction | None = None,
     mesh: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -219,26 +215,17 @@ def _run(
     schedule: Schedule, case: Case, inputs: Callable[[int], dict[Block, Value]], *, backward: bool
 ) -> tuple[list[RankState], Trace]:
     problem = case.problem
-    visible = visible_blocks(problem.mask, problem.layout, problem.kv_layout)
-    validate(schedule, visible)
     if schedule.is_backward != backward and any(any(step.attends) for step in schedule.steps):
         found, wanted = ("backward", "forward") if schedule.is_backward else ("forward", "backward")
         raise ScheduleError(f"the schedule is a {found} one, where a {wanted} one is needed; build it that way")
     if schedule.heads not in (None, problem.shapes.heads):
         raise ScheduleError(f"the schedule splits heads {schedule.heads}, but the arrays have {problem.shapes.heads}")
+    prepared = prepare_ranks(problem, schedule, case.options())
     arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), case.scale)
     network = _Network()
     events: list[Event] = []
-    states: list[RankState] = []
-    runs: list[Iterator[int]] = []
-    for rank in range(problem.world_size):
-        if case.reproducible:
-            program, growth = bind_grid(schedule, rank, problem)
-            states.append(TreeState(rank, problem, inputs(rank), arithmetic, growth))
-        else:
-            program = bind(compile_rank(schedule, rank), problem)
-            states.append(RankState(rank, problem, inputs(rank), arithmetic))
-        runs.append(execute(program, states[-1], network, events.append))
+    states = [own.state(rank, inputs(rank), arithmetic) for rank, own in enumerate(prepared)]
+    runs = [execute(own.program, state, network, events.append) for own, state in zip(prepared, states, strict=True)]
     held, lses = [], []
     for _ in range(schedule.num_steps):
         for run in runs:

@@ -7,7 +7,6 @@ all ranks divided by a count over all ranks.
 
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.program.bind import local_rows
-from ringspan.runtime.autograd import outside_of_programs
+from ringspan.program.problem import local_rows
 from ringspan.runtime.checks import check_tensor, check_world_size
+from ringspan.runtime.compiled import outside_of_programs
 from ringspan.runtime.contract import Signature, describe
-from ringspan.runtime.session import session_of
+from ringspan.runtime.session import RankCall, session_of
+from ringspan.transports.base import Transport
 
 IGNORE_INDEX = -100  # a label that does not count, as in torch and transformers
 _SHARE = struct.Struct("<dq")  # a rank's sum of losses, and how many
@@ -98,16 +98,15 @@ def shard_batch(
     """
     session = session_of(group)
     rank = session.transport.rank
-    with session.contract.telling_refusals() if contract else nullcontext():
+    with session.call(contract=contract) as call:
         check_world_size(layout, session.transport.world_size)
         dim = _check_batch(batch, layout)
         input_ids = batch["input_ids"]
         lengths = None if document_lengths is None else _lengths_of_rows(document_lengths, layout)
         labels = next_token_labels(batch.get("labels", input_ids), document_lengths=lengths)
-    if contract and session.transport.world_size > 1:
-        fields = {"call": "shard_batch", "document_lengths": document_lengths, "layout": layout.fingerprint()}
-        signature = Signature.of({**fields, **describe(batch)})
-        session.contract.agree(signature, session.transport.timeout_s, is_new=False)
+        if contract and session.transport.world_size > 1:
+            fields = {"call": "shard_batch", "document_lengths": document_lengths, "layout": layout.fingerprint()}
+            call.agree(Signature.of({**fields, **describe(batch)}), once=True)
     part = {name: layout.shard(x, rank, dim) for name, x in ({**batch, "labels": labels}).items()}
     if "position_ids" not in batch:
         positions = position_ids(layout, group, document_lengths=document_lengths, device=input_ids.device)
@@ -137,15 +136,19 @@ def cross_rank_mean_loss(losses: torch.Tensor, labels: torch.Tensor, group: Any 
     """
     session = session_of(group)
     transport = session.transport
-    with session.contract.telling_refusals():
+    with session.call() as call:
         _check_losses(losses, labels)
+        return _mean(losses, labels, call, transport)
+
+
+def _mean(losses: torch.Tensor, labels: torch.Tensor, call: RankCall, transport: Transport) -> torch.Tensor:
     dtype = accumulator_dtype(losses.dtype)
     fields = {
         "call": "cross_rank_mean_loss",
         "dtype": dtype,
         "gradient": "wanted" if torch.is_grad_enabled() and losses.requires_grad else "not wanted",
     }
-    session.contract.agree(Signature.of(fields), transport.timeout_s)
+    call.agree(Signature.of(fields))
     counts = labels != IGNORE_INDEX
     own = losses.masked_fill(~counts, 0).sum(dtype=dtype)
     share = _SHARE.pack(own.item(), int(counts.sum()))

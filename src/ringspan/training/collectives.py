@@ -10,13 +10,12 @@ import torch
 
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
-from ringspan.program.bind import local_rows
-from ringspan.runtime.autograd import outside_of_programs
-from ringspan.runtime.checks import check_tensor, check_timeout, check_world_size
+from ringspan.program.problem import local_rows
+from ringspan.runtime.checks import check_tensor, check_world_size
+from ringspan.runtime.compiled import outside_of_programs
 from ringspan.runtime.contract import Place, Signature
 from ringspan.runtime.session import Session, session_of
 from ringspan.transports.all_to_all import all_to_all
-from ringspan.transports.telling import telling
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
@@ -36,11 +35,10 @@ def gather(
     `timeout_s` is the deadline of every wait for another rank, also in the backward pass; by default that of the group.
     """
     session = session_of(group)
-    with session.contract.telling_refusals(timeout_s):
-        deadline_s = check_timeout(timeout_s, session.transport.timeout_s)
+    with session.call(timeout_s) as call:
         check_world_size(layout, session.transport.world_size)
         _check_part(part, layout, session.transport.rank, dim)
-    return _gathered(part, _Where(layout, session, dim % part.ndim, deadline_s))
+    return _gathered(part, _Where(layout, session, dim % part.ndim, call.deadline_s))
 
 
 def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None:
@@ -75,15 +73,15 @@ class _Where(NamedTuple):
 
 
 def _gathered(part: torch.Tensor, where: _Where, place: Place | None = None) -> torch.Tensor:
-    _agree("gather", part, where, place)
-    with telling(where.session.transport):
+    with where.session.call(where.deadline_s) as call:
+        call.agree(_signature("gather", part, where), place)
         whole: torch.Tensor = _Gather.apply(part, where)  # type: ignore[no-untyped-call]
         return whole
 
 
 def _reduced(whole: torch.Tensor, where: _Where, place: Place) -> torch.Tensor:
-    _agree("gradient of gather", whole, where, place)
-    with telling(where.session.transport):
+    with where.session.call(where.deadline_s) as call:
+        call.agree(_signature("gradient of gather", whole, where), place)
         part: torch.Tensor = _Reduce.apply(whole, where)  # type: ignore[no-untyped-call]
         return part
 
@@ -136,19 +134,19 @@ class _Reduce(torch.autograd.Function):
         return _gathered(grads[0], ctx.where, ctx.place), None
 
 
-def _agree(what: str, x: torch.Tensor, where: _Where, place: Place | None) -> None:
-    """All ranks are in the same call, with tensors that differ in the sharded dim only."""
-    layout, session, dim, deadline_s = where
-    fields = {
-        "call": what,
-        "shape": _with_length(x, dim, layout.num_positions),
-        "dim": dim,
-        "dtype": x.dtype,
-        "layout": layout.fingerprint(),
-        "gradient": "wanted" if torch.is_grad_enabled() and x.requires_grad else "not wanted",
-    }
-    signature = Signature.of(fields)
-    session.contract.agree(signature.at(place) if place else signature, deadline_s, is_new=place is None)
+def _signature(what: str, x: torch.Tensor, where: _Where) -> Signature:
+    """Equal on ranks that make the same call, with tensors that differ in the sharded dim only."""
+    layout, dim = where.layout, where.dim
+    return Signature.of(
+        {
+            "call": what,
+            "shape": _with_length(x, dim, layout.num_positions),
+            "dim": dim,
+            "dtype": x.dtype,
+            "layout": layout.fingerprint(),
+            "gradient": "wanted" if torch.is_grad_enabled() and x.requires_grad else "not wanted",
+        }
+    )
 
 
 def _with_length(part: torch.Tensor, dim: int, length: int) -> tuple[int, ...]:

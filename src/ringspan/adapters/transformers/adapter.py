@@ -7,8 +7,7 @@ model itself never sees a label, nor a mask, nor a cache other than ours.
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ from ringspan.adapters.transformers.turns import (
 )
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.cache import KVCache
-from ringspan.errors import RingspanError, TransportError, UnsupportedError
+from ringspan.errors import RingspanError, UnsupportedError
 from ringspan.layout import Layout
 from ringspan.runtime.contract import Signature, describe
 from ringspan.training import gather
@@ -78,7 +77,7 @@ class Adapter:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch, with what its forward must know."""
         given = {name: value for name, value in batch.items() if value is not None}
-        with self._telling():
+        with self.options.session.call():
             self.arguments.check_batch(given)
             num_items = given.pop("num_items_in_batch", None)
             inputs, run = self._split(given)
@@ -89,7 +88,7 @@ class Adapter:
         """The arguments of the model's own forward."""
         given = dict(arguments)
         run = given.pop(RUN, None)
-        with self._telling():
+        with self.options.session.call():
             given = self.arguments.drop_unused(given)
             self.arguments.check(given)
             new = None
@@ -148,17 +147,6 @@ class Adapter:
 
     # Before
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """A refusal on this rank is told to the others, which would wait for it in vain."""
-        try:
-            yield
-        except TransportError:
-            raise
-        except RingspanError as error:
-            self.options.refuse(error)
-            raise
-
     def _agree(self, run: ShardRun | TurnRun) -> None:
         assert isinstance(run, ShardRun)
         session = self.options.session
@@ -167,7 +155,8 @@ class Adapter:
             if is_digest_due(self._num_trained):
                 fields[_WEIGHTS] = digest_weights(self.model)
             self._num_trained += 1
-        session.contract.agree(Signature.of(fields), session.transport.timeout_s, is_new=False)
+        with session.call() as call:
+            call.agree(Signature.of(fields), once=True)
 
     def _split(self, given: Mapping[str, Any]) -> Part:
         if not self.found.has_encoder:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringspan.algorithms.choose import DEFAULT
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout, contiguous
 from ringspan.mask import Mask
@@ -59,7 +59,7 @@ def attend_to_parts(
         layout=layout,
         kv_layout=kv_layout,
         group=ALONE,
-        algorithm=DEFAULT,
+        algorithm=DEFAULT_ALGORITHM,
         kernel=kernel,
         scale=scale,
         return_lse=True,

@@ -31,7 +31,7 @@ from ringspan.adapters.transformers.reference import compare, find_loss, find_ra
 from ringspan.adapters.transformers.shards import Options, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
-from ringspan.errors import RingspanError, UnsupportedError
+from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
 
 __all__ = ["Handle", "parallelize"]
@@ -157,15 +157,11 @@ def parallelize(
     """
     options = Options(group, layout, algorithm, kernel)
     session = options.session
-    timeout_s = session.transport.timeout_s
-    try:
+    with session.call():
         check_options(layout, algorithm)
         check_config(model)
-        with torch.autocast(model.device.type, enabled=False):  # which the threads of `verify` would not know of
+        with torch.autocast(model.device.type, enabled=False):  # the threads of `verify` would not inherit it
             handle = _parallelize(model, options, verify)
-    except RingspanError as error:
-        options.refuse(error)
-        raise
     fields = {
         "call": "parallelize",
         "model": f"{type(model).__name__} with {len(handle.layers)} attention layers #{_short(handle.layers)}",
@@ -173,7 +169,8 @@ def parallelize(
         "weights": digest_weights(model),
     }
     try:
-        session.contract.agree(Signature.of(fields), timeout_s, is_new=False)
+        with session.call() as call:
+            call.agree(Signature.of(fields), once=True)
     except BaseException:
         handle.restore()
         raise

@@ -18,7 +18,7 @@ from ringspan.adapters.transformers.arguments import Found
 from ringspan.adapters.transformers.examine import in_mode, left_alone, without_cache
 from ringspan.adapters.transformers.shards import Options
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
-from ringspan.algorithms.choose import DEFAULT
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.errors import UnsupportedError
 from ringspan.training import IGNORE_INDEX, next_token_labels
 from ringspan.transports.in_process import run_in_process
@@ -145,7 +145,7 @@ def compare(
     world_size: int = 2,
 ) -> None:
     """Refuse the model if ranks do not get the numbers it gets alone."""
-    options = options._replace(algorithm=DEFAULT)  # neither measured nor dependent on a mesh
+    options = options._replace(algorithm=DEFAULT_ALGORITHM)  # neither measured nor dependent on a mesh
     batch = reference.unlabelled if found.shifts_labels is None else reference.batch
 
     def run(group: Any) -> dict[str, torch.Tensor]:

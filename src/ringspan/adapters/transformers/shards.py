@@ -23,7 +23,7 @@ from ringspan.algorithms import ALGORITHMS
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask, full
-from ringspan.program.bind import local_rows
+from ringspan.program.problem import local_rows
 from ringspan.runtime.api import attention
 from ringspan.runtime.contract import describe
 from ringspan.runtime.session import Session, session_of
@@ -59,8 +59,7 @@ class Options(NamedTuple):
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks, which are about to begin a call, that this one will not."""
-        if self.world_size > 1:
-            self.session.contract.refuse(f"{type(error).__name__}: {error}", self.session.transport.timeout_s)
+        self.session.call().tell(error)
 
     def layout_of(self, seq_len: int) -> Layout:
         """Who holds which token; a sequence with fewer tokens than ranks is held by all of them."""

@@ -22,7 +22,7 @@ from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import BY_TOKEN, Options, Part, ShardRun, check_batch, layer_of, tokens_of
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.algorithms.choose import RINGS
-from ringspan.cache import KVCache, Turn, decode, prefill
+from ringspan.cache import KVCache, Turn
 from ringspan.errors import CacheError, UnsupportedError
 from ringspan.layout import Layout
 from ringspan.mask import causal
@@ -65,9 +65,9 @@ class TurnRun:
             self.fail(error)
             raise
         index, self.pending = self.pending, None
-        run = decode if self.is_decode else prefill
+        run = self.turn.decode if self.is_decode else self.turn.prefill
         q, k, v = (x.to(self.dtype) for x in (asked.q, asked.k, asked.v))
-        result = run(q, k, v, self.turn, layer=index, scale=options.scale, return_lse=True)
+        result = run(q, k, v, layer=index, scale=options.scale, return_lse=True)
         assert isinstance(result, Attention)
         if options.sinks is None:
             return result.out
@@ -102,10 +102,7 @@ class TurnRun:
         """Tell the others: where they agree on the turn, or, if they are in the midst of it, by ending the group."""
         if not self.turn.is_open:
             return  # who ended it has told them
-        if not self.turn.is_agreed:
-            self.options.refuse(error)
-        elif self.options.world_size > 1:
-            self.options.session.transport.abort(f"rank {self.options.rank} failed: {error}")
+        self.options.session.call(is_agreed=self.turn.is_agreed).tell(error)
         self.turn.abort()
 
     def end(self, is_done: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ringspan.algorithms.choose import DEFAULT
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.cli.svg import Chart, Line, draw_charts
 from ringspan.errors import RingspanError
 from ringspan.planner.plan import Answer, Plan, Request, Setup, predict
@@ -40,7 +40,7 @@ def _best_of_each(plan: Plan) -> dict[str, Setup]:
     for option in plan.options:
         if len(best) < MOST_LINES or _name(option.setup) == ALONE:
             best.setdefault(_name(option.setup), option.setup)
-    best.setdefault(ALONE, Setup(DEFAULT, "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies))
+    best.setdefault(ALONE, Setup(DEFAULT_ALGORITHM, "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies))
     return best
 
 

@@ -344,8 +344,10 @@ def _other_options(p: Parameters) -> list[str]:
 
 
 def _others(p: Parameters) -> list[str]:
-    """Algorithms that were not run and that run on any number of ranks and heads."""
-    return [name for name, it in ALGORITHMS.items() if name not in p.algorithms and not it.options & {"mesh", "heads"}]
+    """Beside rings, what is no ring and runs on any number of ranks and heads."""
+    if not set(p.algorithms) <= set(RINGS):
+        return []
+    return [name for name, it in ALGORITHMS.items() if name not in RINGS and not it.options & {"mesh", "heads"}]
 
 
 def _verdict(check: Check) -> Text:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ringspan.algorithms import ALGORITHMS, BY_QUERY, Algorithm
-from ringspan.algorithms.choose import DEFAULT
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
 from ringspan.planner.plan.passes import shard_of
@@ -48,7 +48,7 @@ def usual_tps(request: Request) -> list[int]:
 
 def _of_ranks(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> Iterator[Setup]:
     if cp == 1:
-        yield Setup(DEFAULT, "contiguous", tp, 1)
+        yield Setup(DEFAULT_ALGORITHM, "contiguous", tp, 1)
         return
     if request.phase == "decode":
         yield from (Setup(record.name, "striped", tp, cp) for record in BY_QUERY.values())

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ringspan.algorithms.choose import DEFAULT, KV_RING, Q_RING, RINGS
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING, Q_RING, RINGS
 from ringspan.planner.accuracy import BETWEEN, is_tie
 from ringspan.planner.plan.candidates import MANY_RANKS
 from ringspan.planner.plan.memory import count_memory
 from ringspan.planner.plan.passes import shown_window, timeline_of
 from ringspan.planner.plan.predict import predict
 from ringspan.planner.plan.request import MOST_TOKENS, Request, Setup
+from ringspan.planner.timeline import is_quick
 
 
 class Crossing(NamedTuple):
@@ -49,9 +50,9 @@ def last_that(holds: Callable[[int], bool], most: int) -> int | None:
 
 def break_even(request: Request, setup: Setup) -> int | None:
     """The length from which the best way is faster than the same group alone by more than their uncertainty."""
-    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode":
+    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode" or not is_quick(setup.algorithm, setup.cp):
         return None
-    alone = Setup(DEFAULT, "contiguous", setup.tp, 1, setup.copies)
+    alone = Setup(DEFAULT_ALGORITHM, "contiguous", setup.tp, 1, setup.copies)
 
     def is_unclear(tokens: int) -> bool:
         asked = replace(request, tokens=tokens, cached_tokens=0, chunk_tokens=None)

@@ -4,7 +4,7 @@ An algorithm whose record has `loads` is priced by them on any number of ranks. 
 and priced, which `check_priced` limits to groups and models for which that is exact and quick.
 """
 
-from ringspan.algorithms import Algorithm, RegularCall, Ring, Sequence, build_schedule, find_algorithm
+from ringspan.algorithms import Algorithm, Mesh, RegularCall, Ring, Sequence, find_algorithm
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import causal, full, sliding_window
@@ -13,10 +13,12 @@ from ringspan.planner.cost import Shard
 from ringspan.planner.timeline.costs import DeviceCosts
 from ringspan.planner.timeline.run import Timeline, run_timeline
 from ringspan.planner.timeline.schedules import schedule_timeline
-from ringspan.program.bind import Problem, Shapes
-from ringspan.schedule import Heads, visible_blocks
+from ringspan.program.prepare import ProgramOptions, build
+from ringspan.program.problem import Problem, Shapes
+from ringspan.schedule import Heads
 
 MOST_SCHEDULED_RANKS = 128  # a schedule of P ranks has P² tiles
+QUICK_RANKS = 16  # up to which a real schedule is priced in about a second
 LAYOUT_BUILDERS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
@@ -50,6 +52,11 @@ def check_priced(record: Algorithm, world_size: int, shard: Shard) -> None:
         raise UnsupportedError(f"not priced: {record.name} has no loads, and its schedule has no latent K and V")
 
 
+def is_quick(algorithm: str, world_size: int) -> bool:
+    """Whether a timeline is cheap enough to ask for many lengths."""
+    return find_algorithm(algorithm).loads is not None or world_size <= QUICK_RANKS
+
+
 def real_timeline(
     record: Algorithm,
     ring: Ring,
@@ -63,27 +70,14 @@ def real_timeline(
     """The timeline of the real schedule; backward, the lighter side travels, as in the runtime."""
     check_priced(record, ring.world_size, shard)
     problem = _problem(ring, sequence, shard)
-    takes = record.options
-    schedule = build_schedule(
-        record.name,
-        visible_blocks(problem.mask, problem.layout, problem.kv_layout),
-        heads=problem.shapes.heads if "heads" in takes else None,
-        mesh=(ring.world_size // ring.inner, ring.inner) if "mesh" in takes else None,
-        backward=problem.lighter_side() if is_backward else None,
-    )
+    mesh = Mesh(ring.world_size // ring.inner, ring.inner) if "mesh" in record.options else None
+    side = problem.lighter_side() if is_backward else None
+    schedule = build(problem, record.name, ProgramOptions(mesh, backward=side))
     return schedule_timeline(schedule, problem, shard, device, ring.per_node, record=records_moments)
 
 
 def _problem(ring: Ring, sequence: Sequence, shard: Shard) -> Problem:
-    """New tokens lie as the layout says, behind cached ones that lie so too."""
-    build = LAYOUT_BUILDERS[sequence.layout]
-    new, cached = sequence.new_tokens, sequence.cached_tokens
-    layout: Layout = build(new, ring.world_size, start=cached)
-    kv_layout = layout
-    if cached:
-        before = build(cached, ring.world_size)
-        spans = zip(before.spans_by_rank, layout.spans_by_rank, strict=True)
-        kv_layout = Layout(tuple((*old, *young) for old, young in spans))
+    layout, kv_layout = _layouts(ring.world_size, sequence)
     mask = full()
     if sequence.window:
         mask = sliding_window(sequence.window - 1, 0)
@@ -93,3 +87,14 @@ def _problem(ring: Ring, sequence: Sequence, shard: Shard) -> Problem:
     is_encoded = shard.wire != "bf16"
     shapes = Shapes((shard.batch,), heads, shard.head_dim, shard.v_head_dim, int(shard.itemsize), 4, is_encoded)
     return Problem(mask, layout, kv_layout, shapes)
+
+
+def _layouts(world_size: int, sequence: Sequence) -> tuple[Layout, Layout]:
+    """Of queries and of keys; cached tokens lie as the new ones do."""
+    build = LAYOUT_BUILDERS[sequence.layout]
+    layout: Layout = build(sequence.new_tokens, world_size, start=sequence.cached_tokens)
+    if not sequence.cached_tokens:
+        return layout, layout
+    cached: Layout = build(sequence.cached_tokens, world_size)
+    pairs = zip(cached.spans_by_rank, layout.spans_by_rank, strict=True)
+    return layout, Layout(tuple((*old, *young) for old, young in pairs))

@@ -12,8 +12,10 @@ from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Round, Seconds
 from ringspan.planner.catalog import Device
 from ringspan.planner.cost import Shard, merge_s, tile_s
 from ringspan.planner.timeline.run import Timeline, run_timeline
-from ringspan.program.bind import Compute, Problem, Tile, bind
-from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, compile_rank, first_reads
+from ringspan.program.bind import Compute, Tile
+from ringspan.program.prepare import prepare_ranks
+from ringspan.program.problem import Problem
+from ringspan.schedule import ALL, Block, Schedule, Step, Transfer, first_reads
 
 
 def schedule_timeline(
@@ -28,10 +30,11 @@ def schedule_loads(schedule: Schedule, problem: Problem, shard: Shard, device: D
     """Step by step: compute by rank, and rounds of messages."""
     ranks = range(schedule.world_size)
     tiles: dict[tuple[int, int], list[Tile]] = {}
-    for rank in ranks:
-        for instruction in bind(compile_rank(schedule, rank), problem):
+    for rank, prepared in enumerate(prepare_ranks(problem, schedule)):
+        for instruction in prepared.program:
             if isinstance(instruction, Compute):
-                tiles.setdefault((instruction.step, rank), []).extend(instruction.tiles)
+                own = [tile for tile in instruction.tiles if isinstance(tile, Tile)]
+                tiles.setdefault((instruction.step, rank), []).extend(own)
     reads = first_reads(schedule)
     for t, step in enumerate(schedule.steps):
         seconds = np.array([sum(_tile_s(tile, shard, device) for tile in tiles.get((t, rank), ())) for rank in ranks])

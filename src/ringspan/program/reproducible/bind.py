@@ -1,12 +1,12 @@
-"""Cut on which grid and joined in which order, so that the number of ranks does not change the bits?
+"""How is a program bound so that the number of ranks does not change a bit of the result?
 
-Queries and keys are cut where their positions cross a multiple of TILE, so that a cell, one tile of queries against one
-of keys, is the same wherever it is computed. What the cells of a tile give is joined as its `Tree` says. All of that
-follows from mask, layouts and schedule alone: here every rank's program is followed once, without a number, and bound
-with the slots of the nodes it holds and what it joins them with. A part of a sum that travels is its unfinished nodes,
-one after the other; both ends know how many there are.
+Queries and keys are cut where positions cross a multiple of TILE, so a cell (one tile of queries against one tile of
+keys) is the same on whichever rank it is computed. The results of a tile's cells are joined in the order of its `Tree`.
+The order follows from mask, layouts and schedule alone: binding walks each rank's program once, without numbers, and
+fills in the slots of the nodes it holds and the siblings they are joined with. A part of a sum travels as its
+unfinished nodes, one after the other; sender and receiver both know how many there are.
 
-A layout lies on the grid if no tile is on two ranks.
+A layout lies on the grid if no tile is split between ranks.
 """
 
 import itertools
@@ -22,8 +22,10 @@ from ringspan.algorithms import ALGORITHMS, list_takers
 from ringspan.errors import LayoutError, ScheduleError, UnsupportedError
 from ringspan.layout import Layout, contiguous, count_pairs, striped, zigzag
 from ringspan.mask import Coverage, Mask
-from ringspan.program.bind import BoundProgram, Cell, Compute, Exchange, Message, Problem, Rise, Sibling, Tile
+from ringspan.program.bind import BoundProgram, Compute, Exchange, Message
 from ringspan.program.pieces import Piece, PieceKind, cut_pieces
+from ringspan.program.problem import Problem
+from ringspan.program.reproducible.cells import Cell, GridTile, Rise, Sibling
 from ringspan.program.reproducible.tree import TILE, Node, Tree
 from ringspan.schedule import (
     ALL,
@@ -217,12 +219,11 @@ class Grown(NamedTuple):
     growth: Growth
 
 
-@lru_cache(maxsize=1024)
 def bind_grid(schedule: Schedule, rank: int, problem: Problem, at_once: int = 1) -> Grown:
-    """The program of one rank with its cells, nodes and message sizes filled in, cached.
+    """Fill in one rank's cells, tree nodes and message sizes.
 
     In a forward pass up to `at_once` neighbouring tiles of queries that see all of a tile of keys are one cell, for
-    kernels that compute rows one like the other however many there are.
+    kernels whose rows do not depend on how many rows there are.
     """
     return _Binder(schedule, rank, problem, at_once).bind()
 
@@ -301,7 +302,7 @@ class _Binder:
         for (index, node), rows in zip(nodes, stacked, strict=True):
             yield Part(rows, self._rise(transfer.block, index, node))
 
-    def _tiles(self, attend: Attend) -> Iterator[Tile]:
+    def _tiles(self, attend: Attend) -> Iterator[GridTile]:
         for q in attend.qs:
             for kv in attend.kvs:
                 if q.heads is not None and kv.heads is not None:
@@ -320,7 +321,7 @@ class _Binder:
                 f"heads whole: {', '.join(name for name in ALGORITHMS if name not in list_takers('heads'))}"
             )
 
-    def _tile(self, q: Block, kv: Block) -> Tile:
+    def _tile(self, q: Block, kv: Block) -> GridTile:
         backward = q.kind == "q_grad"
         of_q, of_kv = Block("dq" if backward else "out", q.owner, q.heads), Block("dkv", kv.owner, kv.heads)
         q_strips, kv_strips = self.grid.strips_of(q), self.grid.strips_of(kv)
@@ -336,7 +337,7 @@ class _Binder:
         pairs = int(self.grid.pairs[np.ix_(list(q_strips), list(kv_strips))].sum())
         whole = len(self.problem.positions(q)) * len(self.problem.positions(kv)) * self.grid.num_rows
         coverage = Coverage.EMPTY if not pairs else Coverage.FULL if pairs == whole else Coverage.PARTIAL
-        return Tile(q, kv, (), coverage, pairs, (of_q, of_kv) if backward else (of_q,), (), (), tuple(cells))
+        return GridTile(q, kv, tuple(cells), coverage, pairs, (of_q, of_kv) if backward else (of_q,))
 
     def _leaf(self, block: Block, index: int, tile: int) -> Rise:
         return self._rise(block, index, self.grid.tree(block, index).leaf(tile))

@@ -1,23 +1,23 @@
-"""How does a rank keep sums whose bits must not depend on who computed which part?
+"""How does a rank keep sums whose bits must not depend on which rank computed which part?
 
-Not as a running total but as the unfinished nodes of a tree for each tile: see `tree.py` for the order and `grid.py`
-for where it is worked out. Here it is only followed.
+Each tile's sum is kept as the unfinished nodes of a binary tree instead of a running total. `tree.py` defines the
+order, `bind.py` works it out for a program; this file follows it.
 """
 
-from ringspan.program.bind import Cell, Rise, Sizes, Tile
-from ringspan.program.execute import Arithmetic, RankState, Value
+from ringspan.program.execute import Arithmetic, BlockSizes, RankState, Value
 from ringspan.program.reproducible.bind import Growth
+from ringspan.program.reproducible.cells import Cell, GridTile, Rise
 from ringspan.program.reproducible.tree import TILE
 from ringspan.schedule import Block, Transfer
 
 
 class TreeState(RankState):
-    """What one rank holds while it runs a program whose sums are trees."""
+    """One rank's inputs and tree nodes while it runs a program of the reproducible mode."""
 
     def __init__(
-        self, rank: int, problem: Sizes, inputs: dict[Block, Value], arithmetic: Arithmetic, growth: Growth
+        self, rank: int, sizes: BlockSizes, inputs: dict[Block, Value], arithmetic: Arithmetic, growth: Growth
     ) -> None:
-        super().__init__(rank, problem, inputs, arithmetic)
+        super().__init__(rank, sizes, inputs, arithmetic)
         self.growth = growth
         self.roots = {root.slot: root for root in growth.roots}
         self.nodes: dict[int, Value] = {}
@@ -25,8 +25,8 @@ class TreeState(RankState):
         self.runs: dict[tuple[int, ...], Value] = {}
         self.run_of: dict[int, tuple[int, ...]] = {}
 
-    def attend(self, tile: Tile) -> None:
-        """Compute the cells of a tile; what each gives is a leaf of its sums."""
+    def attend(self, tile: GridTile) -> None:
+        """Compute the cells of a tile; each result is a leaf of its sums."""
         q, kv = self.input(tile.q), self.input(tile.kv)
         for cell in tile.cells:
             at_q, at_kv = _rows(q, cell.q), _rows(kv, cell.kv)
@@ -38,7 +38,7 @@ class TreeState(RankState):
                     self._rise(block, rise, leaf)
 
     def take(self, step: int, transfer: Transfer) -> Value:
-        """What a message carries: a copy of an input's name, or the nodes of a sum's part, one after the other."""
+        """The value a message carries: an input, or the nodes of a sum's part, one after the other."""
         if not transfer.block.is_sum:
             return super().take(step, transfer)
         leaving = self.growth.leaving[step, transfer]
@@ -50,7 +50,7 @@ class TreeState(RankState):
         return part
 
     def add(self, step: int, transfer: Transfer, part: Value) -> bool:
-        """Take the nodes of an arrived part as this rank's."""
+        """Join the nodes of an arrived part with this rank's."""
         for rows, rise in self.growth.arriving[step, transfer]:
             node = self._new(transfer.block, rows.stop - rows.start, part)
             _copy(_rows(part, rows), node)
@@ -58,12 +58,12 @@ class TreeState(RankState):
         return True
 
     def _begun(self, block: Block) -> Value:
-        """Where the roots of a sum are put together."""
+        """The array that the roots of a sum are copied into."""
         if block not in self.sums and block in self.growth.complete:
-            self.sums[block] = self.arithmetic.room(self.problem.block_shapes(block))
+            self.sums[block] = self.arithmetic.room(self.sizes.block_shapes(block))
         return super()._begun(block)
 
-    def _attend_cell(self, tile: Tile, cell: Cell, q: Value, kv: Value) -> Value:
+    def _attend_cell(self, tile: GridTile, cell: Cell, q: Value, kv: Value) -> Value:
         first, *others = cell.pieces
         height = cell.q.stop - cell.q.start
         if not others and first.rows is None and first.q.stop - first.q.start == height:
@@ -74,7 +74,7 @@ class TreeState(RankState):
             self.arithmetic.attend(piece, q, kv, out, False)
         return out
 
-    def _differentiate_cell(self, tile: Tile, cell: Cell, q_grad: Value, kv: Value) -> tuple[Value, Value]:
+    def _differentiate_cell(self, tile: GridTile, cell: Cell, q_grad: Value, kv: Value) -> tuple[Value, Value]:
         first, *others = cell.pieces
         size = cell.q.stop - cell.q.start, cell.kv.stop - cell.kv.start
         if not others and first.rows is None and (first.q, first.kv) == (slice(0, size[0]), slice(0, size[1])):
@@ -86,7 +86,7 @@ class TreeState(RankState):
         return dq, dkv
 
     def _rise_together(self, block: Block, rises: tuple[Rise, ...], run: Value) -> None:
-        """Join the new nodes of neighbouring tiles: as one while their siblings are one too, then each by itself."""
+        """Join the new nodes of neighbouring tiles: together while their siblings are together, then one by one."""
         joined = 0
         for siblings in zip(*(rise.siblings for rise in rises), strict=False):
             slots = tuple(slot for slot, _ in siblings)
@@ -106,7 +106,7 @@ class TreeState(RankState):
             self.run_of.update(dict.fromkeys(slots, slots))
 
     def _rise(self, block: Block, rise: Rise, node: Value, joined: int = 0) -> None:
-        """Join a new node with what is here already, but for the first siblings, with which it has been joined."""
+        """Join a new node with the held siblings, except the first `joined`, which it contains already."""
         for slot, is_left in rise.siblings[joined:]:
             node = self._joined(block, node, self._pop(slot), is_left)
         root = self.roots.get(rise.slot)
@@ -116,7 +116,7 @@ class TreeState(RankState):
             _copy(node, _rows(self.sum(block), root.rows))
 
     def _joined(self, block: Block, node: Value, other: Value, is_left: bool) -> Value:
-        """Two nodes as one, left and right as the tree has them; the left one becomes it."""
+        """Merge two siblings in the tree's order, into the left one."""
         left, right = (other, node) if is_left else (node, other)
         self.arithmetic.merge(block, left, right)
         return left
@@ -135,7 +135,7 @@ def _rows(value: Value, rows: slice) -> Value:
 
 
 def _split(value: Value, num_tiles: int) -> list[Value]:
-    """A value of several whole tiles, tile by tile."""
+    """Split a value of several whole tiles into tiles."""
     if num_tiles == 1:
         return [value]
     return [_rows(value, slice(i * TILE, (i + 1) * TILE)) for i in range(num_tiles)]

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.algorithms import build_schedule
+from ringspan.program.prepare import DEFAULT, build
 from ringspan.program.reproducible.bind import bind_grid
-from ringspan.schedule import visible_blocks
 from ringspan.simulate.simulator import Simulation
 
 
@@ -34,13 +33,7 @@ def compare_bits(simulation: Simulation, alone: Simulation) -> Bits:
     case, problem = simulation.case, simulation.case.problem
     grown = [bind_grid(simulation.schedule, rank, problem) for rank in range(problem.world_size)]
     assert isinstance(case.algorithm, str)
-    by_default = build_schedule(
-        case.algorithm,
-        visible_blocks(problem.mask, problem.layout, problem.kv_layout),
-        heads=problem.shapes.heads,
-        mesh=case.mesh,
-        direction=case.direction,
-    )
+    by_default = build(problem, case.algorithm, case.options()._replace(mode=DEFAULT))
     return Bits(
         digest=digest_bits(simulation),
         is_same=digest_bits(simulation) == digest_bits(alone),  # -0.0 has other bits than 0.0

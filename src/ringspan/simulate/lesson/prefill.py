@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from ringspan.algorithms.choose import DEFAULT, KV_RING
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING
 from ringspan.layout import Layout, Work, contiguous
-from ringspan.program.bind import Problem
+from ringspan.program.problem import Problem
 from ringspan.schedule import Block, format_schedule
 from ringspan.simulate.lesson.bits import Bits, compare_bits, digest_bits
 from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
@@ -170,7 +170,7 @@ def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], No
     runs, one_query, alone = [], None, None
     if settings.reproducible:
         progress("one device")
-        alone = _simulate(settings, tokens, contiguous(settings.seq_len, 1), DEFAULT)
+        alone = _simulate(settings, tokens, contiguous(settings.seq_len, 1), DEFAULT_ALGORITHM)
     for algorithm in settings.algorithms:
         progress(algorithm)
         simulation = _simulate(settings, tokens, layout, algorithm)
