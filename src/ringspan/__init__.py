@@ -37,6 +37,7 @@ from ringspan.span import Span
 if TYPE_CHECKING:
     from ringspan import adapters, reproducible
     from ringspan.cache import KVCache, Turn
+    from ringspan.planner.plan import plan
     from ringspan.runtime.api import attention
     from ringspan.runtime.calibrate import measure_machine, use_machine
     from ringspan.runtime.engine import Attention
@@ -103,6 +104,7 @@ __all__ = [
     "measure_machine",
     "next_token_labels",
     "per_row",
+    "plan",
     "position_ids",
     "prefix",
     "reproducible",
@@ -127,6 +129,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     if name == "adapters":
         return import_module("ringspan.adapters")
+    if name == "plan":
+        return import_module("ringspan.planner.plan").plan
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:

@@ -4,6 +4,7 @@ Every function is one formula with its source. Rates come from a `Device` of the
 no rate in this file. Sizes are those of one device, after tensor parallelism.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from ringspan.planner.catalog import Attention, Device, Link, Model
@@ -212,18 +213,15 @@ def head_s(device: Device, hidden_size: int, vocab_size: int, tokens: float, tp:
     return max(2 * weights * tokens / device.dense_flops_per_s, 2 * weights / device.memory_bytes_per_s)
 
 
-def host_s(device: Device, software: Software, algorithm: str, cp: int, inner: int, tp: int = 1) -> float:
-    """Seconds in which the host issues the messages of one layer, those of tensor parallelism among them.
+def host_s(device: Device, software: Software, num_operations: float, device_s: float) -> float:
+    """Seconds that a host adds which issues so many operations while the device is busy for `device_s`.
 
-    Fused software replays a captured graph in decode, and runs ahead elsewhere.
+    It runs ahead of the device in part: where either takes much longer than the other that one counts, and between
+    them the root of the sum of squares. Fused software replays a captured graph, or runs ahead throughout.
     """
     if not software.is_eager:
         return 0.0
-    reduces = 2 if tp > 1 else 0
-    if cp == 1:
-        return device.constants.host_operation_s * reduces
-    counts = {"all_gather": 2, "ulysses": 4, "hybrid": 4 + cp // inner - 1, "all_merge": 3}
-    return device.constants.host_operation_s * (counts.get(algorithm, cp - 1) + reduces)
+    return math.hypot(device.constants.host_operation_s * num_operations, device_s) - device_s
 
 
 def full_flops_per_s(device: Device, shard: Shard) -> float:

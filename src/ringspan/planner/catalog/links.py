@@ -73,7 +73,7 @@ def load_scale_up(
     entry, reached = _entry(name), constants or fitted()
     wiring = entry.get("wiring")
     if wiring not in WIRINGS:
-        raise UnsupportedError(f"link={name!r}: it connects nodes; use one inside a node, or network={name!r}")
+        raise UnsupportedError(f"link={name!r}: it connects nodes; use one inside a node")
     line = rate or entry.get("per_peer_one_way_bytes_per_s") or entry["one_way_bytes_per_s"]
     share = reached.bridge_share if wiring == "bridge" else POINT_TO_POINT_SHARE
     everything = together or entry["one_way_bytes_per_s"]

@@ -118,22 +118,25 @@ def run_pass(request: Request, setup: Setup, dense: Dense, *, is_backward: bool)
         kinds.append((model.layers - model.full_layers, model.window.tokens))
     compute_s = model.layers * cross_attention_s(request, setup, is_backward=is_backward)
     exposed_s = bubble_s = 0.0
+    num_operations = 0
     for layers, window in kinds:
         timeline = timeline_of(request, setup, window=window, is_backward=is_backward)
         busiest = int(timeline.compute_s.argmax())
         compute_s += layers * float(timeline.compute_s[busiest])
         exposed_s += layers * float(timeline.exposed_s[busiest])
         bubble_s += layers * float(timeline.bubble_s[busiest])
+        num_operations += layers * (timeline.num_operations + (2 if setup.tp > 1 else 0))
     times = model.layers * (TRAIN_PASSES if is_backward else 1)
-    return Pass(
+    spent = Pass(
         attention_compute_s=compute_s,
         attention_exposed_s=exposed_s,
         attention_bubble_s=bubble_s,
         matmul_s=times * dense.matmul_s + logits_s(request, setup) * (TRAIN_PASSES if is_backward else 1),
         elementwise_s=times * dense.elementwise_s,
         all_reduce_s=model.layers * dense.all_reduce_s,
-        host_s=model.layers * host_s(device, request.software, setup.algorithm, setup.cp, setup.inner, setup.tp),
+        host_s=0.0,
     )
+    return spent._replace(host_s=host_s(device, request.software, num_operations, spent.total_s))
 
 
 def dense_of(request: Request, setup: Setup) -> Dense:

@@ -127,14 +127,15 @@ def _call(
     group = inner if algorithm in ("ulysses", "hybrid") else ranks
     wired = replace(device, near=device.near.for_group(min(8, group)))
     parts: Parts = {}
+    num_operations = 0
     for is_backward in (False, True):
         if passes == ("fwd" if is_backward else "bwd"):
             continue
         timeline = attention_timeline(algorithm, Ring(ranks, 8, inner), sequence, shard, wired, is_backward=is_backward)
         for name, seconds in _parts(timeline).items():
             parts[name] = parts.get(name, 0.0) + seconds
-        issued_s = host_s(device, shard.practice, algorithm, ranks, inner)
-        parts["the host issuing operations"] = parts.get("the host issuing operations", 0.0) + issued_s
+        num_operations += timeline.num_operations
+    parts["the host issuing operations"] = host_s(device, shard.practice, num_operations, sum(parts.values()))
     return parts
 
 

@@ -59,7 +59,7 @@ def generation(fields: Fields, constants: Constants) -> Predicted:
     device = load_device(fields["device_id"], constants=constants)
     cluster = Cluster(max(1, ranks // 8), min(8, ranks), device)
     request = Request(load_model(fields["model"]), cluster, "prefill", tokens, tp=1, software=RING_FLASH)
-    prefill = predict(request, Setup("pass_kv", "contiguous", 1, ranks))
+    prefill = predict(request, Setup("pass_kv", "zigzag", 1, ranks))
     name = "all_merge" if fields["method"] == "tree" else "pass_kv"
     decode = predict(replace(request, phase="decode"), Setup(name, "striped", 1, ranks))
     count = int(fields["generated_tokens"])
@@ -91,7 +91,11 @@ def _training_setup(system: str, ranks: int) -> tuple[Software, Setup]:
     if "Ulysses" in system:
         return USP, Setup("ulysses", "contiguous", 1, ranks, inner=ranks)
     if system == "DistFlashAttn":
-        return RING_FLASH._replace(recomputes_attention=False), Setup("pass_kv", "zigzag", 1, ranks)
+        # It fetches blocks from their owners, so that all ports of a node are in use, as in a double ring.
+        software = RING_FLASH._replace(recomputes_attention=False)
+        if ranks > 8:
+            return software, Setup("double_ring", "zigzag", 1, ranks, inner=8)
+        return software, Setup("pass_kv", "zigzag", 1, ranks)
     raise UnsupportedError(f"system={system!r}: how it splits a step is not known")
 
 
