@@ -4,7 +4,7 @@
 
 Minimises the squares of log(predicted / published) over all judged rows and of log(constant / prior) over all
 constants, each over its spread, by Gauss and Newton's method with numeric derivatives. A row counts as known to 10 %;
-a table or picture of many rows counts as MOST_ROWS of them; a row further off than 2.5 spreads counts linearly (Huber).
+a source of many rows counts as MOST_ROWS of them; a row further off than 2.5 spreads counts linearly (Huber).
 """
 
 import math
@@ -94,8 +94,8 @@ def _cost(errors: np.ndarray, at: np.ndarray, weights: np.ndarray) -> float:
 
 
 def _weights(rows: list[Row], errors: np.ndarray) -> np.ndarray:
-    counts = Counter(row.fields["source"] for row in rows)
-    spreads = np.array([ROW_SPREAD * max(1.0, counts[row.fields["source"]] / MOST_ROWS) ** 0.5 for row in rows])
+    counts = Counter(row.source for row in rows)
+    spreads = np.array([ROW_SPREAD * max(1.0, counts[row.source] / MOST_ROWS) ** 0.5 for row in rows])
     spreads *= np.array([2.0 if row.fields.get("status") == "label_half_hidden" else 1.0 for row in rows])
     off = np.abs(errors) / ROW_SPREAD
     return np.minimum(1.0, HUBER / np.maximum(off, 1e-9)) / spreads**2

@@ -137,6 +137,6 @@ def test_flash_attention_3_is_for_hopper_alone():
 
 def test_software_is_found_by_name_and_says_what_it_does():
     assert find_software("megatron") is MEGATRON
-    with pytest.raises(UnsupportedError, match="software='vllm': .*use one of ringspan"):
+    with pytest.raises(UnsupportedError, match=r"software='vllm': .*use one of ringspan"):
         find_software("vllm")
     assert all(one.about and name == one.name for name, one in SOFTWARE.items())

@@ -12,6 +12,7 @@ from ringspan.planner.accuracy import is_tie
 from ringspan.planner.catalog import load_model, parse_devices
 from ringspan.planner.plan import Request, Setup, build_plan, count_memory, predict, timeline_of
 from ringspan.planner.plan.candidates import list_setups
+from ringspan.planner.plan.settings import list_recipes
 from ringspan.planner.software import MEGATRON, RINGSPAN
 
 
@@ -207,15 +208,14 @@ def test_a_plan_explains_itself_and_gives_settings():
 
 def test_settings_say_where_a_library_cannot_express_the_choice():
     """It then gets the fastest way that it can express, with what that costs."""
-    plan = build_plan(request_for("wan2.1-14b", "8xh100", "denoise", 75600, batch=2))
-    assert plan.best.setup.copies > 1 or plan.best.setup.tp > 1  # which diffusers does not have
-    diffusers = {recipe.library: recipe for recipe in plan.recipes}["diffusers"]
-    degrees = re.search(r"ring_degree=(\d), ulysses_degree=(\d)", diffusers.settings)
-    assert degrees is not None
-    assert int(degrees[1]) * int(degrees[2]) == 8
-    assert re.search(
-        r"has no setting for .* beside tensor parallelism .* over 8 ranks, \d+\.\d% slower", diffusers.caveat
+    request = request_for("wan2.1-14b", "8xh100", "denoise", 75600)
+    ways = (Setup("ulysses", "contiguous", 2, 4, inner=4), Setup("hybrid", "contiguous", 1, 8, inner=4))
+    diffusers = {recipe.library: recipe for recipe in list_recipes(request, [predict(request, way) for way in ways])}
+    assert "ring_degree=2, ulysses_degree=4" in diffusers["diffusers"].settings
+    pattern = (
+        r"has no setting for ulysses beside tensor parallelism 2; this is hybrid 2×4 over 8 ranks, -?\d+\.\d% slower"
     )
+    assert re.match(pattern, diffusers["diffusers"].caveat)
 
     plan = build_plan(request_for(devices="2x8xh100", phase="train", tp=1, shards_weights=True))
     assert {recipe.library for recipe in plan.recipes} == {"ringspan", "accelerate", "torchtitan"}

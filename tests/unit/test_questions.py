@@ -127,6 +127,16 @@ def test_what_is_not_modelled_is_refused_by_name(options, message):
         rs.plan(model="llama-3.1-8b", devices="8xh100", tokens=2**17, phase="train", **options)
 
 
+def test_software_is_planned_with_what_it_has():
+    found = rs.plan(model="hunyuanvideo", devices="8xh100", software="usp")
+    assert {option.setup.algorithm for option in found.options if option.setup.cp > 1} == {
+        "pass_kv",
+        "ulysses",
+        "hybrid",
+    }
+    assert dict(found.illegal)["all-gather"] == "usp has none"
+
+
 def test_a_plan_in_python_is_the_plan_of_the_command_line():
     value = rs.plan(model="llama-3.1-8b", devices="8xh100", tokens=2**17)
     data = json.loads(run(*SMALL, "--json").output)

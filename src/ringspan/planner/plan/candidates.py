@@ -68,7 +68,11 @@ def _of_ranks(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> It
 
 def _planned(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> Iterator[Algorithm]:
     """The algorithms that can be priced for so many ranks."""
+    has = request.software.algorithms
     for record in ALGORITHMS.values():
+        if has and record.name not in has:
+            illegal[_spell(record)] = f"{request.software.name} has none"
+            continue
         if record.most_ranks is not None and cp > record.most_ranks:
             illegal[_spell(record)] = f"not planned beyond {record.most_ranks:,} ranks: its buffers grow with the group"
             continue
