@@ -113,13 +113,13 @@ def _print_verdict(page: Page, result: CheckResult) -> None:
     table = new_table("", ">reached", ">limit", "")
     for what, reached, limit, is_kept in (
         (
-            "median over sources of the median error, each left out of the fit",
+            "median over sources of the median error, left out",
             format_percent(result.median_error),
             format_percent(MEDIAN_LIMIT, 0),
             result.median_error <= MEDIAN_LIMIT,
         ),
         (
-            f"worst source, {worst.source}, or within its range",
+            f"worst source: {worst.source}",
             format_percent(worst.median_error),
             format_percent(SOURCE_LIMIT, 0),
             all(it.is_kept for it in result.sources if it.use == "judged"),
@@ -132,13 +132,13 @@ def _print_verdict(page: Page, result: CheckResult) -> None:
         ),
         ("ties", format_percent(result.ties), format_percent(TIES_LIMIT, 0), result.ties <= TIES_LIMIT),
         (
-            "rows within the middle 80 %, every source counting the same",
+            "rows in the 80 % range, sources counting the same",
             format_percent(result.coverage),
             f"{100 * low:.0f} to {100 * high:.0f} %",
             low <= result.coverage <= high,
         ),
         (
-            "range, high over low, on devices whose kernel was measured",
+            "range, high over low, of measured kernels",
             f"{result.width:.2f}",
             f"{WIDTH_LIMIT:.0f}",
             result.width <= WIDTH_LIMIT,
