@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ringspan import adapters, compat, reproducible, verify
     from ringspan.cache import KVCache, Turn
     from ringspan.compat.torch_context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
+    from ringspan.planner.plan import plan
     from ringspan.runtime.api import attention
     from ringspan.runtime.calibrate import measure_machine, use_machine
     from ringspan.runtime.engine import Attention
@@ -111,6 +112,7 @@ __all__ = [
     "measure_machine",
     "next_token_labels",
     "per_row",
+    "plan",
     "position_ids",
     "prefix",
     "reproducible",
@@ -137,6 +139,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     if name in ("adapters", "compat"):
         return import_module(f"ringspan.{name}")
+    if name == "plan":
+        return import_module("ringspan.planner.plan").plan
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:

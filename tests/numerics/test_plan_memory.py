@@ -6,8 +6,9 @@ from test_memory import BATCH, HEAD_DIM, HEADS, measure
 
 import ringspan as rs
 import ringspan.runtime.arithmetic
-from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.cost import Shard
 from ringspan.planner.plan.memory import attention_buffers
+from ringspan.planner.software import RINGSPAN
 
 SHARD_LEN = 512
 SLAB_BYTES = 2**17

@@ -39,7 +39,10 @@ def test_a_plan_answers_all_questions():
         "longest sequence that fits",
         "All ways, ranked",
         "Not possible: double-ring",
-        "of 2 devices is faster",
+        "clearly faster than one device",
+        "software  ringspan with fa2",
+        "Too close to call",
+        "reserved",
         "pass-Q",
         "rs.attention(",
     ):
@@ -55,7 +58,7 @@ def test_the_examples_of_the_help_run(subtests, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     lines = [line.strip() for line in EXAMPLES.splitlines() if line.strip().startswith("ringspan plan --model")]
     examples = [line for line in lines if "mine.toml" not in line]
-    assert len(examples) == 5
+    assert len(examples) == 6
     for line in examples:
         with subtests.test(line):
             result = run(*line.split()[2:])
@@ -65,7 +68,7 @@ def test_the_examples_of_the_help_run(subtests, tmp_path, monkeypatch):
 def test_explain_shows_numbers_in_formulas():
     output = run(*SMALL, "--explain").output
     assert "limit · d/(d + softmax_dims) · n/(n + ramp)" in output
-    assert "FLOP/s (fa3)" in output
+    assert "FLOP/s (fa2)" in output
 
 
 def test_json_has_every_option():
@@ -73,7 +76,7 @@ def test_json_has_every_option():
     assert len(data["options"]) > 20
     best = data["options"][0]
     assert best["memory_bytes"]["total"] == pytest.approx(sum(list(best["memory_bytes"].values())[:-1]))
-    assert data["low"] < 1 < data["high"]
+    assert best["low_s"] < best["total_s"] < best["high_s"]
     assert data["request"]["model"]["num_kv_heads"] == 8
     assert data["request"]["cluster"]["device"]["near"]["id"] == "nvlink4"
     assert best["setup"]["tp"] * best["setup"]["cp"] == 8
@@ -99,7 +102,7 @@ def test_the_plot_is_svg_with_a_line_for_every_algorithm(tmp_path):
     root = ET.fromstring(path.read_text())
     lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
     texts = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert len(lines) >= 6
+    assert 6 <= len(lines) <= 10
     assert {"tokens", "devices", "pass-kv", "ulysses"} <= texts
     for line in lines:
         numbers = [float(number) for number in re.split("[ ,]", line.get("points"))]
@@ -193,7 +196,7 @@ def test_a_config_that_is_too_large_or_too_deep_is_one_line(tmp_path, config):
 
 def test_a_model_of_too_many_heads_is_planned_as_quickly_as_others():
     result = run("--model", "dense:layers=32,heads=99999999,head_dim=128,mlp=16384", *SMALL[2:])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.output
     assert "use 1, 3, 9, 11, 33, 73, 99, 101," in " ".join(result.output.split())
 
 
@@ -201,7 +204,7 @@ def test_a_model_of_too_many_heads_is_planned_as_quickly_as_others():
 def test_a_plot_goes_no_further_than_a_plan_may(tmp_path, cached):
     path = tmp_path / "plot.svg"
     result = run(*SMALL[:4], "--tokens", "300000M", *cached, "--plot", str(path))
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.output
     assert ET.fromstring(path.read_text()).findall(".//{http://www.w3.org/2000/svg}polyline")
 
 
@@ -221,8 +224,10 @@ def test_a_config_without_heads_is_named(tmp_path):
 
 def test_what_does_not_fit_says_so_and_the_way_out():
     result = run("--model", "llama-3.1-405b", "--devices", "1xh100", "--tokens", "1K")
-    assert result.exit_code == 0
-    assert "✗ does not fit" in result.output
+    assert result.exit_code == 3
+    answer = result.output.split("1. The answer")[1].splitlines()[1]
+    assert answer.startswith("✗ does not fit: 81")
+    assert "The fewest h100-sxm that hold it are 16" in " ".join(result.output.split())
     assert "Use --weights fp8 or int4; or more devices, or such with more memory." in " ".join(result.output.split())
 
 
@@ -246,16 +251,18 @@ def test_the_way_out_names_only_what_was_not_tried(words, way_out):
 
 def test_the_answer_says_what_its_range_does_not_cover():
     output = " ".join(run("--model", "llama-3.1-8b", "--devices", "8xh800", "--tokens", "8K").output.split())
-    assert "took up to 4.6 times as long as predicted" in output
-    assert "h800: not confirmed: peak" in output
-    assert "No published time of a whole training step" in run(*SMALL, "--phase", "train", "--fsdp").output
+    assert "Short work: fewer than 8,192 new tokens on a rank" in output
+    assert "h800: not confirmed: exponentials_per_s, peak" in output
+    assert "Optimizer steps, data loading" in run(*SMALL, "--phase", "train", "--fsdp").output
 
 
 def test_the_help_ends_with_the_names_of_the_catalogue():
     models, devices = run("--help").output.split("Models: ")[1].split("Devices: ")
+    devices, software = devices.split("Software: ")
+    assert {"ringspan", "usp", "megatron"} <= set(re.split(r",?\s+", software))
     assert {"llama-3.1-405b", "wan2.1-14b"} <= set(re.split(r",?\s+", models))
     assert {"h100", "mi300x"} <= set(re.split(r",?\s+", devices))
-    assert "deepseek-v3" not in models  # the catalogue lacks figures of it
+    assert "mixtral-8x7b" not in re.split(r",?\s+", models)  # the catalogue lacks figures of it
 
 
 def table_rows(output):

@@ -7,8 +7,6 @@ import pytest
 
 from ringspan.planner.catalog import load_device, load_model, parse_devices
 from ringspan.planner.cost import (
-    PAPER,
-    RINGSPAN,
     Shard,
     all_gather_s,
     all_reduce_s,
@@ -18,6 +16,7 @@ from ringspan.planner.cost import (
     tile_s,
 )
 from ringspan.planner.plan import Request, Setup, count_memory
+from ringspan.planner.software import PAPER, RINGSPAN
 
 META = Shard(1, 16, 1, 128, 128, 256, 2, "bf16", PAPER)  # one GPU of tensor parallel 8
 

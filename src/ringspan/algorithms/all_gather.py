@@ -45,7 +45,13 @@ def build_all_gather(visible: Visible, *, backward: Side | None = None) -> Sched
 
 
 def all_gather_loads(call: RegularCall) -> Iterator[Load]:
-    """All of K and V first, then one attend; backward the gradients go straight home."""
+    """All of K and V first, then one attend; backward the gradients go straight home.
+
+    Where tiles are joined, a library's collective gathers, and one kernel attends all keys without merges.
+    """
+    if call.costs.joins_tiles and call.ring.world_size > 1:
+        yield from _gathered_loads(call)
+        return
     size, ranks = call.ring.world_size, call.ranks
     own_s, other_s = call.own_s(), call.other_s()
     seers = call.seers()
@@ -64,6 +70,13 @@ def all_gather_loads(call: RegularCall) -> Iterator[Load]:
     yield Load(ranks * np.float64(other_s) if call.is_pruned else call.everywhere(len(seers) * other_s))
     if call.is_backward:
         yield Load(call.none, messages(-1, call.kv_len * call.costs.token_bytes("dkv"), END))
+
+
+def _gathered_loads(call: RegularCall) -> Iterator[Load]:
+    yield Load(call.none, call.gathers(call.kv_len * call.costs.token_bytes("kv")))
+    yield Load(call.gathered_s())
+    if call.is_backward:
+        yield Load(call.none, call.gathers(call.kv_len * call.costs.token_bytes("dkv"), reads_at=END))
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:

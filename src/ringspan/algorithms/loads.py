@@ -56,7 +56,7 @@ class Costs(Protocol):
 
     @property
     def joins_tiles(self) -> bool:
-        """Whether blocks that an exchange of heads has brought are attended as one."""
+        """Whether blocks that arrived together, by an exchange of heads or a gather, are attended by one kernel."""
 
     @property
     def returns_after(self) -> bool:
@@ -66,7 +66,7 @@ class Costs(Protocol):
         """Seconds of a tile, forward or backward; a causal tile has q_len · (q_len + 1) / 2 pairs."""
 
     def merge_s(self, q_len: float) -> float:
-        """Seconds to merge a partial result into q_len rows; 0 in the backward pass, which adds gradients in place."""
+        """Seconds to merge a partial result into q_len rows: of the output, or backward of dq."""
 
     def token_bytes(self, kind: Kind) -> float:
         """Bytes of one token of a block of this kind, as the block travels."""

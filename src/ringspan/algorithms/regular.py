@@ -149,7 +149,8 @@ class RegularCall:
             pairs = times * (times - 1) // (2 if self.is_uneven else 1)
             # Under zigzag one half of the blocks is seen by half of the queries only, and so merged into half of them.
             halves = 0.25 * self.merging_s(self.q_len) if self._is_zigzag else 0.0
-            return times * self.own_s() + pairs * (self.other_s() - halves)
+            later_s = pairs * self.unseen_s() if self.is_uneven else 0.0  # of later blocks only cached keys are seen
+            return times * self.own_s() + pairs * (self.other_s() - halves) + later_s
         q_len = self.q_len * times
         if not self.sequence.is_causal:
             return self.costs.tile_s(q_len, self.kv_len * times)
@@ -178,9 +179,40 @@ class RegularCall:
         q_len, cached_len = self.q_len * times / tiles, self.cached_len * times / tiles
         return tiles**2 * (self.costs.tile_s(q_len, cached_len) + self.merging_s(q_len))
 
+    def gathered_s(self) -> Seconds:
+        """By rank: its queries against all keys that it sees, in one kernel over gathered keys."""
+        size = self.ring.world_size
+        if self.window:
+            return self.everywhere(self.own_s() + len(self.seers()) * self.other_s())
+        if self.is_uneven:
+            before = [self.costs.tile_s(self.q_len, self.kv_len * rank) for rank in range(self.period)]
+            own_s = self.costs.tile_s(self.q_len, self.q_len, is_causal=True)
+            return np.array(before) + own_s + self.costs.tile_s(self.q_len, self.cached_len * size)
+        seen = (
+            self.q_len * size / 2 if self.sequence.is_causal else self.q_len * size
+        )  # zigzag, striped: half on average
+        return self.everywhere(self.costs.tile_s(self.q_len, seen + self.cached_len * size))
+
+    def gathers(self, nbytes: float, *, reads_at: int = 0) -> list[Round]:
+        """A library's all-gather, or reduce-scatter, of equal parts: a ring in each node, all of whose ports are used.
+
+        A rank sends its part to its likes in other nodes, and what its node received from one rank to the next.
+        """
+        size, per_node, _ = self.ring
+        nodes = -(-size // min(size, per_node))
+        inside = size // nodes
+        far = [self.ahead(k * inside, nbytes, reads_at=reads_at, is_exchange=True) for k in range(1, nodes)]
+        if inside == 1:
+            return far
+
+        def turn(ranks: Ranks) -> Ranks:
+            return ranks - ranks % inside + (ranks % inside + 1) % inside
+
+        return [*far, self.moves(turn, (inside - 1) * nodes * nbytes, reads_at=reads_at)]
+
     def merging_s(self, q_len: float) -> float:
-        """Of a part into the output; gradients are added up as they are made."""
-        return 0.0 if self.is_backward else self.costs.merge_s(q_len)
+        """Of a part into the output, or of its gradients into those of the queries."""
+        return self.costs.merge_s(q_len)
 
     def _window_s(self, times: int, *, is_own: bool) -> float:
         """Against the part of a window's keys that one rank, or group, holds; merging included if it is another."""

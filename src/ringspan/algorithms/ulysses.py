@@ -73,8 +73,12 @@ def _one_of(sizes: list[int]) -> str:
 
 
 def exchange_loads(call: RegularCall) -> Iterator[Load]:
-    """Heads are exchanged inside, KV goes round outside, results go straight home. Ulysses is the ring of one."""
+    """Heads are exchanged inside, KV goes round outside, results go straight home. Ulysses is the ring of one.
+
+    Where tiles are joined, what goes home is whole: it travels in the type of the inputs and is not merged.
+    """
     degree, costs = call.ring.inner, call.costs
+    is_whole = costs.joins_tiles
     groups, seers = call.ring.world_size // degree, call.seers(degree)
     hops = max(seers, default=0)
     joined = call.with_heads(costs.num_heads // degree, max(1, costs.num_kv_heads // degree))
@@ -84,7 +88,7 @@ def exchange_loads(call: RegularCall) -> Iterator[Load]:
     own_s, other_s, unseen_s = joined.own_s(degree), joined.other_s(degree), joined.unseen_s(degree)
     onward = call.ahead(degree, call.kv_len * degree * joined.costs.token_bytes("kv"))
     group = call.ranks // degree
-    dkv = call.kv_len * joined.costs.token_bytes("dkv")
+    dkv = call.kv_len * joined.costs.token_bytes("kv" if is_whole else "dkv")
     for t in range(hops + 1):
         seconds = other_s if t in seers else 0.0 if t else own_s
         attend_s, moves = call.everywhere(seconds), [onward] if t < hops else []
@@ -96,12 +100,13 @@ def exchange_loads(call: RegularCall) -> Iterator[Load]:
         if call.is_backward and (t == 1 or t - 1 in seers):
             moves += [_neighbour(call, k, t - 1, dkv) for k in range(degree) if k or t > 1]
         yield Load(attend_s, moves)
-    back = call.q_len * costs.token_bytes("dq" if call.is_backward else "out") / degree
+    sums: Kind = "dq" if call.is_backward else "out"
+    back = call.q_len * costs.token_bytes("q" if is_whole else sums) / degree
     rounds = [_neighbour(call, k, 0, back, END) for k in range(1, degree)]
     if call.is_backward:
         rounds += [_neighbour(call, k, hops, dkv, END) for k in range(degree) if k or hops]
     yield Load(call.none, rounds)
-    if not call.is_backward and degree > 1:
+    if not call.is_backward and degree > 1 and not is_whole:
         yield Load(call.everywhere((degree - 1) * joined.merging_s(call.q_len)))
 
 

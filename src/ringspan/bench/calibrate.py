@@ -20,7 +20,7 @@ from ringspan.bench.launch import Progress
 from ringspan.bench.settings import CalibrationSettings, Job
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
-from ringspan.planner.cost import RINGSPAN
+from ringspan.planner.software import RINGSPAN
 from ringspan.program.pieces import Piece, PieceKind
 from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.runtime.session import Session, session_of

@@ -2,7 +2,8 @@
 
 from ringspan.bench.settings import Settings
 from ringspan.planner.catalog import Device
-from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.cost import Shard
+from ringspan.planner.software import RINGSPAN
 from ringspan.planner.timeline import Timeline, schedule_timeline
 from ringspan.program.prepare import ProgramOptions, build
 

@@ -13,8 +13,12 @@ from ringspan.errors import NOT_GIVEN, RingspanError
 
 OPTION_NAMES = {
     "cached_tokens": ("cached",),
+    "chunk_tokens": ("chunk",),
+    "expert_parallel": ("ep",),
+    "is_resident": ("resident",),
     "num_heads": ("heads",),
     "num_kv_heads": ("kv_heads",),
+    "pipeline_parallel": ("pp",),
     "seq_len": ("tokens",),
     "shards_weights": ("fsdp",),
     "world_size": ("ranks", "devices"),

@@ -13,7 +13,8 @@ from ringspan.layout import contiguous, zigzag
 from ringspan.mask import causal
 from ringspan.page.units import format_tokens
 from ringspan.planner.catalog import load_device
-from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.cost import Shard
+from ringspan.planner.software import RINGSPAN
 from ringspan.planner.timeline import Load, Timeline, run_timeline, schedule_loads
 from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads, visible_blocks

@@ -7,8 +7,9 @@ from ringspan.algorithms.pass_kv import PASS_KV
 from ringspan.algorithms.pass_q import PASS_Q
 from ringspan.algorithms.ulysses import ULYSSES
 from ringspan.page.units import format_tokens
-from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.cost import Shard
 from ringspan.planner.plan.memory import attention_buffers
+from ringspan.planner.software import RINGSPAN
 
 TOKENS = 2**20
 NUM_RANKS = (1, 2, 4, 8, 16, 32)

@@ -17,8 +17,11 @@ MEMORY_PARTS = (
     "gradients and optimizer",
     "KV cache",
     "activations",
+    "logits",
     "attention buffers",
     "gathered weights",
+    "text encoder and VAE",
+    "reserve",
 )
 TOTALS = {
     "prefill": "Time to the first token",
@@ -34,8 +37,7 @@ def build_plan_page(plan: Plan, command: str = "") -> str:
     lead = [
         f"{request.model.id}, {request.phase}, {format_tokens(request.tokens)} tokens on {cluster.num_devices} × "
         f"{cluster.device.id}.",
-        f"Published measurements mostly lie between {plan.low:g} and {plan.high:g} times the prediction; ranges and "
-        "bands show that.",
+        "Ranges and bands hold 80 % of published measurements of the same kind.",
     ]
     return build_report(f"Plan: {request.model.id} on {cluster.num_devices} devices", lead, _sections(plan), command)
 
@@ -60,7 +62,7 @@ def _summary(plan: Plan) -> Section:
     longest = "no length fits" if plan.longest_tokens is None else f"{plan.longest_tokens:,} tokens"
     rows = [
         ("Best way", _name(best.setup)),
-        (TOTALS[plan.request.phase], _range(plan, best)),
+        (TOTALS[plan.request.phase], _range(best)),
         ("Memory of a device", f"{format_bytes(best.memory.total)}{'' if best.fits else ', does not fit'}"),
         ("Bottleneck", best.prediction.bottleneck),
         ("Longest sequence that fits", longest),
@@ -82,7 +84,7 @@ def _ranking(plan: Plan) -> Section:
                 (str(option.setup.tp), option.setup.tp),
                 (str(option.setup.cp), option.setup.cp),
                 (str(option.setup.copies), option.setup.copies),
-                (_range(plan, option), seconds),
+                (_range(option), seconds),
                 (format_bytes(option.memory.total), option.memory.total),
                 "yes" if option.fits else "no",
                 option.prediction.bottleneck,
@@ -122,7 +124,8 @@ def _memory(plan: Plan) -> Section:
 
 
 def _curves(plan: Plan) -> Section:
-    request, band = plan.request, (plan.low, plan.high)
+    request, best = plan.request, plan.best
+    band = (best.low_s / best.prediction.total_s, best.high_s / best.prediction.total_s)
     charts = [chart(TOTALS[request.phase], "tokens", curves_by_length(plan), mark=request.tokens, band=band)]
     by_devices = curves_by_devices(plan)
     if by_devices:
@@ -139,6 +142,5 @@ def _name(setup: Setup) -> str:
     return ", ".join([str(setup), *([setup.layout] if setup.cp > 1 else []), *degrees])
 
 
-def _range(plan: Plan, option: Option) -> str:
-    seconds = option.prediction.total_s
-    return f"{format_seconds(seconds * plan.low)} to {format_seconds(seconds * plan.high)}"
+def _range(option: Option) -> str:
+    return f"{format_seconds(option.low_s)} to {format_seconds(option.high_s)}"

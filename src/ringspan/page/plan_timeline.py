@@ -3,7 +3,7 @@
 from ringspan.algorithms import find_algorithm
 from ringspan.errors import UnsupportedError
 from ringspan.planner.plan import Request, Setup
-from ringspan.planner.plan.predict import ring_of, sequence_of, shard_of, shown_window
+from ringspan.planner.plan.passes import ring_of, sequence_of, shard_of, shown_window
 from ringspan.planner.timeline import Timeline, real_timeline
 
 MOST_RANKS = 64

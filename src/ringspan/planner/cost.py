@@ -4,10 +4,11 @@ Every function is one formula with its source. Rates come from a `Device` of the
 no rate in this file. Sizes are those of one device, after tensor parallelism.
 """
 
+import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ringspan.planner.catalog import Attention, Device, Link, Model
+from ringspan.planner.software import Software
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0}
@@ -16,28 +17,6 @@ SCALE_BYTES = 2  # of one scale (bfloat16) per token and head, for K and for V, 
 WIDE_HEAD_DIM = 128  # kernels are slower for wider heads
 
 TRAINING_BYTES = 16  # per parameter: weight 2, gradient 2, float32 copy 4, two moments of Adam 4 + 4 (arXiv 1910.02054)
-
-
-class Practice(NamedTuple):
-    """How an implementation does what the algorithm leaves open.
-
-    `merge_bytes` are read and written per element of out when a part is merged; `sum_itemsize` is the size of an
-    element of a partial result on the wire; `returns` says whether the partial results of pass-Q go home meanwhile or
-    in one exchange after the ring; `joins_tiles`, whether blocks that came by an exchange of heads are attended as one.
-    """
-
-    merge_bytes: float
-    sum_itemsize: int
-    returns_after: bool
-    joins_tiles: bool
-
-
-RINGSPAN = Practice(merge_bytes=26, sum_itemsize=4, returns_after=False, joins_tiles=False)
-"""softmax.merge_: the kernel's out widened (2 + 4), mul_ (4 + 4), addcmul_ (4 + 4 + 4); sums travel in float32."""
-EAGER = Practice(merge_bytes=38, sum_itemsize=4, returns_after=False, joins_tiles=True)
-"""ring-flash-attention: widen (2 + 4), subtract (4 + 4 + 4), multiply (4 + 4), subtract (4 + 4 + 4)."""
-PAPER = Practice(merge_bytes=26, sum_itemsize=2, returns_after=True, joins_tiles=True)
-"""arXiv 2411.01783: pass-Q sends partial outputs home by one All2All after the ring, in the type of the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +31,8 @@ class Shard:
     kv_elements: int  # per token: what travels and is cached
     itemsize: float
     wire: str
-    practice: Practice
+    practice: Software
+    cache_itemsize: float | None = None  # of K and V as they lie in the cache; None: as all else
 
     def with_heads(self, num_heads: int, num_kv_heads: int) -> "Shard":
         """The same with other heads."""
@@ -89,8 +69,8 @@ class Shard:
 
     @property
     def dkv_bytes(self) -> float:
-        """Of dk and dv of one token, in float32."""
-        return self.batch * self.kv_elements * 4
+        """Of dk and dv of one token, as they travel."""
+        return self.batch * self.kv_elements * self.practice.gradient_itemsize
 
 
 def attention_flops(pairs: float, shard: Shard) -> float:
@@ -103,9 +83,8 @@ def attention_flops_per_s(
 ) -> float:
     """Limit · d/(d + softmax_dims) · n/(n + ramp).
 
-    The first quotient: the softmax of a score costs as much as so many more elements of a head (arXiv 2307.08691,
-    section 3.1: exponentials are slow). The second: a loop over n keys has a beginning and, under a causal mask, blocks
-    of the diagonal that are half wasted. Both fit the published curves within a few per cent.
+    The first quotient: the softmax of a score costs as much as so many more elements of a head (`kernels.py`). The
+    second: a loop over n keys has a beginning and, under a causal mask, blocks of the diagonal that are half wasted.
     """
     limit, ramp = curve.flops_per_s, curve.ramp_causal_tokens if is_causal else curve.ramp_full_tokens
     if is_backward:
@@ -136,14 +115,14 @@ def tile_s(
         pairs = q_len * (q_len + 1) / 2 if is_causal else q_len * kv_len
     rate = attention_flops_per_s(device.attention, shard.head_dim, kv_len, is_causal=is_causal, is_backward=is_backward)
     flops = attention_flops(pairs, shard) * (2.5 if is_backward else 1.0)
-    read_bytes = kv_len * shard.batch * shard.kv_elements * shard.itemsize
+    read_bytes = kv_len * shard.batch * shard.kv_elements * (shard.cache_itemsize or shard.itemsize)
     return max(flops / rate, read_bytes / device.memory_bytes_per_s) + device.attention.call_s
 
 
-def merge_s(device: Device, shard: Shard, q_len: float) -> float:
-    """Seconds to merge a part into q_len rows of out: bytes over the memory's rate."""
-    elements = q_len * shard.batch * shard.num_heads * shard.v_head_dim
-    return elements * shard.practice.merge_bytes / device.merge_bytes_per_s
+def merge_s(device: Device, shard: Shard, q_len: float, *, is_backward: bool = False) -> float:
+    """Seconds to merge a part into q_len rows of out, or of dq: bytes over the memory's rate."""
+    per_element = shard.practice.gradient_bytes if is_backward else shard.practice.merge_bytes
+    return q_len * shard.batch * shard.num_heads * shard.v_head_dim * per_element / device.merge_bytes_per_s
 
 
 def message_s(link: Link, nbytes: float) -> float:
@@ -188,33 +167,61 @@ class Dense:
 
 
 def dense_layer(
-    model: Model, device: Device, tokens: float, *, tp: int, per_node: int, mlp_weights: str, weights: str
+    model: Model,
+    device: Device,
+    tokens: float,
+    *,
+    tp: int,
+    per_node: int,
+    mlp_weights: str,
+    weights: str,
+    is_eager: bool = False,
 ) -> Dense:
     """Projections and MLP: 2 FLOPs per weight and token, no faster than the weights are read from memory.
 
     Elementwise work is counted in passes over memory: two norms (read, write), two residual sums (two reads, a write),
-    an activation between the matrices of the MLP (its inputs read, its output written), q and k rotated. Tensor
-    parallelism adds two all-reduces of the layer's activations (arXiv 1909.08053).
+    an activation between the matrices of the MLP (its inputs read, its output written), q and k rotated; eager software
+    makes more of them, by a fitted ratio. Tensor parallelism adds two all-reduces of the layer's activations (arXiv
+    1909.08053).
     """
     hidden, itemsize = model.hidden_size, 2
     active_mlp = model.active_mlp_parameters / model.layers
     read_mlp = min(model.mlp_parameters / model.layers, active_mlp * max(1.0, tokens))  # all experts, for many tokens
     matmul_s = 0.0
     for active, read, kind in (
-        (float(model.attention_parameters), float(model.attention_parameters), weights),
+        (float(model.projected_parameters), float(model.attention_parameters), weights),
         (active_mlp, read_mlp, mlp_weights),
     ):
-        rate = device.dense_flops_per_s * model.dense_ratio * (device.fp8_ratio if kind == "fp8" else 1.0)
+        rate = device.dense_flops_per_s * (device.fp8_ratio if kind == "fp8" else 1.0)
         flops_s = 2 * active * tokens / tp / rate
         matmul_s += max(flops_s, read * WEIGHT_BYTES[kind] / tp / device.memory_bytes_per_s)
     inner = active_mlp / hidden / tp
     rotated = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim / tp
     passes = tokens * itemsize * (4 * hidden + 6 * hidden + inner + rotated)
+    if is_eager:
+        passes *= device.constants.elementwise_ratio
     reduce_s = 0.0
     if tp > 1:
         nbytes = tokens * hidden * itemsize
         reduce_s = 2 * all_reduce_s(device.near, device.far, nbytes, tp, per_node)
     return Dense(matmul_s, passes / device.memory_bytes_per_s, reduce_s)
+
+
+def head_s(device: Device, hidden_size: int, vocab_size: int, tokens: float, tp: int) -> float:
+    """Seconds of the logits of so many tokens: 2 FLOPs per weight and token, no faster than the weights are read."""
+    weights = hidden_size * vocab_size / tp
+    return max(2 * weights * tokens / device.dense_flops_per_s, 2 * weights / device.memory_bytes_per_s)
+
+
+def host_s(device: Device, software: Software, num_operations: float, device_s: float) -> float:
+    """Seconds that a host adds which issues so many operations while the device is busy for `device_s`.
+
+    It runs ahead of the device in part: where either takes much longer than the other that one counts, and between
+    them the root of the sum of squares. Fused software replays a captured graph, or runs ahead throughout.
+    """
+    if not software.is_eager:
+        return 0.0
+    return math.hypot(device.constants.host_operation_s * num_operations, device_s) - device_s
 
 
 def full_flops_per_s(device: Device, shard: Shard) -> float:

@@ -11,15 +11,20 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     request = plan.request
     model = as_plain(request.model) | {"counted_parameters": request.model.counted_parameters}
     return {
-        **as_plain(plan),
+        **{name: value for name, value in as_plain(plan).items() if name not in ("options", "tied")},
         "request": as_plain(request) | {"model": model},
-        "options": [_option(option) for option in plan.options],
+        "options": [option_as_json(option) for option in plan.options],
+        "tied": [as_plain(option.setup) for option in plan.tied],
     }
 
 
-def _option(option: Option) -> dict[str, Any]:
+def option_as_json(option: Option) -> dict[str, Any]:
+    """One way."""
     return {
         **as_plain(option.prediction),
+        "total_s": option.prediction.total_s,
+        "low_s": option.low_s,
+        "high_s": option.high_s,
         "bottleneck": option.prediction.bottleneck,
         "memory_bytes": {**as_plain(option.memory), "total": option.memory.total},
         "fits": option.fits,

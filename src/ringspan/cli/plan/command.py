@@ -1,8 +1,6 @@
 """`ringspan plan`: will it fit, how long will it take, which algorithm, and why?"""
 
-import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,22 +11,32 @@ from click.core import ParameterSource
 from ringspan import __version__
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
-from ringspan.cli.files import OutputFile, write_json, write_text
+from ringspan.cli.files import write_json, write_text
 from ringspan.cli.page_command import command_line
-from ringspan.cli.values import parse_tokens, parsed_by
+from ringspan.cli.plan.options import (
+    device_options,
+    output_options,
+    question_options,
+    split_options,
+    work_options,
+)
+from ringspan.cli.plan.question import parse_price, parse_sweep, parse_time, request_of
 from ringspan.errors import RingspanError
 
 if TYPE_CHECKING:
-    from ringspan.planner.catalog import Model
-    from ringspan.planner.plan import Plan, Request
+    from ringspan.planner.plan import Answer, Plan, Request
+
+NO_FIT = 3  # exit code: nothing fits, or nothing answers the question
+QUESTIONS = ("target_ttft", "max_context", "max_batch", "sweep")
 
 EXAMPLES = """\b
 Examples:
   ringspan plan --model llama-3.1-405b --devices 16x8xh100 --tokens 1M --weights fp8
   ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 4K --cached 124K --explain
-  ringspan plan --model wan2.1-14b --frames 81 --size 720x1280 --devices 8xh100
+  ringspan plan --model wan2.1-14b --frames 81 --size 720x1280 --devices 8xh100 --software diffusers
   ringspan plan --model ./config.json --devices 2x8xa100 --tokens 128K --phase train --fsdp
-  ringspan plan --model dense:layers=16,heads=32,head_dim=128,mlp=16384 --batch 128 --tokens 100000 --devices 16xh100
+  ringspan plan --model llama-3.1-70b --devices 8xh100 --tokens 128K --target-ttft 10s --price h100=2.5
+  ringspan plan --model llama-3.1-8b --devices 8xh100 --tokens 128K --sweep tokens=64K,1M devices=8xh100,2x8xh100
   ringspan plan --model llama-3.1-8b --devices 2xmine.toml --tokens 16K    (mine.toml: ringspan bench calibrate)
   ringspan plan --check
 """
@@ -41,10 +49,12 @@ class _PlanCommand(Command):
         """The examples, then the names."""
         super().format_epilog(ctx, formatter)
         from ringspan.planner.catalog import device_names, load_device, load_model, model_names
+        from ringspan.planner.software import SOFTWARE
 
         for title, names in (
             ("Models", _usable(model_names(), load_model)),
             ("Devices", _usable(device_names(), load_device)),
+            ("Software", list(SOFTWARE)),
         ):
             formatter.write_paragraph()
             formatter.write_text(f"{title}: {', '.join(names)}")
@@ -63,149 +73,145 @@ def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
 
 
 @click.command(cls=_PlanCommand, epilog=EXAMPLES, context_settings={"show_default": True})
-@click.option(
-    "--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=..."
-)
-@click.option("--devices", metavar="[NODESx]COUNTxDEVICE", help="Such as 8xh100, 16x8xh100 or 2xFILE.toml.")
-@click.option(
-    "--tokens",
-    callback=parsed_by(parse_tokens),
-    metavar="N",
-    help="New tokens of a sequence; in decode, the length of its cache. 1M is 2^20.",
-)
-@click.option("--cached", callback=parsed_by(parse_tokens), metavar="P", help="In prefill: tokens cached already.")
-@click.option("--frames", type=click.IntRange(1), help="Of a video, instead of --tokens.")
-@click.option("--size", metavar="HEIGHTxWIDTH", help="Of a video, in pixels.")
-@click.option("--batch", type=click.IntRange(1), default=1, help="Sequences; 2 for a video with guidance.")
-@click.option("--phase", type=click.Choice(["prefill", "decode", "train", "denoise"]), help="[default: by the model]")
-@click.option("--tp", type=click.IntRange(1), help="Tensor parallelism.  [default: all that fit in a node are tried]")
-@click.option("--wire", type=click.Choice(["bf16", "int8", "fp8"]), default="bf16", help="K and V on their way.")
-@click.option("--weights", type=click.Choice(["bf16", "fp8", "int8", "int4"]), default="bf16", help="Of the model.")
-@click.option("--kernel", type=click.Choice(["fa2", "fa3"]), help="Attention kernel.  [default: by the device]")
-@click.option("--network", metavar="LINK", help="Between nodes, such as infiniband-hdr.  [default: by the device]")
-@click.option("--recompute/--no-recompute", default=True, help="In training: activations anew in the backward pass.")
-@click.option("--fsdp", is_flag=True, help="In training: spread weights and optimizer over all ranks.")
-@click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
-@click.option("--trace", type=OutputFile(), help="Write the timeline, for ui.perfetto.dev.")
-@click.option("--plot", type=OutputFile(".svg"), help="Write time against length and devices, SVG.")
-@click.option("--html", type=OutputFile(".html"), help="Write the plan as an interactive page.")
-@click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@work_options
+@device_options
+@split_options
+@question_options
+@output_options
+@click.argument("swept", nargs=-1, metavar="")
 @click.pass_context
-def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> None:
+def plan(ctx: click.Context, /, check: bool, rows: str | None, as_json: bool, **options: Any) -> None:
     """Say what a model will need and how long it will take, before any device is rented.
 
     Memory of a device, time of every algorithm, layout and degree, the bottleneck by name, and where another way would
-    win. Times are ranges, as wide as published measurements lie apart from predictions. Needs neither GPU nor torch.
+    win. Times are ranges that hold 80 % of published runs; ways too close to call are called ties. Needs neither GPU
+    nor torch. Exits with 3 where nothing fits.
     """
     if check:
         _refuse_others(ctx)
-        _run_check(ctx, as_json)
+        _run_check(ctx, rows, as_json)
         return
-    for name in ("model", "devices"):
-        if options[name] is None:
-            raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
-    from ringspan.planner.plan import build_plan
-
-    request = _request(options)
+    _check_options(ctx, rows, options)
+    request = request_of(options)
     if request.phase != "train" and ctx.get_parameter_source("recompute") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
-    from rich.console import Console
-
-    with Console(stderr=True).status("Planning"):  # a sign of life, if a terminal is watching
-        answer = build_plan(request)
-    if options["trace"] is not None:
-        _write_trace(answer, options["trace"])
-    if options["plot"] is not None:
-        from ringspan.cli.plan.plot import plot_plan
-
-        write_text(options["plot"], plot_plan(answer))
-    if options["html"] is not None:
-        from ringspan.page import build_plan_page
-
-        write_text(options["html"], build_plan_page(answer, command_line(ctx)))
-    if as_json:
-        from ringspan.cli.plan.as_json import plan_as_json
-
-        click.echo(json.dumps({"version": __version__, **plan_as_json(answer)}, indent=2, allow_nan=False))
+    device = request.cluster.device.id
+    price = parse_price(options["price"], device) if options["price"] is not None else None
+    if any(options[name] for name in QUESTIONS):
+        _answer(ctx, request, options, price, as_json)
         return
-    from ringspan.cli.plan.text import print_plan
-
-    print_plan(answer, new_console(), explains=options["explain"])
+    _plan(ctx, request, options, price, as_json)
 
 
 def _refuse_others(ctx: click.Context) -> None:
     """Refuse options that --check does not read."""
     for param in ctx.command.params:
         is_given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
-        if is_given and param.name not in ("check", "as_json"):
+        if is_given and param.name not in ("check", "rows", "as_json"):
             raise click.UsageError(f"{param.opts[0]} has no meaning for --check; leave it out")
 
 
-def _request(options: dict[str, Any]) -> "Request":
-    from ringspan.planner.catalog import load_model, parse_devices
-    from ringspan.planner.plan import Phase, Request
-
-    model = load_model(options["model"])
-    cluster = parse_devices(options["devices"], options["network"], options["kernel"])
-    phase: Phase = options["phase"] or ("prefill" if model.video is None else "denoise")
-    return Request(
-        model=model,
-        cluster=cluster,
-        phase=phase,
-        tokens=_tokens(model, options),
-        cached_tokens=options["cached"] or 0,
-        batch=options["batch"],
-        tp=options["tp"],
-        wire=options["wire"],
-        weights=options["weights"],
-        recomputes=options["recompute"],
-        shards_weights=options["fsdp"],
-    )
+def _check_options(ctx: click.Context, rows: str | None, options: dict[str, Any]) -> None:
+    """What is missing, does not go together, or cannot be written."""
+    if rows is not None:
+        raise click.UsageError("--rows goes with --check")
+    if options["swept"] and options["sweep"] is None:
+        raise click.UsageError(f"unexpected argument {options['swept'][0]!r}; values to sweep follow --sweep")
+    asked = [f"--{name.replace('_', '-')}" for name in QUESTIONS if options[name]]
+    if len(asked) > 1:
+        raise click.UsageError(f"{' and '.join(asked)} are two questions; ask one at a time")
+    for name in ("model", "devices"):
+        if options[name] is None:
+            raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
+    for name in ("trace", "plot", "html"):
+        if asked and options[name] is not None and (name, asked) != ("plot", ["--sweep"]):
+            raise click.UsageError(f"--{name} has no meaning for {asked[0]}; leave it out")
 
 
-def _tokens(model: "Model", options: dict[str, Any]) -> int:
-    """The tokens that were asked for, or those of the video that was."""
-    if model.video is None:
-        for name in ("frames", "size"):
-            if options[name] is not None:
-                raise click.UsageError(f"--{name}: {model.id} is not a video model; give --tokens")
-        if options["tokens"] is None:
-            raise click.UsageError("--tokens is missing; give the length of the sequence, such as --tokens 128K")
-        return int(options["tokens"])
-    if options["tokens"] is not None:
-        if options["frames"] is not None or options["size"] is not None:
-            raise click.UsageError("--tokens together with --frames or --size; give one of them")
-        return int(options["tokens"])
-    usual = model.video.usual
-    if usual is None and (options["frames"] is None or options["size"] is None):
-        raise click.UsageError(
-            f"--frames and --size are missing, and no usual size of {model.id} is known; give both, or --tokens"
-        )
-    usual_frames, *usual_size = usual or (0, 0, 0)
-    height, width = _parse_size(options["size"]) if options["size"] else usual_size
-    return model.video.count_tokens(options["frames"] or usual_frames, height, width)
+def _plan(ctx: click.Context, request: "Request", options: dict[str, Any], price: float | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from ringspan.planner.plan import build_plan, cost_of, fewest_devices
+
+    with Console(stderr=True).status("Planning"):  # a sign of life, if a terminal is watching
+        found = build_plan(request)
+        enough = None if found.best.fits else fewest_devices(request)
+    cost = cost_of(request, found.best, price) if price is not None else None
+    if options["trace"] is not None:
+        _write_trace(found, options["trace"])
+    if options["plot"] is not None:
+        from ringspan.cli.plan.plot import plot_plan
+
+        write_text(options["plot"], plot_plan(found))
+    if options["html"] is not None:
+        from ringspan.page import build_plan_page
+
+        write_text(options["html"], build_plan_page(found, command_line(ctx)))
+    if as_json:
+        from ringspan.cli.plan.as_json import as_plain, plan_as_json
+
+        more = {"cost": as_plain(cost), "fewest_devices": enough and enough.request.cluster.num_devices}
+        _echo_json({**plan_as_json(found), **more})
+    else:
+        from ringspan.cli.plan.text import print_plan
+
+        print_plan(found, new_console(), explains=options["explain"], enough=enough, cost=cost)
+    if not found.best.fits:
+        ctx.exit(NO_FIT)
 
 
-def _parse_size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
-    if found is None:
-        raise click.UsageError(f"--size {text}: expected a size; use HEIGHTxWIDTH, such as 720x1280")
-    return int(found[1]), int(found[2])
+def _answer(
+    ctx: click.Context, request: "Request", options: dict[str, Any], price: float | None, as_json: bool
+) -> None:
+    """One of the questions."""
+    from rich.console import Console
+
+    from ringspan.cli.plan.answers import answer_as_json, print_answer, print_sweep
+    from ringspan.planner.plan import fewest_devices, largest_batch, longest_context, sweep
+
+    with Console(stderr=True).status("Planning"):
+        if options["sweep"] is not None:
+            lengths, clusters = parse_sweep((options["sweep"], *options["swept"]), request)
+            answers: list[Answer] = list(sweep(request, lengths, clusters))
+        elif options["target_ttft"] is not None:
+            found = fewest_devices(request, parse_time("--target-ttft", options["target_ttft"]))
+            answers = [] if found is None else [found]
+        else:
+            found = (longest_context if options["max_context"] else largest_batch)(request)
+            answers = [] if found is None else [found]
+    question = next(name for name in QUESTIONS if options[name])
+    if options["plot"] is not None:
+        from ringspan.cli.plan.plot import plot_sweep
+
+        write_text(options["plot"], plot_sweep(answers))
+    if as_json:
+        _echo_json({"question": question, "answers": [answer_as_json(one, price) for one in answers]})
+    elif question == "sweep":
+        print_sweep(answers, price, new_console())
+    else:
+        print_answer(question, request, answers[0] if answers else None, options["target_ttft"], price, new_console())
+    if not answers or (question != "sweep" and not answers[0].option.fits):
+        ctx.exit(NO_FIT)
 
 
-def _write_trace(answer: "Plan", path: Path) -> None:
+def _echo_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps({"version": __version__, **value}, indent=2, allow_nan=False))
+
+
+def _write_trace(found: "Plan", path: Path) -> None:
     from ringspan.cli.plan.trace import trace_plan
 
-    write_json(path, trace_plan(answer, {"ringspan": __version__}))
+    write_json(path, trace_plan(found, {"ringspan": __version__}))
 
 
-def _run_check(ctx: click.Context, as_json: bool) -> None:
+def _run_check(ctx: click.Context, rows: str | None, as_json: bool) -> None:
     from ringspan.planner.published import run_check
 
-    result = run_check()
+    result = run_check(Path(rows) if rows is not None else None)
     if as_json:
-        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(result)}, indent=2, allow_nan=False))
+        from ringspan.cli.plan.as_json import as_plain
+
+        _echo_json({**as_plain(result), "is_passed": result.is_passed})
     else:
         from ringspan.cli.plan.check_text import print_check
 

@@ -10,11 +10,14 @@ from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
 from ringspan.cli.formats import format_count, format_percent, format_seconds
 from ringspan.cli.page import Page
 from ringspan.cli.tables import new_table
-from ringspan.planner.catalog import Model
-from ringspan.planner.plan import Option, Plan, Prediction, Request
+from ringspan.planner.catalog import Cluster, Model
+from ringspan.planner.plan import Answer, Cost, Option, Plan, Prediction, Request
+from ringspan.planner.plan.questions import MOST_DEVICES
 from ringspan.planner.plan.request import legal_tps
+from ringspan.planner.plan.video import whole_s
 
 TABLE_OPTIONS = 12  # rows
+MOST_TIES = 3  # that are named
 LARGE_SHARE = 0.25  # of a device's memory: what takes more is worth making smaller
 TIMES = {
     "prefill": "time to first token",
@@ -27,16 +30,24 @@ ITEMS = {
     "optimizer": "gradients, float32 copies, moments",
     "kv_cache": "KV cache",
     "activations": "activations",
+    "logits": "logits and loss",
     "attention_buffers": "buffers of attention",
     "gathered_weights": "weights gathered, of two layers",
+    "resident": "text encoder and VAE, with its work",
+    "reserve": "driver, NCCL and allocator, reserved",
 }
 
 
-def print_plan(plan: Plan, console: Console, *, explains: bool = False) -> None:
-    """Print everything; the formulas only if asked for."""
+def print_plan(
+    plan: Plan, console: Console, *, explains: bool = False, enough: Answer | None = None, cost: Cost | None = None
+) -> None:
+    """Print everything; the formulas only if asked for. `enough`: the fewest devices that hold it, if these do not."""
     page = Page(console)
     _print_title(page, plan.request)
-    _print_answer(page, plan)
+    if plan.best.fits:
+        _print_answer(page, plan, cost)
+    else:
+        _print_no_fit(page, plan, enough)
     _print_memory(page, plan)
     _print_options(page, plan)
     _print_lengths(page, plan)
@@ -48,40 +59,107 @@ def print_plan(plan: Plan, console: Console, *, explains: bool = False) -> None:
 def _print_title(page: Page, request: Request) -> None:
     model, cluster = request.model, request.cluster
     page.console.print(Text(f"{model.id}: {request.phase} on {format_count(cluster.num_devices, 'device')}", "bold"))
-    nodes = f"{format_count(cluster.nodes, 'node')} of {cluster.per_node} {cluster.device.id}"
-    heads = (
-        f"{model.num_heads} heads over {model.num_kv_heads}"
-        if model.latent is None
-        else f"{model.num_heads} heads, MLA"
-    )
-    cached = f", {request.cached_tokens:,} more cached" if request.cached_tokens else ""
     page.facts(
         [
-            ("devices", f"{nodes}, {cluster.device.near.id} inside, {cluster.device.far.id} between nodes"),
-            ("model", f"{format_count(model.layers, 'layer')}, {heads}, head_dim {model.head_dim}, {request.weights}"),
-            ("work", f"{format_count(request.tokens, 'token')}{cached}, batch {request.batch}, wire {request.wire}"),
+            ("devices", describe_devices(cluster)),
+            ("software", f"{request.software.name} with {cluster.device.attention.kernel}; {request.software.about}"),
+            ("model", _describe_model(request)),
+            ("work", _describe_work(request)),
             *(("note", note) for note in (*model.notes, *cluster.device.notes)),
         ]
     )
 
 
-def _print_answer(page: Page, plan: Plan) -> None:
+def describe_devices(cluster: Cluster) -> str:
+    """How many, and what connects them."""
+    nodes = f"{format_count(cluster.nodes, 'node')} of {cluster.per_node} {cluster.device.id}"
+    return f"{nodes}, {cluster.device.near.id} inside, {cluster.device.far.id} between nodes"
+
+
+def _describe_model(request: Request) -> str:
+    model = request.model
+    heads = f"{model.num_heads} heads over {model.num_kv_heads}"
+    if model.latent is not None:
+        heads = f"{model.num_heads} heads, MLA"
+    return f"{format_count(model.layers, 'layer')}, {heads}, head_dim {model.head_dim}, {request.weights}"
+
+
+def _describe_work(request: Request) -> str:
+    parts = [format_count(request.tokens, "token")]
+    if request.cached_tokens:
+        parts.append(f"{request.cached_tokens:,} more cached")
+    if request.chunk < request.tokens:
+        parts.append(f"{request.chunk:,} at a time")
+    video = request.model.video
+    if request.phase == "denoise" and video is not None and request.batch == video.forwards == 2:
+        parts.append("batch 2: with guidance, a step is two forwards")
+    else:
+        parts.append(f"batch {request.batch}")
+    if request.accumulate > 1:
+        parts.append(f"{request.accumulate} passes per step")
+    if request.phase in ("prefill", "decode"):
+        parts.append(f"KV cache {request.kv_cache}")
+    return ", ".join([*parts, f"wire {request.wire}"])
+
+
+def _print_answer(page: Page, plan: Plan, cost: Cost | None) -> None:
     page.section("The answer")
-    best = plan.best
-    prediction = best.prediction
-    style = "bold green" if best.fits else "bold red"
-    page.console.print(Text(f"{describe(best)}: {_range(plan, prediction.total_s)}", style))
-    rows = [(TIMES[plan.request.phase], _range(plan, prediction.total_s))]
-    if plan.request.phase != "denoise":
-        per_call = 1 if plan.request.phase == "decode" else plan.request.tokens
-        rate = per_call * plan.request.batch / prediction.total_s
-        rows.append(("tokens per second", f"{_rate(rate / plan.high)} to {_rate(rate / plan.low)}"))
-    rows += _layers(plan.request.model, prediction)
-    rows.append(("bottleneck", prediction.bottleneck))
+    best, request = plan.best, plan.request
+    mark = "✓ fits barely" if plan.fits_barely else "✓"
+    page.console.print(Text(f"{mark} {describe(best)}: {format_range(best)}", "bold green"))
+    rows = [(TIMES[request.phase], f"{format_range(best)}; estimate {format_seconds(best.prediction.total_s)}")]
+    video_s = whole_s(request, best.prediction.total_s)
+    if video_s is not None and request.model.video is not None:
+        what = f"{request.model.video.steps} steps, text encoder and VAE"
+        rows.append(("whole video", f"about {format_seconds(video_s)}: {what}"))
+    if request.phase != "denoise":
+        work = (1 if request.phase == "decode" else request.tokens) * request.batch * request.accumulate
+        rows.append(("tokens per second", f"{_rate(work / best.high_s)} to {_rate(work / best.low_s)}"))
+    rows += _layers(request.model, best.prediction)
+    rows.append(("bottleneck", best.prediction.bottleneck))
+    if cost is not None:
+        rows.append(("cost", describe_cost(cost, request)))
     page.facts(rows)
-    if not best.fits:
-        page.prose("Nothing fits into memory; this comes closest.", _way_out(plan))
+    if plan.tied:
+        names = list(dict.fromkeys(describe(option) for option in plan.tied))
+        others = f"; and {len(names) - MOST_TIES} more" if len(names) > MOST_TIES else ""
+        page.prose(
+            f"Too close to call, a tie for all that is known: {'; '.join(names[:MOST_TIES])}{others}.",
+            "A measurement on these devices with `ringspan bench calibrate` would decide.",
+        )
     page.prose(*plan.caveats)
+
+
+def _print_no_fit(page: Page, plan: Plan, enough: Answer | None) -> None:
+    """First that it does not, then from where on it would; no time, as none will be measured."""
+    page.section("The answer")
+    best, device = plan.best, plan.request.cluster.device
+    text = (
+        f"✗ does not fit: {gigabytes(best.memory.total)} of {gigabytes(device.memory_bytes)} "
+        f"on every device, by {describe(best)}"
+    )
+    page.console.print(Text(text, "bold red"))
+    if enough is None:
+        page.prose(f"No number of {device.id} up to {MOST_DEVICES:,} holds it as asked.")
+    else:
+        cluster, option = enough.request.cluster, enough.option
+        page.prose(
+            f"The fewest {device.id} that hold it are {cluster.num_devices}: {describe(option)}, "
+            f"{format_range(option)}, {gigabytes(option.memory.total)} on each."
+        )
+    page.prose("Of all ways this comes closest.", _way_out(plan))
+    page.prose(*plan.caveats)
+
+
+def describe_cost(cost: Cost, request: Request) -> str:
+    """In the currency of the price."""
+    unit = {"prefill": "request", "decode": "token", "train": "training step", "denoise": "denoising step"}
+    parts = [f"{cost.per_unit:.4g} per {unit[request.phase]}"]
+    if cost.per_video is not None:
+        parts.append(f"{cost.per_video:.4g} per video")
+    if cost.per_million_tokens is not None:
+        parts.append(f"{cost.per_million_tokens:.4g} per million tokens")
+    return ", ".join(parts)
 
 
 def _layers(model: Model, prediction: Prediction) -> Iterator[tuple[str, str]]:
@@ -107,10 +185,10 @@ def _way_out(plan: Plan) -> str:
     ways = [
         (f"--tp {tps[-1]}", ("weights", "optimizer", "gathered_weights"), request.tp not in (None, tps[-1])),
         (smaller.get(request.weights, ""), ("weights",), not is_train and request.weights in smaller),
-        ("--fsdp", ("weights", "optimizer"), is_train and not request.shards_weights),
+        ("--fsdp", ("weights", "optimizer"), request.phase in ("train", "denoise") and not request.shards_weights),
         ("--recompute", ("activations",), is_train and not request.recomputes),
         ("a smaller --batch", ("kv_cache", "activations", "attention_buffers"), request.batch > 1),
-        ("fewer --tokens", ("kv_cache", "activations", "attention_buffers"), True),
+        ("fewer --tokens", ("kv_cache", "activations", "attention_buffers", "logits"), True),
         ("more devices, or such with more memory", memory._fields, True),
     ]
     helpful = [way for way, items, is_left in ways if is_left and large.intersection(items)]
@@ -136,9 +214,9 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def _range(plan: Plan, seconds: float) -> str:
-    low, high = seconds * plan.low, seconds * plan.high
-    return f"{format_seconds(low)} to {format_seconds(high)}"
+def format_range(option: Option) -> str:
+    """Of the middle 80 %."""
+    return f"{format_seconds(option.low_s)} to {format_seconds(option.high_s)}"
 
 
 def _print_memory(page: Page, plan: Plan) -> None:
@@ -147,12 +225,12 @@ def _print_memory(page: Page, plan: Plan) -> None:
     room = plan.request.cluster.device.memory_bytes
     for name, value in zip(plan.best.memory._fields, plan.best.memory, strict=True):
         if value:
-            table.add_row(ITEMS[name], _gigabytes(value), format_percent(value / room))
+            table.add_row(ITEMS[name], gigabytes(value), format_percent(value / room))
     total = plan.best.memory.total
-    verdict = "✓ fits" if plan.best.fits else "✗ does not fit"
-    table.add_row("in all", _gigabytes(total), format_percent(total / room), style="bold")
+    table.add_row("in all", gigabytes(total), format_percent(total / room), style="bold")
     page.show(table)
-    page.prose(f"{verdict} into {_gigabytes(room)}; what a driver and an allocator keep for themselves is not counted.")
+    verdict = "✓ fits barely" if plan.fits_barely else "✓ fits" if plan.best.fits else "✗ does not fit"
+    page.prose(f"{verdict} into {gigabytes(room)}.")
     if plan.longest_tokens is not None:
         most = f"The longest sequence that fits this way is {plan.longest_tokens:,} tokens"
         limit = plan.request.model.max_tokens
@@ -174,7 +252,7 @@ def _print_options(page: Page, plan: Plan) -> None:
             format_seconds(it.attention_s),
             format_seconds(it.attention_s - it.attention_compute_s),
             format_seconds(it.layer_s - it.attention_s),
-            _gigabytes(option.memory.total),
+            gigabytes(option.memory.total),
             "✓" if option.fits else "✗",
         )
     page.show(table)
@@ -197,10 +275,10 @@ def _print_lengths(page: Page, plan: Plan) -> None:
     setup = plan.best.setup
     alone = "one device" if setup.tp == 1 else f"one group of {setup.tp} devices"
     if plan.break_even_tokens is not None:
-        if plan.break_even_tokens == 1:
-            page.prose(f"This way beats {alone} at any length.")
-        else:
-            page.prose(f"Below about {plan.break_even_tokens:,} tokens {alone} is faster.")
+        page.prose(
+            f"From about {plan.break_even_tokens:,} tokens on this way is clearly faster than {alone}; with fewer the "
+            "two are too close to call, or that is faster."
+        )
     if plan.crossing is not None:
         keys, new, always = plan.crossing
         if new is None:
@@ -236,5 +314,6 @@ def _print_recipes(page: Page, plan: Plan) -> None:
             page.facts([("", f"({caveat})")])
 
 
-def _gigabytes(number: float) -> str:
+def gigabytes(number: float) -> str:
+    """Bytes for readers."""
     return f"{number / 1e9:,.1f} GB" if number >= 1e8 else f"{number / 1e6:,.1f} MB"

@@ -18,6 +18,8 @@ from ringspan.page.plan_timeline import setup_timeline
 from ringspan.planner.plan import Plan
 from ringspan.planner.timeline import Timeline
 
+MOST_RANKS = 64
+
 
 def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:
     """One layer's attention of the best way, forward."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ringspan.errors import UnsupportedError
-from ringspan.planner.catalog.files import dense_ratio, find, plain, read_data
+from ringspan.planner.catalog.files import find, plain, read_data
 from ringspan.planner.catalog.shapes import Experts, Latent, Model, Video, Window
 
 VIDEO_CLASSES = {  # class in a diffusers config: the catalogue entry with the same VAE and text encoder
@@ -279,7 +279,7 @@ class _Config:
             usual,
         )
         notes: tuple[str, ...] = (
-            f"VAE strides, text tokens, usual size and speed of dense work are those of {kin['id']}, of the catalogue",
+            f"VAE strides, text tokens and usual size are those of {kin['id']}, of the catalogue",
         )
         if "ffn_dim" not in self.config and "mlp_ratio" not in self.config:
             notes += ("mlp_ratio is not in the config; 4, as the class of diffusers has it",)
@@ -294,7 +294,6 @@ class _Config:
             mlp_size=mlp,
             mlp_matrices=2,
             video=video,
-            dense_ratio=dense_ratio(kin["id"]),
             notes=notes,
         )
 

@@ -1,17 +1,21 @@
 """How fast are devices and links? By name, with the share of their peak that they reach.
 
-Peaks and line rates come from `devices.toml`; the shares reached from `curves.toml`, which `benchmarks/fit_curves.py`
-writes from published measurements; unmeasured choices (kernel, network) from `defaults.toml`. A file of `ringspan bench
-calibrate` replaces all three.
+Peaks and line rates come from `devices.toml`; what is reached of them from the fitted constants; choices that are
+nobody's measurement (which network) from `defaults.toml`. A file that `ringspan bench calibrate` wrote takes the place
+of all three.
 """
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.planner.catalog.constants import Constants, fitted
 from ringspan.planner.catalog.files import find, plain, read_data, read_toml, unverified
+from ringspan.planner.catalog.kernels import Attention, Silicon, attention_curve
+from ringspan.planner.catalog.links import Link, load_network, load_scale_up
 
 MOST_DEVICES = 2**14
 LARGEST_FIGURE = 1e30  # in a calibrated file, and 1/it the smallest, so that products of a few stay finite
@@ -20,37 +24,6 @@ MAY_BE_0 = (  # figures of a calibrated file that may be 0
     *("latency_s", "steals", "call_s", "softmax_dims", "ramp_full_tokens", "ramp_causal_tokens"),
     *("backward_ramp_full_tokens", "backward_ramp_causal_tokens"),
 )
-
-
-class Link(NamedTuple):
-    """One direction of a device's link: a message of n bytes takes latency_s + n / bytes_per_s.
-
-    An exchange is a step in which every rank sends to several others; it uses more of a link than single messages do.
-    `steals` is compute lost per second of a message: a CPU that carries messages computes less.
-    """
-
-    id: str
-    bytes_per_s: float
-    latency_s: float
-    exchange_bytes_per_s: float
-    exchange_latency_s: float
-    line_bytes_per_s: float
-    steals: float = 0.0
-
-
-class Attention(NamedTuple):
-    """How fast a kernel attends on a device; see `cost.attention_flops_per_s`."""
-
-    kernel: str
-    flops_per_s: float  # for long full tiles of infinitely wide heads
-    softmax_dims: float
-    ramp_full_tokens: float
-    ramp_causal_tokens: float
-    backward_ratio: float
-    backward_ramp_full_tokens: float
-    backward_ramp_causal_tokens: float
-    wide_head_ratio: float
-    call_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +40,12 @@ class Device:
     near: Link
     far: Link
     node_size: int
+    constants: Constants
+    has_curve: bool = False  # whether the kernel was measured on this device, or comes from peaks alone
     notes: tuple[str, ...] = ()
+
+
+MATMUL_SHARE = 0.8  # of the peak, where no matrix product was measured: the median of those in devices.toml that were
 
 
 class Cluster(NamedTuple):
@@ -82,8 +60,8 @@ class Cluster(NamedTuple):
         return self.nodes * self.per_node
 
 
-def parse_devices(text: str, network: str | None = None, kernel: str | None = None) -> Cluster:
-    """Parse NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
+def parse_devices(text: str, network: str | None = None, kernel: str | None = None, link: str | None = None) -> Cluster:
+    """NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
     found = re.fullmatch(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?(.+)", text.strip())
     if found is None or found[1] is None or found[3].startswith("-"):
         raise ShapeError(
@@ -92,7 +70,7 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
             value=text,
             remedy="use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100",
         )
-    device = load_device(found[3], network, kernel)
+    device = load_device(found[3], network, kernel, link)
     if found[2] is not None:
         nodes, per_node = int(found[1]), int(found[2])
     else:
@@ -120,22 +98,31 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
     return Cluster(nodes, per_node, device)
 
 
-def load_device(name: str, network: str | None = None, kernel: str | None = None) -> Device:
-    """Load a device of the catalogue by id or alias, or from the path of a calibrated file."""
+def load_device(
+    name: str,
+    network: str | None = None,
+    kernel: str | None = None,
+    link: str | None = None,
+    constants: Constants | None = None,
+) -> Device:
+    """A device of the catalogue by id or alias, or the path of a calibrated file."""
     if name.endswith(".toml"):
-        for argument, value in (("network", network), ("kernel", kernel)):
+        for argument, value in (("network", network), ("kernel", kernel), ("link", link)):
             if value is not None:
                 raise UnsupportedError(
                     f"{name} has its own, as measured", argument=argument, value=value, remedy="leave it out"
                 )
         return _read_calibrated(Path(name))
-    data, defaults, curves = (read_data(file) for file in ("devices.toml", "defaults.toml", "curves.toml"))
+    return _load_device(name, network, kernel, link, constants or fitted())
+
+
+@lru_cache(maxsize=512)
+def _load_device(name: str, network: str | None, kernel: str | None, link: str | None, constants: Constants) -> Device:
+    data, defaults = read_data("devices.toml"), read_data("defaults.toml")
     name = defaults["alias"].get(name.lower(), name.lower())
     entry = find([*data["device"], *_aliases(defaults)], name, "device")
     figures = plain(entry)
-    notes = [f"{name}: {figures['notes']}"] if "notes" in figures else []
     doubtful = unverified(entry)
-    notes += [f"{name}: not confirmed: {', '.join(doubtful)}"] if doubtful else []
     peak = figures.get("peak_bf16_dense_flops_per_s", figures.get("peak_fp16_dense_flops_per_s"))
     memory = defaults["memory"].get(name, {})
     memory_bytes = figures.get("memory_bytes", memory.get("bytes"))
@@ -146,20 +133,28 @@ def load_device(name: str, network: str | None = None, kernel: str | None = None
                 f"{name}: the catalogue has no {key} for it; use another device, or a calibrated file"
             )
     assert peak is not None
-    attention, note = _attention(name, peak, kernel or defaults["kernel"].get(name, defaults["kernel"]["default"]))
-    notes += [note] if note else []
-    reached = curves["memory"]["efficiency"] * memory_rate
+    assert memory_bytes is not None
+    silicon = Silicon(figures.get("family", "unknown"), peak, figures.get("exponentials_per_s"))
+    if kernel in (None, "newest"):
+        kernel = "fa3" if kernel and silicon.family == "hopper" else "fa2"
+    assert kernel is not None
+    has_curve = name in defaults["measured_kernels"][kernel] if kernel in defaults["measured_kernels"] else False
+    notes = [f"{name}: {figures['notes']}"] if "notes" in figures else []
+    notes += [f"{name}: not confirmed: {', '.join(doubtful)}"] if doubtful else []
+    notes += [] if has_curve else [f"no measurement of {kernel} on {name}: from its peak and exponentials"]
     return Device(
         id=name,
-        attention=attention,
-        dense_flops_per_s=curves["dense"]["efficiency"] * peak,
+        attention=attention_curve(name, kernel, silicon, constants),
+        dense_flops_per_s=constants.dense_share * figures.get("measured_bf16_matmul_flops_per_s", MATMUL_SHARE * peak),
         fp8_ratio=defaults["fp8"].get(name, 1.0),
         memory_bytes=memory_bytes,
-        memory_bytes_per_s=reached,
-        merge_bytes_per_s=reached,
-        near=_scale_up(name, figures),
-        far=load_link(network or defaults["network"].get(name, defaults["network"]["default"])),
-        node_size=defaults["node_size"],
+        memory_bytes_per_s=constants.memory_share * memory_rate,
+        merge_bytes_per_s=constants.memory_share * memory_rate,
+        near=_scale_up(name, figures, link, constants),
+        far=load_network(network or defaults["network"].get(name, defaults["network"]["default"]), constants),
+        node_size=figures.get("node_size", defaults["node_size"]),
+        constants=constants,
+        has_curve=has_curve,
         notes=tuple(notes),
     )
 
@@ -169,74 +164,21 @@ def device_names() -> list[str]:
     return [*read_data("defaults.toml")["alias"], *(entry["id"] for entry in read_data("devices.toml")["device"])]
 
 
-def load_link(name: str) -> Link:
-    """Load a network between nodes by id, with the share of its line rate that messages reach."""
-    figures = plain(find(read_data("devices.toml")["link"], name, "link"))
-    return _link(name, figures["one_way_bytes_per_s"], read_data("curves.toml")["network"]["efficiency"])
-
-
 def _aliases(defaults: dict[str, Any]) -> list[dict[str, Any]]:
     """Return aliases as entries, so that suggestions include them."""
     return [{"id": alias} for alias in defaults["alias"]]
 
 
-def _attention(name: str, peak: float, kernel: str) -> tuple[Attention, str]:
-    curves = read_data("curves.toml")["attention"]
-    if kernel not in curves:
-        raise UnsupportedError(
-            "no measured curve of this kernel is known",
-            argument="kernel",
-            value=kernel,
-            remedy=f"use one of {', '.join(curves)}",
-        )
-    curve, known = curves[kernel], curves[kernel]["efficiency"]
-    note = ""
-    efficiency = known.get(name)
-    if efficiency is None:
-        kin = read_data("defaults.toml")["kin"]
-        other = kin.get(name, kin["default"])
-        if other not in known:
-            other = kin["default"]
-        efficiency = known[other]
-        note = f"no measurement of {kernel} on {name}: taken to reach the share of its peak that {other} does"
-    second = curves["fa2"]
-    return Attention(
-        kernel=kernel,
-        flops_per_s=efficiency * peak,
-        softmax_dims=curve["softmax_dims"],
-        ramp_full_tokens=curve["ramp_full_tokens"],
-        ramp_causal_tokens=curve["ramp_causal_tokens"],
-        backward_ratio=second["backward_ratio"],
-        backward_ramp_full_tokens=second["backward_ramp_full_tokens"],
-        backward_ramp_causal_tokens=second["backward_ramp_causal_tokens"],
-        wide_head_ratio=curve.get("wide_head_ratio", 1.0),
-    ), note
-
-
-def _scale_up(name: str, figures: dict[str, Any]) -> Link:
-    """Return the link inside a node; a ring or a single send uses one peer's share if each peer has its own link."""
-    rate = figures.get("scale_up_per_peer_one_way_bytes_per_s", figures.get("scale_up_one_way_bytes_per_s"))
-    link = figures.get("scale_up_link", read_data("defaults.toml")["scale_up"].get(name))
-    if link is None:
+def _scale_up(name: str, figures: dict[str, Any], link: str | None, constants: Constants) -> Link:
+    """The link that was asked for, or the device's own with its own rates."""
+    if link is not None:
+        return load_scale_up(link, constants)
+    own = figures.get("scale_up_link", read_data("defaults.toml")["scale_up"].get(name))
+    if own is None:
         raise UnsupportedError(f"{name}: the catalogue names no link between its devices; use another device")
-    if rate is None:
-        rate = plain(find(read_data("devices.toml")["link"], link, "link"))["one_way_bytes_per_s"]
-    reached = _link(link, rate, read_data("curves.toml")["scale_up"]["efficiency"])
-    together = figures.get("scale_up_one_way_bytes_per_s", rate) / rate
-    return reached._replace(exchange_bytes_per_s=reached.bytes_per_s * together)
-
-
-def _link(name: str, line_rate: float, efficiency: float) -> Link:
-    curve = read_data("curves.toml")["network"]
-    exchange = max(efficiency, curve["exchange_efficiency"])
-    return Link(
-        name,
-        efficiency * line_rate,
-        curve["latency_s"],
-        exchange * line_rate,
-        curve["exchange_latency_s"],
-        line_rate,
-    )
+    together = figures.get("scale_up_one_way_bytes_per_s")
+    rate = figures.get("scale_up_per_peer_one_way_bytes_per_s", together)
+    return load_scale_up(own, constants, rate=rate, together=together)
 
 
 def _read_calibrated(path: Path) -> Device:
@@ -257,6 +199,8 @@ def _read_calibrated(path: Path) -> Device:
             near=near,
             far=near,
             node_size=int(_figure(path, data, "node_size")),
+            constants=fitted(),
+            has_curve=True,
             notes=tuple(data.get("notes", ())),
         )
     except (KeyError, TypeError, ValueError) as error:

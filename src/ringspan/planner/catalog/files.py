@@ -45,12 +45,6 @@ def unverified(entry: Entry) -> tuple[str, ...]:
     return tuple(key for key, value in entry.items() if isinstance(value, dict) and not value.get("verified", True))
 
 
-def dense_ratio(model: str) -> float:
-    """Return the speed of a model's projections and MLP relative to other models, from a published one-GPU run."""
-    ratio: float = read_data("curves.toml")["dense"]["model"].get(model, 1.0)
-    return ratio
-
-
 def find(entries: Iterable[Entry], name: str, what: str) -> Entry:
     """Return the entry with an id; refuse an unknown id with the nearest ones."""
     by_id = {entry["id"]: entry for entry in entries}

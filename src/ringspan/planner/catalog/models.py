@@ -11,8 +11,8 @@ from typing import Any
 
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog.config import read_config
-from ringspan.planner.catalog.files import dense_ratio, find, plain, read_data, unverified
-from ringspan.planner.catalog.shapes import Experts, Model, Video, Window
+from ringspan.planner.catalog.files import find, plain, read_data, unverified
+from ringspan.planner.catalog.shapes import Experts, Latent, Model, Video, Window
 
 DENSE_KEYS = ("layers", "heads", "kv_heads", "head_dim", "hidden", "mlp", "mlp_matrices", "vocab")
 DENSE_FORM = (
@@ -32,7 +32,7 @@ def load_model(name: str) -> Model:
     entry = find([*data["llm"], *data["video_dit"]], name.lower(), "model")
     figures = plain(entry)
     model = _video_model(figures) if entry["id"] in videos else _llm(figures)
-    return model_with_notes(dataclasses.replace(model, dense_ratio=dense_ratio(model.id)), unverified(entry))
+    return model_with_notes(model, unverified(entry))
 
 
 def model_names() -> list[str]:
@@ -51,17 +51,22 @@ def model_with_notes(model: Model, doubtful: Iterable[str]) -> Model:
 
 
 def _llm(figures: dict[str, Any]) -> Model:
+    latent = None
     if figures["attention"] == "mla":
-        raise UnsupportedError(
-            f"{figures['id']}: the catalogue has no q_lora_rank and no count of dense layers for it, so its weights "
-            "cannot be counted; give the path of its config.json, which has them"
-        )
+        _need(figures, "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+        rope_dim = figures["qk_rope_head_dim"]
+        latent = Latent(figures["q_lora_rank"], figures["kv_lora_rank"], figures["qk_head_dim"] - rope_dim, rope_dim)
+        figures = figures | {"heads_kv": figures["heads_q"], "head_dim": figures["qk_head_dim"]}
     _need(figures, "layers", "heads_q", "heads_kv", "head_dim", "hidden_size")
     experts = None
     if "moe_mlp_size" in figures:
         _need(figures, "experts", "experts_per_token")
         experts = Experts(
-            figures["experts"], figures["experts_per_token"], figures["moe_mlp_size"], figures.get("shared_experts", 0)
+            figures["experts"],
+            figures["experts_per_token"],
+            figures["moe_mlp_size"],
+            figures.get("shared_experts", 0),
+            figures.get("dense_layers", 0),
         )
     else:
         _need(figures, "mlp_size")
@@ -70,21 +75,28 @@ def _llm(figures: dict[str, Any]) -> Model:
         _need(figures, "full_attention_every_n_layers")
         full_layers = figures["layers"] // figures["full_attention_every_n_layers"]
         window = Window(figures["sliding_window_tokens"], full_layers)
-    notes = () if "parameters" in figures else ("embeddings are not counted: the vocabulary is not in the catalogue",)
+    notes = []
+    if "vocab_size" not in figures:
+        notes.append("embeddings are not counted: the vocabulary is not in the catalogue")
+    if figures.get("is_chunked"):
+        notes.append("layers that attend within chunks are planned as windows: up to twice their attention")
     return Model(
         id=figures["id"],
         layers=figures["layers"],
         num_heads=figures["heads_q"],
         num_kv_heads=figures["heads_kv"],
         head_dim=figures["head_dim"],
-        v_head_dim=figures["head_dim"],
+        v_head_dim=figures.get("v_head_dim", figures["head_dim"]),
         hidden_size=figures["hidden_size"],
         mlp_size=figures.get("mlp_size", 0),
         experts=experts,
+        latent=latent,
         window=window,
+        vocab_size=figures.get("vocab_size"),
+        is_tied=figures.get("tied_embeddings", False),
         parameters=figures.get("parameters"),
         max_tokens=figures.get("max_position_tokens"),
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
@@ -107,6 +119,11 @@ def _video_model(figures: dict[str, Any]) -> Model:
         text_tokens=figures["text_tokens"],
         is_text_joint=figures["text_mode"] == "joint",
         usual=usual,
+        forwards=figures.get("forwards", 1),
+        steps=figures.get("steps"),
+        models=figures.get("models", 1),
+        encoder_parameters=figures.get("text_encoder_parameters"),
+        vae_parameters=figures.get("vae_parameters"),
     )
     layers = figures.get("layers") or figures["double_blocks"] + figures["single_blocks"]
     return Model(
@@ -121,7 +138,6 @@ def _video_model(figures: dict[str, Any]) -> Model:
         mlp_matrices=2,
         video=video,
         parameters=figures.get("parameters"),
-        notes=("text encoder, VAE and embeddings are not counted",),
     )
 
 

@@ -49,6 +49,11 @@ class Video(NamedTuple):
     text_tokens: int
     is_text_joint: bool
     usual: tuple[int, int, int] | None  # frames, height, width
+    forwards: int = 1  # of a denoising step: 2 with classifier-free guidance, with and without the text
+    steps: int | None = None  # of a video, where its pipeline has a default
+    models: int = 1  # transformers of a pipeline, one after the other (Wan2.2: high and low noise)
+    encoder_parameters: int | None = None  # of the text encoder
+    vae_parameters: int | None = None
 
     def count_tokens(self, frames: int, height: int, width: int) -> int:
         """((frames - 1)/stride + 1)/patch_t · height/(stride · patch_h) · width/(stride · patch_w), and joint text."""
@@ -109,7 +114,6 @@ class Model:
     is_tied: bool = False
     parameters: int | None = None  # as published; counted if None
     max_tokens: int | None = None
-    dense_ratio: float = 1.0  # speed of projections and MLP relative to other models on the same device
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -171,14 +175,33 @@ class Model:
             queries = hidden * width if q_rank is None else hidden * q_rank + q_rank * width
             return queries + hidden * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + self.v_head_dim) + out
         own = hidden * heads * self.head_dim + hidden * self.kv_elements + out
-        is_crossed = self.video is not None and not self.video.is_text_joint
-        return 2 * own if is_crossed else own
+        return 2 * own if self._is_crossed else own
+
+    @property
+    def projected_parameters(self) -> int:
+        """Of these, the weights that a token meets: keys and values of text on the side are projected from text."""
+        if not self._is_crossed:
+            return self.attention_parameters
+        return self.attention_parameters - self.hidden_size * self.kv_elements
+
+    @property
+    def _is_crossed(self) -> bool:
+        return self.video is not None and not self.video.is_text_joint
 
     @property
     def counted_parameters(self) -> int:
-        """All parameters: layers, and embeddings if the size of the vocabulary is known."""
-        embeddings = (self.vocab_size or 0) * self.hidden_size * (1 if self.is_tied else 2)
-        return self.layers * self.attention_parameters + self.mlp_parameters + embeddings
+        """All weights: layers, and embeddings where the size of the vocabulary is known."""
+        return self.layers * self.attention_parameters + self.mlp_parameters + self.embedding_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of words going in and coming out, which are the same where they are tied."""
+        return (self.vocab_size or 0) * self.hidden_size * (1 if self.is_tied else 2)
+
+    @property
+    def layer_parameters(self) -> float:
+        """Of one layer on average."""
+        return ((self.parameters or self.counted_parameters) - self.embedding_parameters) / self.layers
 
     @property
     def mlp_parameters(self) -> int:

@@ -1,15 +1,29 @@
 """Will it fit, how long will it take, which algorithm, and why?"""
 
-from ringspan.planner.plan.build import Crossing, Option, Plan, build_plan
+from ringspan.planner.plan.ask import make_request, plan
+from ringspan.planner.plan.build import Option, Plan, build_plan
 from ringspan.planner.plan.candidates import Illegal
 from ringspan.planner.plan.explain import Line
+from ringspan.planner.plan.lengths import Crossing
 from ringspan.planner.plan.memory import Memory, count_memory
-from ringspan.planner.plan.predict import Pass, Prediction, predict, timeline_of
+from ringspan.planner.plan.passes import Pass, timeline_of
+from ringspan.planner.plan.predict import Prediction, predict
+from ringspan.planner.plan.questions import (
+    Answer,
+    Cost,
+    cost_of,
+    fewest_devices,
+    largest_batch,
+    longest_context,
+    sweep,
+)
 from ringspan.planner.plan.request import PHASES, Phase, Request, Setup
 from ringspan.planner.plan.settings import Recipe
 
 __all__ = [
     "PHASES",
+    "Answer",
+    "Cost",
     "Crossing",
     "Illegal",
     "Line",
@@ -23,7 +37,14 @@ __all__ = [
     "Request",
     "Setup",
     "build_plan",
+    "cost_of",
     "count_memory",
+    "fewest_devices",
+    "largest_batch",
+    "longest_context",
+    "make_request",
+    "plan",
     "predict",
+    "sweep",
     "timeline_of",
 ]

@@ -7,7 +7,7 @@ from ringspan.algorithms import ALGORITHMS, BY_QUERY, Algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
-from ringspan.planner.plan.predict import shard_of
+from ringspan.planner.plan.passes import shard_of
 from ringspan.planner.plan.request import Request, Setup, legal_tps
 from ringspan.planner.timeline import check_priced
 from ringspan.schedule import Heads
@@ -68,7 +68,11 @@ def _of_ranks(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> It
 
 def _planned(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> Iterator[Algorithm]:
     """The algorithms that can be priced for so many ranks."""
+    has = request.software.algorithms
     for record in ALGORITHMS.values():
+        if has and record.name not in has:
+            illegal[_spell(record)] = f"{request.software.name} has none"
+            continue
         if record.most_ranks is not None and cp > record.most_ranks:
             illegal[_spell(record)] = f"not planned beyond {record.most_ranks:,} ranks: its buffers grow with the group"
             continue

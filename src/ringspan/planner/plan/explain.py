@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from ringspan.planner.cost import WIDE_HEAD_DIM, attention_flops, attention_flops_per_s, full_flops_per_s, ring_hides_at
 from ringspan.planner.plan.memory import Memory, bytes_per_parameter
-from ringspan.planner.plan.predict import Prediction, ring_of, sequence_of, shard_of
-from ringspan.planner.plan.request import Request
+from ringspan.planner.plan.passes import ring_of, sequence_of, shard_of
+from ringspan.planner.plan.predict import Prediction
+from ringspan.planner.plan.request import CACHE_BYTES, Request
 
 
 class Line(NamedTuple):
@@ -41,10 +42,15 @@ def _explain_memory(request: Request, prediction: Prediction, memory: Memory, kv
         numbers += f" / {setup.cp * setup.copies}"
     yield Line("weights", formula, f"{numbers} = {memory.weights:.4g} bytes")
     if memory.kv_cache:
+        layers, formula = f"{model.full_layers} · {kv_len:,}", "layers · tokens / ranks"
+        size = CACHE_BYTES[request.kv_cache]
+        if model.window is not None:
+            kept = -(-min(request.tokens + request.cached_tokens, model.window.tokens) // setup.cp)
+            layers, formula = f"({layers} + {model.layers - model.full_layers} · {kept:,})", f"({formula} + of windows)"
         yield Line(
             "KV cache",
-            "layers · tokens / ranks · elements · batch · 2 bytes",
-            f"{model.layers} · {kv_len:,} · {shard.kv_elements} · {shard.batch} · 2 = {memory.kv_cache:.4g} bytes",
+            f"{formula} · elements · batch · bytes",
+            f"{layers} · {shard.kv_elements} · {shard.batch} · {size:g} = {memory.kv_cache:.4g} bytes",
         )
 
 
@@ -90,35 +96,60 @@ def _explain_messages(request: Request, prediction: Prediction, kv_len: int) -> 
 
 
 def _explain_layers(request: Request, prediction: Prediction) -> Iterator[Line]:
-    model, dense, cross_s = request.model, prediction.dense, prediction.cross_attention_s
+    model, dense = request.model, prediction.dense
     yield Line(
         "attention of a layer",
         "timeline: compute + messages not hidden + waiting",
         f"{prediction.attention_compute_s:.4g} + {prediction.attention_exposed_s:.4g} + "
         f"{prediction.attention_bubble_s:.4g} = {prediction.attention_s:.4g} s",
     )
-    formula = "matrix products + elementwise + all-reduces"
-    numbers = f"{dense.matmul_s:.4g} + {dense.elementwise_s:.4g} + {dense.all_reduce_s:.4g}"
-    if cross_s:
-        formula, numbers = f"{formula} + cross-attention", f"{numbers} + {cross_s:.4g}"
-    rest_s = dense.total_s + cross_s
-    yield Line("the rest of a layer", formula, f"{numbers} = {rest_s:.4g} s")
+    rest = {
+        "matrix products": dense.matmul_s,
+        "elementwise": dense.elementwise_s,
+        "all-reduces": dense.all_reduce_s,
+        "cross-attention": prediction.cross_attention_s,
+        "host": prediction.host_s,
+    }
+    kept = {name: seconds for name, seconds in rest.items() if seconds or name in ("matrix products", "elementwise")}
+    rest_s = prediction.layer_s - prediction.attention_s
+    numbers = " + ".join(f"{seconds:.4g}" for seconds in kept.values())
+    yield Line("the rest of a layer", " + ".join(kept), f"{numbers} = {rest_s:.4g} s")
     formula, numbers = "full layers · attention", f"{model.full_layers} · {prediction.attention_s:.4g}"
     if model.window is not None:
         formula += " + sliding layers · theirs"
         numbers += f" + {model.layers - model.full_layers} · {prediction.window_attention_s:.4g}"
+    formula, numbers = f"{formula} + layers · rest", f"{numbers} + {model.layers} · {rest_s:.4g}"
+    if prediction.logits_s:
+        formula, numbers = f"{formula} + logits", f"{numbers} + {prediction.logits_s:.4g}"
+    total_s = prediction.forward.total_s
+    if request.chunk < request.tokens:
+        formula, total_s = f"{formula}, of the last chunk", _last_s(request, prediction)
     yield Line(
-        "forward" if request.phase == "train" else "in all",
-        f"{formula} + layers · rest",
-        f"{numbers} + {model.layers} · {rest_s:.4g} = {prediction.forward.total_s:.4g} s",
+        "forward" if request.phase == "train" or request.chunk < request.tokens else "in all",
+        formula,
+        f"{numbers} = {total_s:.4g} s",
     )
+    if request.chunk < request.tokens:
+        count = -(-request.tokens // request.chunk)
+        yield Line(
+            "in all", f"the sum of {count} chunks", f"{prediction.forward.total_s:.4g} = {prediction.total_s:.4g} s"
+        )
+
+
+def _last_s(request: Request, prediction: Prediction) -> float:
+    """Of the last chunk."""
+    model = request.model
+    sliding = model.layers - model.full_layers
+    attention_s = model.full_layers * prediction.attention_s + sliding * prediction.window_attention_s
+    rest_s = prediction.layer_s - prediction.attention_s
+    return attention_s + model.layers * rest_s + prediction.logits_s
 
 
 def _explain_training(request: Request, prediction: Prediction) -> Iterator[Line]:
     forward, backward = prediction.forward, prediction.backward
     yield Line(
         "backward",
-        "attention of all layers + layers · (2 · (matrix products + elementwise) + all-reduces)",
+        "attention of all layers + layers · (2 · (matrix products + elementwise) + all-reduces + host)",
         f"{sum(backward[:3]):.4g} + {sum(backward[3:]):.4g} = {backward.total_s:.4g} s",
     )
     added, added_s = "reducing gradients", prediction.gradients_s
@@ -126,7 +157,7 @@ def _explain_training(request: Request, prediction: Prediction) -> Iterator[Line
         added, added_s = "gathering weights and scattering gradients", prediction.sharding_s
     yield Line(
         "in all",
-        f"passes · forward + backward + {added}, not hidden",
-        f"{prediction.num_forwards} · {forward.total_s:.4g} + {backward.total_s:.4g} + {added_s:.4g} = "
+        f"forward + once more + backward + {added}, not hidden",
+        f"{forward.total_s:.4g} + {prediction.again.total_s:.4g} + {backward.total_s:.4g} + {added_s:.4g} = "
         f"{prediction.total_s:.4g} s",
     )

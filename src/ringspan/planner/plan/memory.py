@@ -9,10 +9,17 @@ from typing import NamedTuple
 
 from ringspan.algorithms import BufferSizes, find_algorithm
 from ringspan.planner.cost import TRAINING_BYTES, WEIGHT_BYTES, Shard
-from ringspan.planner.plan.predict import shard_of
-from ringspan.planner.plan.request import Request, Setup
+from ringspan.planner.plan.passes import shard_of
+from ringspan.planner.plan.request import CACHE_BYTES, Request, Setup
 
 SLAB_BYTES = 2**28  # what a kernel may return at once on a GPU, before it is merged
+RESERVE_BYTES = 1.5e9  # unconfirmed: a CUDA context and the buffers of NCCL
+RESERVE_SHARE = 0.03  # unconfirmed: of the memory, lost between the blocks of the allocator
+BARELY = 0.95  # of the memory: what takes more fits barely
+LOGIT_BYTES = 10  # per token and word in training: bf16 logits 2, float32 for the loss 4, their gradient 4
+# Per element of the hidden size of a video model in eager mode: residual, norm and its modulation in float32 (4 + 4
+# + 4), q, k, v in bf16 (6), q and k rotated in float64 (2 · 8 + 8), out (2).
+EAGER_VIDEO_BYTES = 44
 
 
 class Memory(NamedTuple):
@@ -22,13 +29,24 @@ class Memory(NamedTuple):
     optimizer: float  # gradients, float32 copies and moments
     kv_cache: float
     activations: float
+    logits: float
     attention_buffers: float
     gathered_weights: float  # of two layers, where all are sharded
+    resident: float  # text encoder and VAE of a video pipeline, and the VAE's work
+    reserve: float  # driver, communication library and allocator
 
     @property
     def total(self) -> float:
         """All of it."""
         return sum(self)
+
+    def fits(self, room: float) -> bool:
+        """Whether a device of so much memory holds it."""
+        return self.total <= room
+
+    def fits_barely(self, room: float) -> bool:
+        """Whether it fits, with less to spare than estimates are off."""
+        return BARELY * room < self.total <= room
 
 
 def count_memory(request: Request, setup: Setup) -> Memory:
@@ -38,22 +56,55 @@ def count_memory(request: Request, setup: Setup) -> Memory:
     per_parameter = bytes_per_parameter(request)
     sharers = setup.cp * setup.copies if request.shards_weights else 1
     holders = setup.tp * sharers
-    new_len = 1 if request.phase == "decode" else -(-request.tokens // setup.cp)
+    new_len = 1 if request.phase == "decode" else -(-min(request.tokens, request.chunk) // setup.cp)
     cached = request.tokens if request.phase == "decode" else request.tokens + request.cached_tokens
     kv_len = -(-cached // setup.cp)
     gathered_layers = min(2, model.layers) if sharers > 1 else 0
     optimizer = 0.0
     if request.phase == "train":
         optimizer = (TRAINING_BYTES - per_parameter) * parameters / holders
-    is_cached = request.phase in ("prefill", "decode")
+    num_models = model.video.models if model.video is not None else 1
+    room = request.cluster.device.memory_bytes
     return Memory(
-        weights=parameters * per_parameter / holders,
+        weights=num_models * parameters * per_parameter / holders,
         optimizer=optimizer,
-        kv_cache=model.layers * kv_len * shard.batch * shard.kv_elements * 2 if is_cached else 0.0,
+        kv_cache=_cache(request, setup, shard),
         activations=_activations(request, setup, new_len * shard.batch),
+        logits=_logits(request, setup, new_len * shard.batch),
         attention_buffers=attention_buffers(setup.algorithm, setup.cp, setup.inner, new_len, kv_len, shard),
-        gathered_weights=parameters * per_parameter / setup.tp * gathered_layers / model.layers,
+        gathered_weights=gathered_layers * model.layer_parameters * per_parameter / setup.tp,
+        resident=_resident(request, sharers),
+        reserve=RESERVE_BYTES + RESERVE_SHARE * room,
     )
+
+
+def _cache(request: Request, setup: Setup, shard: Shard) -> float:
+    """K and V of all layers: of full ones for all tokens, of sliding ones for those in the window."""
+    if request.phase not in ("prefill", "decode"):
+        return 0.0
+    model = request.model
+    tokens = request.tokens + request.cached_tokens
+    per_token = shard.batch * shard.kv_elements * CACHE_BYTES[request.kv_cache]
+    seen = tokens if model.window is None else min(tokens, model.window.tokens)
+    sliding = model.layers - model.full_layers
+    return per_token * (model.full_layers * -(-tokens // setup.cp) + sliding * -(-seen // setup.cp))
+
+
+def _logits(request: Request, setup: Setup, tokens: int) -> float:
+    """In training of all tokens, as a loss without fused kernels holds them; else of the last token in float32."""
+    words = (request.model.vocab_size or 0) / setup.tp
+    if request.phase == "train":
+        return tokens * words * LOGIT_BYTES
+    return -(-request.batch // setup.copies) * words * 4
+
+
+def _resident(request: Request, sharers: int) -> float:
+    """Weights in bf16, spread as those of the transformer are, and what decoding takes: bytes per pixel of a frame."""
+    video = request.model.video
+    if video is None or not request.is_resident:
+        return 0.0
+    weights = (video.encoder_parameters or 0) / sharers + (video.vae_parameters or 0)
+    return 2 * weights + request.pixels * request.cluster.device.constants.vae_bytes_per_pixel
 
 
 def bytes_per_parameter(request: Request) -> float:
@@ -74,6 +125,8 @@ def _activations(request: Request, setup: Setup, tokens: int) -> float:
     hidden = model.hidden_size
     if request.phase != "train":
         heads = model.num_heads * (model.head_dim + model.v_head_dim) + model.kv_elements
+        if model.video is not None and request.software.is_eager:
+            return tokens * hidden * EAGER_VIDEO_BYTES
         width = model.mlp_size if model.experts is None else model.experts.mlp_size * model.experts.per_token
         return tokens * 2 * (2 * hidden + max(heads, (model.mlp_matrices - 1) * width) / setup.tp)
     layer = tokens * hidden * (10 + 24 / setup.tp)

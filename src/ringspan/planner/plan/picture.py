@@ -12,7 +12,7 @@ MOST_ROWS = 10
 def draw_plan(plan: "Plan") -> str:
     """An HTML table of the first options."""
     request = plan.request
-    rows = [_row(plan, option) for option in plan.options[:MOST_ROWS]]
+    rows = [_row(option) for option in plan.options[:MOST_ROWS]]
     caption = (
         f"{request.model.id}, {request.phase}, {request.tokens:,} tokens on {request.cluster.num_devices} × "
         f"{request.cluster.device.id}: {min(MOST_ROWS, len(plan.options))} of {len(plan.options)} ways"
@@ -21,14 +21,14 @@ def draw_plan(plan: "Plan") -> str:
     return f"<table><caption>{escape(caption)}</caption><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _row(plan: "Plan", option: "Option") -> str:
-    setup, seconds = option.setup, option.prediction.total_s
+def _row(option: "Option") -> str:
+    setup = option.setup
     cells = (
         str(setup),
         setup.layout,
         setup.tp,
         setup.cp,
-        f"{seconds * plan.low:.3g} to {seconds * plan.high:.3g}",
+        f"{option.low_s:.3g} to {option.high_s:.3g}",
         f"{option.memory.total / 1e9:.3g}",
         "yes" if option.fits else "no",
     )

@@ -9,17 +9,24 @@ from typing import Literal, NamedTuple
 from ringspan.algorithms import find_algorithm
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog import Cluster, Model
-from ringspan.planner.cost import RINGSPAN, WEIGHT_BYTES, WIRE_BYTES, Practice
+from ringspan.planner.cost import WEIGHT_BYTES, WIRE_BYTES
+from ringspan.planner.software import RINGSPAN, Software
 
 Phase = Literal["prefill", "decode", "train", "denoise"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "train", "denoise")
+CACHE_BYTES = {"bf16": 2.0, "fp8": 1.0}  # of an element of the KV cache; the scales of fp8 are per head and left out
 MOST_TOKENS = 2**40
 MOST_SEQUENCES = 2**20  # in a batch
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question. In decode `tokens` are those already there; `batch` counts sequences, or forwards of a video."""
+    """One question. In decode `tokens` are those already there; `batch` counts sequences, or forwards of a video.
+
+    `chunk_tokens` is the length of a piece of a prefill that is computed piece by piece, `accumulate` the number of
+    passes whose gradients make one training step, `is_resident` whether text encoder and VAE stay on the devices, and
+    `size` frames, height and width of a video, where they are known.
+    """
 
     model: Model
     cluster: Cluster
@@ -33,12 +40,23 @@ class Request:
     mlp_weights: str | None = None
     recomputes: bool = True
     shards_weights: bool = False
-    practice: Practice = RINGSPAN
+    software: Software = RINGSPAN
+    kv_cache: str = "bf16"
+    chunk_tokens: int | None = None
+    accumulate: int = 1
+    is_resident: bool = False
+    size: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("cached_tokens", 0), ("batch", 1)):
+        for name, least in (
+            ("tokens", 1),
+            ("cached_tokens", 0),
+            ("batch", 1),
+            ("chunk_tokens", 1),
+            ("accumulate", 1),
+        ):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise ShapeError("too small", argument=name, value=value, remedy=f"use {least} or more")
         if self.batch > MOST_SEQUENCES:
             raise ShapeError(
@@ -46,7 +64,11 @@ class Request:
             )
         if self.tokens + self.cached_tokens > MOST_TOKENS:
             raise ShapeError(f"{self.tokens + self.cached_tokens:,} tokens; use at most {MOST_TOKENS:,}")
-        for name, value, known in (("wire", self.wire, WIRE_BYTES), ("weights", self.weights, WEIGHT_BYTES)):
+        for name, value, known in (
+            ("wire", self.wire, WIRE_BYTES),
+            ("weights", self.weights, WEIGHT_BYTES),
+            ("kv_cache", self.kv_cache, CACHE_BYTES),
+        ):
             if value not in known:
                 raise UnsupportedError(
                     "there is no such type", argument=name, value=value, remedy=f"use one of {', '.join(known)}"
@@ -81,10 +103,10 @@ class Request:
                 value=self.cached_tokens,
                 remedy="leave it out",
             )
-        if self.shards_weights and self.phase != "train":
+        if self.shards_weights and self.phase not in ("train", "denoise"):
             raise UnsupportedError(
-                f"in {self.phase} every layer's weights would be gathered anew in every pass, which is planned for "
-                "training only",
+                f"in {self.phase} every layer's weights would be gathered again in every pass, which is planned for "
+                "training and denoising only",
                 argument="shards_weights",
                 value=True,
                 remedy="leave it out; tensor parallelism or fp8 weights take less memory",
@@ -101,6 +123,31 @@ class Request:
                 "gradients through rounded K and V would not be exact" if self.phase == "train" else "no K and V travel"
             )
             raise UnsupportedError(f"in {self.phase} {reason}", argument="wire", value=self.wire, remedy="leave it out")
+        for name, is_set, where in (
+            ("kv_cache", self.kv_cache != "bf16", ("prefill", "decode")),
+            ("chunk_tokens", self.chunk_tokens is not None, ("prefill",)),
+            ("accumulate", self.accumulate > 1, ("train",)),
+            ("is_resident", self.is_resident, ("denoise",)),
+        ):
+            if is_set and self.phase not in where:
+                raise UnsupportedError(
+                    f"it is for {' or '.join(where)}, and the phase is {self.phase}",
+                    argument=name,
+                    value=getattr(self, name),
+                    remedy="leave it out",
+                )
+
+    @property
+    def chunk(self) -> int:
+        """New tokens that are computed at once."""
+        return min(self.tokens, self.chunk_tokens or self.tokens)
+
+    @property
+    def pixels(self) -> int:
+        """Of a frame of the video that was asked for, or of the usual one."""
+        video = self.model.video
+        size = self.size or (video.usual if video is not None else None)
+        return size[1] * size[2] if size else 0
 
 
 def check_tp(model: Model, cluster: Cluster, tp: int) -> None:

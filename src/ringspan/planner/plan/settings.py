@@ -11,7 +11,8 @@ from ringspan.algorithms.decode import ALL_MERGE
 from ringspan.algorithms.hybrid import HYBRID
 from ringspan.algorithms.pass_kv import PASS_KV
 from ringspan.algorithms.ulysses import ULYSSES
-from ringspan.planner.plan.predict import Prediction, shown_window
+from ringspan.planner.plan.passes import shown_window
+from ringspan.planner.plan.predict import Prediction
 from ringspan.planner.plan.request import Request, Setup
 
 WIRES = {"int8": "int8", "fp8": "float8_e4m3"}  # as the runtime calls them

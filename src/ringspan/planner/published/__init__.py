@@ -1,8 +1,11 @@
 """Predictions held against published measurements."""
 
 from ringspan.planner.published.check import (
+    COVERAGE_LIMITS,
     MEDIAN_LIMIT,
     SOURCE_LIMIT,
+    TIES_LIMIT,
+    WIDTH_LIMIT,
     WINNERS_LIMIT,
     CheckResult,
     Judged,
@@ -12,8 +15,11 @@ from ringspan.planner.published.check import (
 )
 
 __all__ = [
+    "COVERAGE_LIMITS",
     "MEDIAN_LIMIT",
     "SOURCE_LIMIT",
+    "TIES_LIMIT",
+    "WIDTH_LIMIT",
     "WINNERS_LIMIT",
     "CheckResult",
     "Judged",

@@ -40,8 +40,8 @@ class DeviceCosts:
         return tile_s(self.device, self.shard, q_len, kv_len, is_causal=is_causal, is_backward=self.is_backward)
 
     def merge_s(self, q_len: float) -> float:
-        """Seconds to merge a partial result; 0 in the backward pass, which adds gradients in place."""
-        return 0.0 if self.is_backward else merge_s(self.device, self.shard, q_len)
+        """Seconds to merge a partial result, or backward to add to dq."""
+        return merge_s(self.device, self.shard, q_len, is_backward=self.is_backward)
 
     def token_bytes(self, kind: Kind) -> float:
         """Bytes of one token of such a block, as it travels."""

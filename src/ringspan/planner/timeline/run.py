@@ -37,6 +37,7 @@ class Timeline(NamedTuple):
     bubble_s: Seconds  # waiting for ranks that are not as far, or for the end
     link_s: float  # the busiest side of a link
     link_name: str
+    num_operations: int  # steps with messages; an exchange counts twice
     moments: tuple[Moment, ...] = ()
 
 
@@ -46,11 +47,18 @@ def run_timeline(loads: Iterable[Load], world_size: int, near: Link, far: Link, 
     moments = []
     for t, load in enumerate(loads):
         begin_s = clock.begin(t)
-        messages = tuple(clock.send(t, begin_s, one) for one in load.rounds)
+        is_spread = len({_distance(one) for one in load.rounds if one.src.size}) > 1
+        messages = tuple(clock.send(t, begin_s, one, is_spread=is_spread) for one in load.rounds)
+        clock.num_operations += bool(messages) + is_spread
         busy_s = clock.compute(begin_s, load.attend_s)
         if record:
             moments.append(Moment(begin_s, busy_s, load, messages))
     return clock.finish(tuple(moments))
+
+
+def _distance(one: Round) -> int:
+    """From a sender to its receiver."""
+    return int(one.dst[0] - one.src[0])
 
 
 class _Clock:
@@ -64,6 +72,7 @@ class _Clock:
         self.in_s = np.zeros((2, world_size))
         self.out_busy_s = np.zeros((2, world_size))
         self.in_busy_s = np.zeros((2, world_size))
+        self.num_operations = 0
         self.due: dict[int, tuple[Seconds, Seconds]] = {}  # by reading step: arrival, and when both ends were ready
 
     def begin(self, t: int) -> Seconds:
@@ -75,18 +84,18 @@ class _Clock:
         self.exposed_s += np.maximum(0.0, begin_s - np.maximum(self.free_s, ready_s))
         return begin_s
 
-    def send(self, t: int, begin_s: Seconds, one: Round) -> tuple[Seconds, Seconds]:
+    def send(self, t: int, begin_s: Seconds, one: Round, *, is_spread: bool) -> tuple[Seconds, Seconds]:
+        """`is_spread`: ranks send to several others in this step, which share a bridge."""
         near, far = self.links
         side = one.is_far.astype(np.intp)
         src, dst = one.src, one.dst
+        near_rate, near_latency_s = near.bytes_per_s, near.latency_s
+        if one.is_exchange or (is_spread and near.wiring == "bridge"):
+            near_rate, near_latency_s = near.exchange_bytes_per_s, near.exchange_latency_s
+        far_rate, far_latency_s = far.bytes_per_s, far.latency_s
         if one.is_exchange:
-            rates, latencies = (
-                (near.exchange_bytes_per_s, far.exchange_bytes_per_s),
-                (near.exchange_latency_s, far.exchange_latency_s),
-            )
-        else:
-            rates, latencies = (near.bytes_per_s, far.bytes_per_s), (near.latency_s, far.latency_s)
-        travel_s = one.nbytes / np.array(rates)[side]
+            far_rate, far_latency_s = far.exchange_bytes_per_s, far.exchange_latency_s
+        travel_s = one.nbytes / np.array((near_rate, far_rate))[side]
         ready_s = np.maximum(begin_s[src], begin_s[dst])
         start_s = np.maximum(ready_s, np.maximum(self.out_s[side, src], self.in_s[side, dst]))
         end_s = start_s + travel_s
@@ -95,7 +104,7 @@ class _Clock:
         self.in_busy_s[side, dst] += travel_s
         for ranks in (src, dst) if near.steals or far.steals else ():
             self.stolen_s[ranks] += travel_s * np.array((near.steals, far.steals))[side] / 2
-        arrival_s = end_s + np.array(latencies)[side]
+        arrival_s = end_s + np.array((near_latency_s, far_latency_s))[side]
         reads_at = t + 1 if one.reads_at == 0 else one.reads_at
         due = self.due.get(reads_at)
         if due is None:
@@ -126,5 +135,6 @@ class _Clock:
             bubble_s,
             float(busy_s[busiest]),
             self.links[busiest].id,
+            self.num_operations,
             moments,
         )

@@ -57,8 +57,8 @@ def _tile_s(tile: Tile, shard: Shard, device: Device) -> float:
         is_backward = tile.q.kind == "q_grad"
         is_causal = piece.kind.is_triangle
         seconds += tile_s(device, mine, q_len, kv_len, is_causal=is_causal, is_backward=is_backward)
-        if not is_first and not is_backward:
-            seconds += merge_s(device, mine, q_len)
+        if not is_first:
+            seconds += merge_s(device, mine, q_len, is_backward=is_backward)
     return seconds
 
 

@@ -1,0 +1,151 @@
+"""`rs.plan`: the plan of the command line as a value, from names and numbers."""
+
+from typing import TypedDict, Unpack
+
+from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.planner.catalog import Cluster, Model, load_model, parse_devices
+from ringspan.planner.plan.build import Plan, build_plan
+from ringspan.planner.plan.request import Phase, Request
+from ringspan.planner.software import RINGSPAN, find_software
+
+NOT_MODELLED = {
+    "pipeline_parallel": "stages of layers and the bubbles between them are not modelled; use tp= and shards_weights=",
+    "expert_parallel": "exchanges of tokens between experts are not modelled: experts are planned as split by tp=",
+    "offload": "copies between host and device are not modelled; use shards_weights=, weights='fp8' or more devices",
+}
+
+
+class Options(TypedDict, total=False):
+    """What may be given beside a model, devices and tokens; see `plan`."""
+
+    phase: Phase | None
+    cached_tokens: int
+    size: tuple[int, int, int] | None
+    batch: int | None
+    tp: int | None
+    wire: str
+    weights: str
+    kv_cache: str
+    chunk_tokens: int | None
+    recomputes: bool
+    shards_weights: bool
+    accumulate: int
+    is_resident: bool
+    software: str
+    kernel: str | None
+    network: str | None
+    link: str | None
+    pipeline_parallel: int
+    expert_parallel: int
+    offload: bool
+
+
+def plan(*, model: str | Model, devices: str | Cluster, tokens: int | None = None, **options: Unpack[Options]) -> Plan:
+    """Plan a model on devices: will it fit, how long will it take, which way is best, and why.
+
+    Args:
+        model: a name of the catalogue, the path of a config.json, a "dense:" line, or a Model.
+        devices: "COUNTxDEVICE" or "NODESxPER_NODExDEVICE", or a Cluster.
+        tokens: new tokens of a sequence; in decode the length of its cache. A video may give `size` instead.
+        phase: prefill, decode, train or denoise; by default prefill, or denoise for a video model.
+        cached_tokens: tokens that a prefill finds cached.
+        size: frames, height and width of a video; by default its usual clip.
+        batch: sequences; for a video forwards of a step, by default 2 where guidance takes two.
+        tp: tensor parallelism; by default all degrees inside a node are tried.
+        wire: bf16, int8 or fp8: K and V as they travel.
+        weights: bf16, fp8, int8 or int4.
+        kv_cache: bf16 or fp8.
+        chunk_tokens: length of a piece of a prefill that is computed piece by piece.
+        recomputes: whether training computes activations anew in the backward pass.
+        shards_weights: whether weights (in training optimizer states too) are spread over all ranks.
+        accumulate: passes whose gradients make one training step.
+        is_resident: whether text encoder and VAE of a video stay on the devices.
+        software: whose implementation is priced; `ringspan.planner.software.SOFTWARE` lists them.
+        kernel: fa2 or fa3; by default that of the software.
+        network: the link between nodes; link: the one inside a node.
+        pipeline_parallel: refused above 1, as are expert_parallel and offload: they are not modelled.
+
+    Raises:
+        UnsupportedError: something is not in the catalogue or not modelled.
+        ShapeError: a number is out of range, or sizes do not divide.
+    """
+    return build_plan(make_request(model=model, devices=devices, tokens=tokens, **options))
+
+
+def make_request(
+    *,
+    model: str | Model,
+    devices: str | Cluster,
+    tokens: int | None = None,
+    phase: Phase | None = None,
+    cached_tokens: int = 0,
+    size: tuple[int, int, int] | None = None,
+    batch: int | None = None,
+    tp: int | None = None,
+    wire: str = "bf16",
+    weights: str = "bf16",
+    kv_cache: str = "bf16",
+    chunk_tokens: int | None = None,
+    recomputes: bool = True,
+    shards_weights: bool = False,
+    accumulate: int = 1,
+    is_resident: bool = False,
+    software: str = RINGSPAN.name,
+    kernel: str | None = None,
+    network: str | None = None,
+    link: str | None = None,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    offload: bool = False,
+) -> Request:
+    """The question behind a plan; the arguments are those of `plan`."""
+    for name, value, is_asked in (
+        ("pipeline_parallel", pipeline_parallel, pipeline_parallel != 1),
+        ("expert_parallel", expert_parallel, expert_parallel != 1),
+        ("offload", offload, offload),
+    ):
+        if is_asked:
+            raise UnsupportedError(f"{name}={value}: {NOT_MODELLED[name]}")
+    found = find_software(software)
+    loaded = load_model(model) if isinstance(model, str) else model
+    cluster = devices
+    if isinstance(cluster, str):
+        default_kernel = None if cluster.endswith(".toml") else found.kernel
+        cluster = parse_devices(cluster, network, kernel or default_kernel, link)
+    return Request(
+        model=loaded,
+        cluster=cluster,
+        phase=phase or ("prefill" if loaded.video is None else "denoise"),
+        tokens=_tokens(loaded, tokens, size),
+        cached_tokens=cached_tokens,
+        batch=batch or (loaded.video.forwards if loaded.video is not None else 1),
+        tp=tp,
+        wire=wire,
+        weights=weights,
+        kv_cache=kv_cache,
+        chunk_tokens=chunk_tokens,
+        recomputes=recomputes,
+        shards_weights=shards_weights,
+        accumulate=accumulate,
+        is_resident=is_resident,
+        software=found,
+        size=size,
+    )
+
+
+def _tokens(model: Model, tokens: int | None, size: tuple[int, int, int] | None) -> int:
+    """As given, or those of a video."""
+    if model.video is None:
+        if size is not None:
+            raise UnsupportedError(f"size={size}: {model.id} is no video model; give tokens=")
+        if tokens is None:
+            raise ShapeError("tokens=None: give the length of the sequence, such as tokens=131072")
+        return tokens
+    if tokens is not None:
+        if size is not None:
+            raise UnsupportedError(f"tokens={tokens}, size={size}: give one of them")
+        return tokens
+    size = size or model.video.usual
+    if size is None:
+        raise ShapeError(f"size=None: no usual size of {model.id} is known; give frames, height and width")
+    return model.video.count_tokens(*size)
