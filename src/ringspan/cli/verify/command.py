@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from ringspan import __version__
-from ringspan.cli.values import OutputFile, check_writable
+from ringspan.cli.errors import Command
+from ringspan.cli.files import OutputFile
 
 EXAMPLES = """\b
 Examples:
@@ -34,7 +35,7 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     return ranks
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("target")
 @click.option("--ranks", callback=_parse_ranks, metavar="N,N,...", default="1,2,3,4,5", help="Numbers of ranks.")
 @click.option(
@@ -72,7 +73,6 @@ def verify(
         raise click.UsageError(
             "verify needs torch; install it, for example from a checkout with: pip install '.[torch]'"
         )
-    check_writable(ctx, "--junit", junit)
     from ringspan.verify.launched import is_launched, verify_here
     from ringspan.verify.run import verify as run_verify
 
