@@ -10,6 +10,7 @@ LIGHT := $(VENV)/.light
 # Needs numpy, rich and click only, so it does not wait for torch.
 demo: $(LIGHT)
 	@$(BIN)/ringspan simulate
+	@$(BIN)/ringspan page --output ringspan-demo.html
 
 # Tests that start processes of their own share one worker, so that no more than that many run at once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup

@@ -20,7 +20,7 @@ from ringspan.transports.gloo_wait import GlooMessage
 from ringspan.transports.torch_distributed import TorchDistributed
 
 
-def wait_blindly(transport: Any, handle: Any, timeout_s: float) -> None:
+def wait_blindly(_: Any, handle: Any, timeout_s: float) -> None:
     message = handle.message
     message.run() if isinstance(message, GlooMessage) else message.wait(timedelta(seconds=timeout_s))
 

@@ -8,7 +8,7 @@ from svg import IMAGES, PALETTES, Palette, document, rect, text
 WIDTH = 860
 # From commands at the top to the foundations at the bottom. Imports point down only.
 FLOORS = (
-    ("start", ("cli", "bench")),
+    ("start", ("cli", "page", "bench")),
     ("models", ("adapters", "training", "cache", "reproducible")),
     ("the call", ("runtime",)),
     ("compute and carry", ("kernels", "transports", "simulate", "planner")),
@@ -18,6 +18,7 @@ FLOORS = (
 )
 SAYS = {
     "cli": "commands",
+    "page": "results to look at",
     "bench": "measure this machine",
     "adapters": "whole models",
     "training": "batch, labels, loss",
@@ -36,7 +37,7 @@ SAYS = {
     "span": "runs of positions",
     "errors": "what is refused",
 }
-NO_TORCH = {"simulate", "planner", "program", "algorithms", "schedule", "layout", "mask", "span", "errors"}
+NO_TORCH = {"page", "simulate", "planner", "program", "algorithms", "schedule", "layout", "mask", "span", "errors"}
 
 MIDDLE = 'text-anchor="middle"'
 BOLD = 'font-weight="600"'

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "index.md",
     "learn.md",
+    "page.md",
     "training.md",
     "transformers.md",
     "inference.md",

@@ -270,7 +270,7 @@ def test_a_rank_that_waits_for_a_frozen_one_while_another_fails(world_size: int)
         else:
             assert first.error == "TransportError"
             assert re.match(rf"rank {rank}, step 0, ", first.message)
-            assert reason_of(first) == "rank 0 failed: out of luck"
+            assert reason_of(first) == "rank 0 failed: Boom: out of luck"
             assert first.seconds < MARGIN_S
 
 

@@ -475,7 +475,7 @@ def test_a_frozen_rank_while_another_fails_in_a_mixed_group(off: Sequence[int]) 
     ends = run_ranks(run_apart, 3, off, run_frozen_and_boom, 3, 1, frozen=1)
     first, last = survivors(ends, 1)[0][0], survivors(ends, 1)[2][0]
     assert first.error == "Boom"
-    assert (last.error, reason_of(last)) == ("TransportError", "rank 0 failed: out of luck")
+    assert (last.error, reason_of(last)) == ("TransportError", "rank 0 failed: Boom: out of luck")
     assert last.seconds < MARGIN_S
 
 

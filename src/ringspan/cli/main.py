@@ -14,6 +14,7 @@ from ringspan import __version__
 from ringspan.algorithms import register_entry_points
 from ringspan.cli.bench import bench
 from ringspan.cli.errors import BadInput, in_one_line
+from ringspan.cli.page_command import page
 from ringspan.cli.plan.command import plan
 from ringspan.cli.simulate.command import simulate
 from ringspan.cli.verify.command import verify
@@ -67,5 +68,6 @@ def main() -> None:
 
 main.add_command(simulate)
 main.add_command(plan)
+main.add_command(page)
 main.add_command(bench)
 main.add_command(verify)

@@ -18,6 +18,7 @@ import numpy as np
 from ringspan.arguments import ARRAY, ITERABLE, LIST, MOST_RANKS, WHOLE, check_arguments
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout.pairs import BandedMask, Counts, Work, count_pairs
+from ringspan.layout.picture import draw_layout
 from ringspan.span import Positions, Span
 
 Array = TypeVar("Array")  # a NumPy array or a tensor
@@ -66,6 +67,9 @@ class Layout:
             ranks.append("…")
         copies = f"; replicated {_format_spans(self.replicated)}" if self.replicated else ""
         return f"<Layout of {self.num_positions} positions on {self.world_size} ranks: {' | '.join(ranks)}{copies}>"
+
+    def _repr_html_(self) -> str:
+        return draw_layout(self)
 
     def fingerprint(self) -> str:
         """Return a short text that is equal on all machines and differs between different layouts."""

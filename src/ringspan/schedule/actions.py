@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from ringspan.schedule.picture import draw_schedule
+
 ALL = -1  # the owner of a block that every rank holds
 
 Kind = Literal["q", "kv", "q_grad", "out", "dq", "dkv"]
@@ -213,6 +215,9 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Callable[..., "Schedule"], tuple[object, ...]]:
         return Schedule.of_steps, (self.world_size, self.heads, tuple(self.steps))
+
+    def _repr_html_(self) -> str:
+        return draw_schedule(self)
 
     def __repr__(self) -> str:
         return f"<Schedule: {self.world_size} ranks, {self.num_steps} steps, heads {self.heads}>"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,7 +14,8 @@ from ringspan.cli.bench.options import Place, Runs, Sizes, json_option, rank_opt
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
-from ringspan.cli.files import OutputFile, write_json
+from ringspan.cli.files import OutputFile, write_json, write_text
+from ringspan.cli.page_command import command_line
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
@@ -76,6 +78,7 @@ Examples:
 @click.option("--backward", "has_backward", is_flag=True, help="Measure the gradients as well.")
 @click.option("--reproducible", is_flag=True, help="Use the mode whose bits do not depend on the ranks; compare them.")
 @click.option("--trace", type=OutputFile(), help="Write what every rank did, and when, as a trace for ui.perfetto.dev.")
+@click.option("--html", type=OutputFile(".html"), help="Write the same as an interactive page.")
 @click.option(
     "--predict",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
@@ -97,6 +100,7 @@ def attention(
     has_backward: bool,
     reproducible: bool,
     trace: Path | None,
+    html: Path | None,
     predict: Path | None,
     as_json: bool,
 ) -> None:
@@ -131,7 +135,11 @@ def attention(
     if device is not None:
         measured = _with_prediction(measured, settings, device)
     if trace is not None:
-        _write_trace(measured, trace)
+        write_json(trace, _trace(measured))
+    if html is not None:
+        from ringspan.page import build_trace_page
+
+        write_text(html, build_trace_page(_trace(measured), command=command_line(ctx)))
     if as_json:
         print_json({"is_verified": measured.result.is_verified} | dataclasses.asdict(measured.result))
     else:
@@ -165,8 +173,8 @@ def _with_prediction(measured: Measured, settings: Settings, device: Device) -> 
     return measured._replace(result=dataclasses.replace(measured.result, predicted_s=predicted_s))
 
 
-def _write_trace(measured: Measured, path: Path) -> None:
+def _trace(measured: Measured) -> dict[str, Any]:
     from ringspan.cli.trace import build_trace
 
     about = {"ringspan": __version__, **dataclasses.asdict(measured.result.parameters)}
-    write_json(path, build_trace(measured.activities, about))
+    return build_trace(measured.activities, about)

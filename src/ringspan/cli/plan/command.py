@@ -14,6 +14,7 @@ from ringspan import __version__
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_json, write_text
+from ringspan.cli.page_command import command_line
 from ringspan.cli.values import parse_tokens, parsed_by
 from ringspan.errors import RingspanError
 
@@ -87,6 +88,7 @@ def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
 @click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
 @click.option("--trace", type=OutputFile(), help="Write the timeline, for ui.perfetto.dev.")
 @click.option("--plot", type=OutputFile(".svg"), help="Write time against length and devices, SVG.")
+@click.option("--html", type=OutputFile(".html"), help="Write the plan as an interactive page.")
 @click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
@@ -118,6 +120,10 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
         from ringspan.cli.plan.plot import plot_plan
 
         write_text(options["plot"], plot_plan(answer))
+    if options["html"] is not None:
+        from ringspan.page import build_plan_page
+
+        write_text(options["html"], build_plan_page(answer, command_line(ctx)))
     if as_json:
         from ringspan.cli.plan.as_json import plan_as_json
 

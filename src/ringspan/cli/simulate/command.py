@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
 
 import click
 
@@ -10,6 +11,8 @@ from ringspan import __version__
 from ringspan.algorithms import Direction, Mesh
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
+from ringspan.cli.files import OutputFile, write_text
+from ringspan.cli.page_command import command_line
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
@@ -109,6 +112,7 @@ Examples:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random q, k and v.")
 @click.option("--lesson", is_flag=True, help="Explain every step, with traffic, decoding and the choice of algorithm.")
+@click.option("--html", type=OutputFile(".html"), help="Write the runs as an interactive page.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def simulate(
@@ -126,6 +130,7 @@ def simulate(
     reproducible: bool,
     seed: int,
     lesson: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Run exact attention on simulated devices, step by step, and check it.
@@ -142,7 +147,12 @@ def simulate(
     sizes = (devices, tokens, heads, kv_heads, head_dim)
     if lesson and as_json:
         raise click.UsageError("--lesson and --json are two reports; --json has everything, so leave out --lesson")
-    result = _run(Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible))
+    settings = Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible)
+    if html is not None:
+        from ringspan.page import build_settings_page
+
+        write_text(html, build_settings_page(settings, command_line(ctx)))
+    result = _run(settings)
     if as_json:
         click.echo(json.dumps({"version": __version__, **dataclasses.asdict(result)}, indent=2, allow_nan=False))
     else:

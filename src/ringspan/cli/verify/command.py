@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from ringspan import __version__
-from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile
 
 EXAMPLES = """\b
@@ -35,7 +34,7 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     return ranks
 
 
-@click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("target")
 @click.option("--ranks", callback=_parse_ranks, metavar="N,N,...", default="1,2,3,4,5", help="Numbers of ranks.")
 @click.option(
@@ -51,9 +50,7 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--junit", type=OutputFile(), help="Write the cases as a JUnit XML file.")
-@click.pass_context
 def verify(
-    ctx: click.Context,
     target: str,
     ranks: tuple[int, ...],
     layouts: tuple[str, ...],
@@ -94,7 +91,7 @@ def verify(
         junit.write_text(report.to_junit())
     click.echo(json.dumps({"version": __version__, **report.to_json()}, indent=2) if as_json else report.to_text())
     if not report.has_passed:
-        ctx.exit(1)
+        click.get_current_context().exit(1)
 
 
 @contextmanager
