@@ -1,6 +1,7 @@
 """Targets on ranks: this library, another correct attention, wrong ones, and what a report says of them."""
 
 import json
+import os
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -249,7 +250,9 @@ def test_the_pytest_plugin_fails_a_wrong_attention_with_the_report(tmp_path):
     (tmp_path / "test_mine.py").write_text(PLUGIN_TEST)
     options = ["-p", "ringspan.verify.pytest_plugin", "--strict-markers", "-W", "error", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", *options, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    # Installed or not, the plugin is loaded once.
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=env)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "looks like: output left at zero" in done.stdout
 

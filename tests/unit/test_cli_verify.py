@@ -51,10 +51,10 @@ def test_layouts_and_features_are_passed_on():
         (["nobody"], "module:function"),
         (["ringspan", "--ranks", "9"], "use numbers from 1 to 8"),
         (["ringspan", "--ranks", "two"], "use numbers from 1 to 8"),
-        (["ringspan:magic"], "pass-kv, pass-q"),
+        (["ringspan:magic"], "the verifier runs"),
         (["no_such_module:f"], "cannot be imported"),
         ([TARGET, "--feature", "magic"], "a feature is one of"),
-        (["ringspan", "--junit", "no/such/folder/x.xml"], "does not exist"),
+        (["ringspan", "--junit", "no/such/folder/x.xml"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message):
