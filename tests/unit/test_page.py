@@ -31,8 +31,9 @@ from ringspan.page.simulation import MOST_RANKS, MOST_TOKENS
 from ringspan.page.traces import MOST_EVENTS, MOST_LANES
 from ringspan.page.units import format_bytes, format_seconds, format_tokens
 from ringspan.planner.catalog import load_device, load_model, parse_devices
-from ringspan.planner.cost import RINGSPAN, Shard
+from ringspan.planner.cost import Shard
 from ringspan.planner.plan import Plan, Request, Setup, build_plan
+from ringspan.planner.software import RINGSPAN
 from ringspan.planner.timeline import schedule_timeline
 from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads, visible_blocks

@@ -88,5 +88,7 @@ SOFTWARE = {one.name: one for one in (RINGSPAN, USP, DIFFUSERS, MEGATRON, TORCH,
 def find_software(name: str) -> Software:
     """A record by name."""
     if name not in SOFTWARE:
-        raise UnsupportedError(f"software={name!r}: it is not known; use one of {', '.join(SOFTWARE)}")
+        raise UnsupportedError(
+            "it is not known", argument="software", value=name, remedy=f"use one of {', '.join(SOFTWARE)}"
+        )
     return SOFTWARE[name]

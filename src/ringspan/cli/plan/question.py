@@ -52,7 +52,7 @@ def _size(model: "Model", options: dict[str, Any]) -> tuple[int, int, int] | Non
     given = [name for name in ("frames", "size") if options[name] is not None]
     if model.video is None:
         if given:
-            raise UnsupportedError(f"--{given[0]}: {model.id} is no video model; give --tokens")
+            raise UnsupportedError(f"--{given[0]}: {model.id} is not a video model; give --tokens")
         if options["tokens"] is None:
             raise ShapeError("--tokens is missing; give the length of the sequence, such as --tokens 128K")
         return None
@@ -71,7 +71,7 @@ def _size(model: "Model", options: dict[str, Any]) -> tuple[int, int, int] | Non
 def _sides(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
     if found is None:
-        raise ShapeError(f"--size {text!r} is no size; use HEIGHTxWIDTH, such as 720x1280")
+        raise ShapeError(f"--size {text}: expected a size; use HEIGHTxWIDTH, such as 720x1280")
     return int(found[1]), int(found[2])
 
 

@@ -48,7 +48,12 @@ class Silicon(NamedTuple):
 def attention_curve(name: str, kernel: str, silicon: Silicon, reached: Constants) -> Attention:
     """The curve of a kernel on a device, measured or not."""
     if kernel not in KERNELS:
-        raise UnsupportedError(f"kernel={kernel!r} has no curve; use one of {', '.join(KERNELS)}")
+        raise UnsupportedError(
+            "no curve of this kernel is known",
+            argument="kernel",
+            value=kernel,
+            remedy=f"use one of {', '.join(KERNELS)}",
+        )
     if kernel == "fa3" and silicon.family != "hopper":
         raise UnsupportedError(f"kernel='fa3' runs on Hopper alone, and {name} is {silicon.family}; use 'fa2'")
     exponentials = silicon.exponentials_per_s or silicon.peak_flops_per_s / USUAL_FLOPS_PER_EXPONENTIAL

@@ -54,7 +54,9 @@ def load_network(name: str, constants: Constants | None = None) -> Link:
     reached = constants or fitted()
     entry = _entry(name)
     if entry.get("wiring"):
-        raise UnsupportedError(f"network={name!r}: it connects devices inside a node; use one between nodes")
+        raise UnsupportedError(
+            "it connects devices inside a node", argument="network", value=name, remedy="use one between nodes"
+        )
     line = entry["one_way_bytes_per_s"]
     return Link(
         name,
@@ -73,7 +75,7 @@ def load_scale_up(
     entry, reached = _entry(name), constants or fitted()
     wiring = entry.get("wiring")
     if wiring not in WIRINGS:
-        raise UnsupportedError(f"link={name!r}: it connects nodes; use one inside a node")
+        raise UnsupportedError("it connects nodes", argument="link", value=name, remedy="use one inside a node")
     line = rate or entry.get("per_peer_one_way_bytes_per_s") or entry["one_way_bytes_per_s"]
     share = reached.bridge_share if wiring == "bridge" else POINT_TO_POINT_SHARE
     everything = together or entry["one_way_bytes_per_s"]

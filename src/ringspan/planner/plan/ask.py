@@ -105,7 +105,7 @@ def make_request(
         ("offload", offload, offload),
     ):
         if is_asked:
-            raise UnsupportedError(f"{name}={value}: {NOT_MODELLED[name]}")
+            raise UnsupportedError(NOT_MODELLED[name], argument=name, value=value, remedy="leave it out")
     found = find_software(software)
     loaded = load_model(model) if isinstance(model, str) else model
     cluster = devices
