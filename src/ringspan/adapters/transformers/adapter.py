@@ -49,6 +49,13 @@ _WEIGHTS = "weights, which differ unless every rank calls handle.reduce_gradient
 _BY_ROW = ("logits", "last_hidden_state")
 
 
+class LastTurn(NamedTuple):
+    """What a forward over a cache ran."""
+
+    algorithm: str
+    reason: str
+
+
 class _Forward(NamedTuple):
     """What must be known until a forward is through."""
 
@@ -72,6 +79,7 @@ class Adapter:
         self.arguments = Arguments(model, found, wiring.name)
         self._batch = self.arguments.batch
         self._forward: _Forward | None = None  # under way
+        self.last_turn: LastTurn | None = None
         self._num_trained = 0  # forwards in training
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +141,7 @@ class Adapter:
         finally:
             if isinstance(forward.run, TurnRun):
                 forward.run.end(is_done=finished is not None)
+                self.last_turn = LastTurn(forward.run.turn.algorithm, forward.run.turn.reason)
         return finished
 
     def call(self, **arguments: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.adapter import Adapter, LastTurn, encoder_adapter
 from ringspan.adapters.transformers.arguments import check_random
 from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
@@ -56,6 +56,11 @@ class Handle:
     def layers(self) -> tuple[Layer, ...]:
         """What the attention layers were found to ask for."""
         return tuple(self._adapter.found.layers.values())
+
+    @property
+    def last_turn(self) -> LastTurn | None:
+        """The algorithm of the last forward over a cache, and why it was chosen; None before the first."""
+        return self._adapter.last_turn
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a batch that every rank holds, for `model(**handle.shard(batch))`.
