@@ -49,5 +49,5 @@ clean:
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringspan needs Python 3.11 or newer; set PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,test,check]'
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,serve,test,check]'
 	touch $@

@@ -16,6 +16,7 @@ from ringspan import __version__
 from ringspan.algorithms import ALGORITHMS, register_entry_points
 from ringspan.cli.bench.command import bench
 from ringspan.cli.plan.command import plan
+from ringspan.cli.serve import serve
 from ringspan.cli.simulate.command import simulate
 from ringspan.errors import RingspanError
 
@@ -80,3 +81,4 @@ def main() -> None:
 main.add_command(simulate)
 main.add_command(plan)
 main.add_command(bench)
+main.add_command(serve)
