@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ringspan.bench.launch import RANK_ENVIRONMENT, keep_to_own_cores
 from ringspan.serve.frames import Frame, pack, read_async
 from ringspan.serve.settings import ServeSettings
 
@@ -30,7 +29,13 @@ _END_S = 5.0
 _LOOK_S = 0.2
 _ECHO = 3
 """The exit code of a rank that has reported its error."""
-_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 _SECRETS = ("RINGSPAN_API_KEY",)
 
 log = logging.getLogger("ringspan.serve")
@@ -147,10 +152,10 @@ class Supervisor:
             str(store),
             stdin=PIPE,
             stdout=PIPE,
-            env={name: value for name, value in os.environ.items() if name not in _SECRETS} | RANK_ENVIRONMENT | _QUIET,
+            env={name: value for name, value in os.environ.items() if name not in _SECRETS} | _ENVIRONMENT,
             start_new_session=True,  # Ctrl-C in a terminal is for the front
         )
-        keep_to_own_cores(process.pid, rank, settings.num_ranks)
+        _keep_to_own_cores(process.pid, rank, settings.num_ranks)
         task = {
             "folder": str(settings.folder.resolve()),
             "num_ranks": settings.num_ranks,
@@ -220,3 +225,11 @@ class Supervisor:
                 process.kill()
         for process in self._processes:
             await process.wait()
+
+
+def _keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
+    """Ranks that wait are otherwise woken on a core where another computes."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        with suppress(OSError):  # it is dead already, or may run anywhere
+            os.sched_setaffinity(pid, cores[rank % len(cores) :: num_ranks])
