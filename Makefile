@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIGHT := $(VENV)/.light
 
-.PHONY: demo test test-fast test-slow check format bench mpi clean
+.PHONY: demo test test-fast test-slow fuzz chaos check docs format bench mpi clean
 
-demo: $(STAMP)
-	$(BIN)/ringspan simulate
+# Needs numpy, rich and click only, so it does not wait for torch.
+demo: $(LIGHT)
+	@$(BIN)/ringspan simulate
+	@$(BIN)/ringspan page --output ringspan-demo.html
 
 # Tests that start processes of their own share one worker, so that no more than that many run at once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
@@ -25,11 +28,27 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
+# Random cases for as long as you like; the counts of all runs add up in .fuzz/totals.json.
+SECONDS ?= 600
+
+fuzz: $(STAMP)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.campaign $(SECONDS)
+
+# Ranks on this host that are killed, frozen or fail at random; as root also between network namespaces.
+chaos: $(STAMP)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.chaos $(SECONDS)
+	$(BIN)/pytest -m slow tests/machines tests/fuzz/test_interrupted_saves.py
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation site, in site/. `--strict` fails on a broken link, a missing page or an unknown name.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -43,11 +62,18 @@ mpi: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[mpi]'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 
-# The stamp is written last, so an interrupted installation is done again.
-$(STAMP): pyproject.toml constraints/cpu.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringspan needs Python 3.11 or newer; set PYTHON=…")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,serve,test,check]'
+# Each stamp is written last, so an interrupted installation is done again.
+$(LIGHT): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ringspan needs Python 3.11 or newer; set PYTHON=…")'
+	@echo "Creating $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing numpy, rich and click (about 30 MB to download) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt -e .
+	@touch $@
+
+$(STAMP): $(LIGHT)
+	@echo "Installing torch, transformers and the test tools (about 1 GB; this takes some minutes) ..."
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,diffusers,serve,test,check]'
 	touch $@

@@ -1,4 +1,4 @@
-"""How fast are two ranks beside what is possible, beside what one would write by hand, and beside other libraries?
+"""How fast are two ranks compared with the ideal, with code written by hand, and with other libraries?
 
 Two gloo processes with one thread each run this library, the ideal, plain PyTorch and peers in turn, round by round.
 Points are named SECTION/DTYPE/MASK/TOKENSxHEAD_DIM; sections are forward16k, backward8k, forward4k, alone and growth.
@@ -71,7 +71,7 @@ def tell(text: str) -> None:
 
 
 def report(section: str, store: Store, is_written: bool, python: str | None) -> bool:
-    """Print all that is known of a section; returns whether its promises are kept."""
+    """Print the results of a section; return whether its promises are kept."""
     known = [(p, store.record(p)) for p in all_points() if p.section == section and store.record(p).rounds]
     if not known:
         return True

@@ -1,10 +1,10 @@
 """How much of the possible speed does decoding over a sharded cache reach?
 
-Two processes of one thread each hold half of the cached tokens of every sequence. "alone" is what they take to read
-their halves with the same kernel and no messages: nothing can be faster. "decode" is `turn.decode` of one token per
-sequence, every rank having all queries; "sharded" the same with the queries sharded by sequence. Both include the
-message that brings the parts together. Times are those of a layer. The ranks agree on a turn in its first layer; "step"
-adds that, `begin` and `commit`, shared by all layers.
+Two processes of one thread each hold half of the cached tokens of every sequence. "alone" is the time to read the
+halves with the same kernel and no messages, which is the lower bound. "decode" is `turn.decode` of one token per
+sequence with replicated queries; "sharded" has the queries sharded by sequence. Both include the message that merges
+the parts. Times are for one layer. "step" adds the agreement of the ranks in the first layer, `begin` and `commit`,
+shared by all layers.
 
     python benchmarks/decode.py [--cached 131072] [--rounds 15] [--write]
 """
@@ -34,7 +34,7 @@ AT_LEAST = 0.93
 
 
 class Times(NamedTuple):
-    """Seconds of one round."""
+    """The seconds of one round."""
 
     alone: float
     decode: float
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_rounds: int) -> list[Times]:
-    """The seconds of every round on this rank."""
+    """Return the seconds of every round on this rank."""
     generator = torch.Generator().manual_seed(rank)
     cache = rs.KVCache(num_layers=LAYERS, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
     for sequence in range(batch):

@@ -225,7 +225,7 @@ def layer_cases() -> Iterator[Case]:
 
 
 def layer_case(world_size: int, dtype: torch.dtype, layout: str) -> Case:
-    """Embedding, norms, linear layers, an activation and the loss, one behind the other."""
+    """Embedding, norms, linear layers, an activation and the loss in one chain."""
     vocabulary, features = 50, 24
 
     def run(name: str) -> Iterator[tuple[str, object]]:

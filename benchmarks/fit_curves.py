@@ -1,4 +1,4 @@
-"""Fits the curves of the catalogue to the published rows that are for fitting, and writes `curves.toml`.
+"""How are the curves of the catalogue fitted to the published rows? Writes `curves.toml`.
 
     python benchmarks/fit_curves.py [--dry-run]
 
@@ -66,7 +66,7 @@ def _fit(rows: list[Row], names: list[str], start: np.ndarray) -> np.ndarray:
             at, residuals, damping = trial, trial_residuals, damping / 3
         else:
             damping *= 4
-    _residuals(rows, names, at)  # leaves the curves at what was found
+    _residuals(rows, names, at)  # leaves the curves at the fitted values
     return at
 
 
@@ -81,7 +81,7 @@ def _weights(rows: list[Row]) -> np.ndarray:
 
 
 def _set(name: str, value: float) -> None:
-    """In the catalogue that is loaded; names of models and devices have dots too."""
+    """Set a value in the loaded catalogue; names of models and devices contain dots."""
     node = read_data("curves.toml")
     while name not in node:
         key = next(key for key in node if name.startswith(f"{key}."))

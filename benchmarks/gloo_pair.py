@@ -1,4 +1,4 @@
-"""Two gloo processes on this machine, each with one thread, and what they measure."""
+"""Two gloo processes on this machine with one thread each, and their measurements."""
 
 import multiprocessing as mp
 import os
@@ -14,14 +14,14 @@ WORLD_SIZE = 2
 
 
 class Cost(NamedTuple):
-    """Of one run, in seconds: time that passed on rank 0, and CPU time of both ranks with all their threads."""
+    """One run in seconds: wall time on rank 0, and CPU time of both ranks with all threads."""
 
     wall_s: float
     cpu_s: float
 
 
 def on_pair(measure: Callable[..., Any], *args: Any) -> list[Any]:
-    """What measure(rank, *args) returns on each of the two."""
+    """Return the result of measure(rank, *args) of each process."""
     with (
         tempfile.TemporaryDirectory() as directory,
         ProcessPoolExecutor(WORLD_SIZE, mp_context=mp.get_context("spawn")) as pool,
@@ -47,7 +47,7 @@ def _join_and_run(measure: Callable[..., Any], rank: int, store: str, args: tupl
 
 
 def time_in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[Cost]]:
-    """On one rank: the cost of each run, round by round, after one round to warm up."""
+    """Measure each run on one rank, round by round, after one warm-up round."""
     costs: dict[str, list[Cost]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
@@ -58,10 +58,10 @@ def time_in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def of_both(first: list[Cost], second: list[Cost]) -> list[Cost]:
-    """The time of the first rank, and the CPU time of both."""
+    """Return the wall time of the first rank and the CPU time of both."""
     return [Cost(a.wall_s, a.cpu_s + b.cpu_s) for a, b in zip(first, second, strict=True)]
 
 
 def ratio(these: list[float], those: list[float]) -> float:
-    """The median over the rounds, of which each compares what ran one after the other."""
+    """Return the median of ratios, each of two runs of the same round."""
     return statistics.median(a / b for a, b in zip(these, those, strict=True))

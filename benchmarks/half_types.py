@@ -1,9 +1,9 @@
-"""What do half types cost beside float32, and what is saved by keeping the memory they are converted in?
+"""What do half dtypes cost compared with float32, and what does keeping the conversion memory save?
 
-Two gloo processes with one thread each, as `torchrun` starts them: the system places them, and malloc gives freed
-memory back. `rs.attention` in float32 and in bfloat16 in turn, first with the memory that a session keeps, then in
-other processes with new memory for every tensor. Processes differ in how their memory happens to lie, so there are
-several of each, in turn.
+Two gloo processes with one thread each, as `torchrun` starts them: the system places them, and malloc returns freed
+memory. `rs.attention` runs in float32 and bfloat16 in turn, first with the memory that a session keeps, then in other
+processes with new memory for every tensor. Processes differ in their memory layout, so there are several of each, in
+turn.
 
     python benchmarks/half_types.py [--rounds 40] [--teams 3] [--write]
 """
@@ -67,7 +67,7 @@ def format_ratios(of_teams: list[list[float]]) -> str:
 
 
 def measure(rank: int, seq_len: int, head_dim: int, memory: str, rounds: int) -> list[float]:
-    """Seconds of float32 and bfloat16 in turn."""
+    """Return the seconds of float32 and bfloat16 in turn."""
     import torch
 
     import ringspan as rs
@@ -86,7 +86,7 @@ def measure(rank: int, seq_len: int, head_dim: int, memory: str, rounds: int) ->
 
 @contextmanager
 def fresh_memory() -> Iterator[None]:
-    """As if a session kept none: each tensor is converted into memory of its own."""
+    """A session that keeps no memory: each tensor is converted into new memory."""
     import torch
 
     from ringspan.runtime.scratch import Scratch

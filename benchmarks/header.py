@@ -1,4 +1,4 @@
-"""What does it cost a call that the ranks agree on it first?
+"""What does the agreement of the ranks cost a call?
 
 `rs.attention` on two gloo processes with `contract=True` and `contract=False` in turn, on tensors so small that little
 else is left, and on larger ones for comparison. Single calls are timed and medians taken, because with few cores a call

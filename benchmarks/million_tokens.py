@@ -22,8 +22,8 @@ from results import describe_machine, write_section
 import ringspan as rs
 
 HEAD_DIM = 64
-SAMPLES = 64  # rows that are checked, on each rank
-KEPT = 4096  # keys that the check takes at a time
+SAMPLES = 64  # rows that are checked on each rank
+KEPT = 4096  # keys per step of the check
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def prefill(rank: int, tokens: int, chunk: int) -> dict[str, Any]:
-    """This rank's part of the work, and what it found."""
+    """Return this rank's part of the results."""
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=HEAD_DIM)
     base_bytes = peak_bytes()
     samples = np.random.default_rng(rank).choice(tokens, SAMPLES, replace=False)
@@ -97,13 +97,13 @@ def prefill(rank: int, tokens: int, chunk: int) -> dict[str, Any]:
 
 
 def make_rows(positions: torch.Tensor, which: int) -> torch.Tensor:
-    """Rows that any rank can make of a position alone: q, k or v, (1, 1, rows, dim)."""
+    """Make rows of q, k or v from their positions alone, on any rank, (1, 1, rows, dim)."""
     angles = positions.double()[:, None] * (0.37 + which) + torch.arange(HEAD_DIM).double() * (1.3 + 0.7 * which)
     return (2 * torch.frac(torch.sin(angles) * 43758.5453)).float()[None, None]
 
 
 def exact_row(position: int) -> torch.Tensor:
-    """Row `position` in float64, by the definition, a few keys at a time."""
+    """Compute row `position` in float64 by the definition, a few keys at a time."""
     q = make_rows(torch.tensor([position]), 0)[0, 0].double()
     peak, total, out = -torch.inf, 0.0, torch.zeros(HEAD_DIM, dtype=torch.float64)
     for start in range(0, position + 1, KEPT):
@@ -118,7 +118,7 @@ def exact_row(position: int) -> torch.Tensor:
 
 
 def show_progress(done: int, tokens: int, seconds: float) -> None:
-    """A bar with the time that is left: work grows with the square of the tokens."""
+    """Show a bar with the remaining time: work grows with the square of the tokens."""
     share = (done / tokens) ** 2
     left = seconds / share - seconds
     bar = "█" * round(30 * share)

@@ -1,9 +1,9 @@
 """What does a repeated call cost outside kernels and transport?
 
-One rank's side of `rs.attention`, causal and zigzag, with a kernel that returns the same result every time and a
-transport that is always through. What is left is Python: checking the arguments, finding the plan, walking the program,
-views of tensors, and the merges, which are arithmetic and are given apart. The smallest of many repetitions is taken:
-nothing makes a call faster than it is, and much makes it slower.
+One rank's side of `rs.attention`, causal and zigzag, with a kernel that returns prepared results and a transport that
+never waits. The rest is Python: checking arguments, finding the plan, walking the program, views of tensors, and the
+merges, which are arithmetic and are listed separately. The minimum of many repetitions is reported, because
+disturbances only make a call slower.
 
     python benchmarks/overhead.py [--repeats 800] [--write]
     python benchmarks/overhead.py --against CHECKOUT [--rounds 7] [--repeats 100]
@@ -37,33 +37,31 @@ from ringspan.transports.single import Single
 
 ALLOWED_US = {2: 60, 4: None, 8: 200}
 TOKENS, HEADS, HEAD_DIM = 32, 2, 8  # of one rank
-NUMBER = 20  # of calls in one repetition
+NUMBER = 20  # calls per repetition
 
 
 class Done:
-    """A message that is through."""
+    """A message that has arrived."""
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Nowhere(Single):
-    """Everybody says what this rank says, and nothing is carried."""
+    """A transport that returns what this rank sends and carries nothing."""
 
     def __init__(self, world_size: int) -> None:
         self.rank, self.world_size, self.timeout_s = 1, world_size, 1.0
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Through at once."""
         return Posted([Done()] * len(sends), [Done()] * len(receives))
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:  # noqa: ARG002
-        """The same from all."""
         return [payload] * self.world_size
 
 
 class Ready:
-    """A kernel that has its results before it is asked."""
+    """A kernel that returns prepared results."""
 
     name = "ready"
 
@@ -74,7 +72,7 @@ class Ready:
         }
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:  # noqa: ARG002
-        """Of the right shape."""
+        """Make a result of the right shape."""
         return self._parts[q.shape[2]]
 
 
@@ -138,7 +136,7 @@ def call_us(world_size: int, repeats: int) -> float:
     mask, layout = rs.causal(), rs.zigzag(TOKENS * world_size, world_size)
     x = torch.zeros(1, HEADS, TOKENS, HEAD_DIM)
     kernel = Ready()
-    with lend_session(None, session), patch("ringspan.runtime.engine.choose_kernel", lambda *_: kernel):
+    with lend_session(None, session), patch("ringspan.runtime.plan.choose_kernel", lambda *_: kernel):
         calls = timeit.repeat(lambda: rs.attention(x, x, x, mask=mask, layout=layout), number=NUMBER, repeat=repeats)
     return 1e6 * min(calls) / NUMBER
 

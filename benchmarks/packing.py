@@ -1,10 +1,9 @@
 """Should K and V travel as one message or as two?
 
-Two gloo processes send each other their K and V at once, as in a step of a ring: as two messages; packed into one, the
-copy into it included; and as one message that is packed already, as when a rank passes on what it has received. The
-receiver needs no copy, its K and V are views. All three run in turn, so that whatever else the machine does falls on
-all of them. Single exchanges are timed and medians taken, because with few cores one now and then waits for the
-scheduler, for milliseconds.
+Two gloo processes send each other their K and V at once, as in a step of a ring: as two messages; packed into one,
+including the copy; and as one message that is packed already, as when a rank forwards a block. The receiver needs no
+copy, because its K and V are views. All three run in turn, so that disturbances affect all of them. Single exchanges
+are timed and medians reported, because with few cores an exchange can wait milliseconds for the scheduler.
 
     python benchmarks/packing.py [--rounds 100] [--write]
 """
@@ -72,7 +71,7 @@ def measure(rank: int, rounds: int) -> dict[int, dict[str, list[Cost]]]:
 
 
 def exchanges(rank: int, size: int) -> dict[str, Callable[[], None]]:
-    """What is to be timed; buffers are used again, as the runtime does."""
+    """Return what to time; buffers are reused, as in the runtime."""
     import torch
     import torch.distributed as dist
 

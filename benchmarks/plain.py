@@ -1,7 +1,7 @@
-"""The yardstick: causal attention of one head on one device, blockwise in NumPy, as one would write it by hand.
+"""The baseline: causal attention of one head on one device, blockwise in NumPy, as written by hand.
 
-It skips blocks that see nothing, masks only those on the diagonal, works in place, and knows nothing of ranks, masks,
-heads or NaN. The best of a few block sizes is chosen for it on the machine at hand.
+It skips hidden blocks, masks only blocks on the diagonal and works in place. It has no ranks, masks, heads or NaN
+handling. The best of a few block sizes is chosen on the machine at hand.
 """
 
 import time
@@ -17,7 +17,7 @@ BLOCK_SIZES: tuple[BlockSize, ...] = ((128, 512), (256, 256), (256, 512), (512, 
 
 
 def attention(q: Array, k: Array, v: Array, block_size: BlockSize) -> tuple[Array, Array]:
-    """Output (seq, dim) and log-sum-exp (seq, 1) of q, k, v (seq, dim)."""
+    """Return out (seq, dim) and log-sum-exp (seq, 1) of q, k, v (seq, dim)."""
     seq_len, dim = q.shape
     out, lse = np.empty_like(v), np.empty((seq_len, 1), q.dtype)
     for top in range(0, seq_len, block_size[0]):
@@ -47,7 +47,7 @@ def attention(q: Array, k: Array, v: Array, block_size: BlockSize) -> tuple[Arra
 def gradients(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, block_size: BlockSize
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv), the probabilities made again from lse block by block."""
+    """Return (dq, dk, dv); probabilities are recomputed from lse block by block."""
     scale = q.dtype.type(q.shape[1] ** -0.5)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     delta = (dout * out).sum(axis=1, keepdims=True)
@@ -71,7 +71,7 @@ def gradients(
 
 
 def best_block_size(run: Callable[[BlockSize], object]) -> BlockSize:
-    """The fastest of BLOCK_SIZES for this run, each timed three times in turn."""
+    """Return the fastest of BLOCK_SIZES for this run, each timed three times in turn."""
     seconds = dict.fromkeys(BLOCK_SIZES, float("inf"))
     for _ in range(3):
         for block_size in BLOCK_SIZES:
@@ -82,7 +82,7 @@ def best_block_size(run: Callable[[BlockSize], object]) -> BlockSize:
 
 
 def _columns(rows: slice, width: int) -> list[slice]:
-    """The blocks of keys that some of the rows see."""
+    """Yield the blocks of keys that some of the rows see."""
     return [slice(left, min(left + width, rows.stop)) for left in range(0, rows.stop, width)]
 
 

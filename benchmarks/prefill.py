@@ -1,4 +1,4 @@
-"""Which side should travel in partial prefill, and does "auto" know?
+"""Which side should travel in partial prefill, and does "auto" choose it?
 
 New tokens meet a cache, from 1 % to 100 % of all tokens new, with pass-KV, pass-Q and what "auto" picks, in turn, on
 two gloo ranks of one thread. `--link 100mbit` puts the ranks into network namespaces of their own and shapes the link
@@ -24,7 +24,7 @@ from results import describe_machine, format_table, write_section
 
 import ringspan as rs
 
-MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # percent
+MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # per cent
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 WAYS = ("pass_kv", "pass_q", "auto")
 WITHIN = 1.10
@@ -53,10 +53,10 @@ def main() -> None:
 
 
 def report(points: list[dict[str, Any]], args: argparse.Namespace) -> tuple[str, bool]:
-    """The table, and whether the promises are kept."""
+    """Return the table, and whether the promises are kept."""
     rows, worst = [], 0.0
     for point in points:
-        # The runs of auto are runs of the algorithm it picks, so they count as such.
+        # Runs of auto count as runs of the algorithm that it chooses.
         picked = str(point["picked"])
         seconds = {way: statistics.median(point[way]) for way in WAYS}
         runs = {way: point[way] + (point["auto"] if way == picked else []) for way in ("pass_kv", "pass_q")}
@@ -91,7 +91,7 @@ def report(points: list[dict[str, Any]], args: argparse.Namespace) -> tuple[str,
 
 
 def run(prefixes: list[list[str]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What rank 0 found; all ranks run until they are through."""
+    """Return the results of rank 0, after all ranks have finished."""
     address = "10.77.0.1" if args.link else "127.0.0.1"
     environment = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
     if args.link:
@@ -110,7 +110,7 @@ def run(prefixes: list[list[str]], args: argparse.Namespace) -> list[dict[str, A
 
 @contextmanager
 def ranks_on(link: str | None) -> Iterator[list[list[str]]]:
-    """How to start each of the two ranks: as it is, or in a namespace at one end of a shaped link."""
+    """Return how to start each rank: directly, or in a network namespace at one end of a shaped link."""
     if link is None:
         yield [[], []]
         return
@@ -139,7 +139,7 @@ def tell(command: str) -> None:
 
 
 def measure(rank: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """The seconds of every way at every miss rate."""
+    """Return the seconds of every algorithm at every miss rate."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     machine = rs.measure_machine()
@@ -157,7 +157,7 @@ def measure(rank: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
         exact = whole(*(x[:, :, cached:] if x is q else x for x in (q, k, v)))
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         error, picked = 0.0, ""
-        for number in range(rounds + 1):  # the first is to warm up
+        for number in range(rounds + 1):  # the first round is a warm-up
             for way in WAYS:
                 dist.barrier()
                 start = time.perf_counter()
@@ -177,7 +177,7 @@ def measure(rank: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One device: the last queries of a causal sequence against all its keys, by PyTorch."""
+    """One device: the last queries of a causal sequence against all its keys, with PyTorch."""
     rows = torch.arange(k.shape[2])[None, :] <= torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=rows, enable_gqa=True)
 

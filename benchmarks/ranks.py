@@ -15,9 +15,9 @@ from ringspan.bench.launch import RANK_ENVIRONMENT, keep_to_own_cores
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What fn(rank, *args) returns on each of `world_size` processes of one default group."""
+    """Return the result of fn(rank, *args) on each of `world_size` processes of one default group."""
     context = mp.get_context("spawn")
-    os.environ.update(RANK_ENVIRONMENT)  # which they inherit
+    os.environ.update(RANK_ENVIRONMENT)  # the processes inherit it
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [

@@ -1,8 +1,8 @@
-"""What does it cost that the number of ranks does not change the bits?
+"""What does reproducible mode cost attention?
 
 `rs.attention` with `reproducible=True` and without, in turn, on gloo processes with one thread each: causal, zigzag,
 pass_kv, 8 heads of 64 in float32; forward with 16,384 tokens, and with the backward pass 8,192. With more ranks than
-cores the time that passes says little, so CPU seconds stand beside it.
+cores wall time says little, so CPU seconds are reported too.
 
     python benchmarks/reproducible.py [--rounds 7] [--ranks 2 4 8] [--write]
 """
@@ -21,7 +21,7 @@ FORWARD, BOTH = 16_384, 8_192
 
 
 class Cost(NamedTuple):
-    """Of one call: the time that passed on the slowest rank, the CPU time of all."""
+    """One call: wall time of the slowest rank, CPU time of all ranks."""
 
     wall_s: float
     cpu_s: float
@@ -72,7 +72,7 @@ def report(rounds: int, sizes: list[int]) -> str:
 
 
 def measure(world_size: int, seq_len: int, has_backward: bool, rounds: int) -> list[list[Cost]]:
-    """The costs of all rounds, in the default mode and in the reproducible one."""
+    """Return the costs of all rounds in the default mode and in reproducible mode."""
     of_ranks = run_ranks(on_rank, world_size, world_size, seq_len, has_backward, rounds)
     return [
         [Cost(max(cost.wall_s for cost in of_round), sum(cost.cpu_s for cost in of_round)) for of_round in of_mode]
@@ -86,7 +86,7 @@ def measure(world_size: int, seq_len: int, has_backward: bool, rounds: int) -> l
 def on_rank(rank: int, world_size: int, seq_len: int, has_backward: bool, rounds: int) -> list[list[Cost]]:
     calls = [call_of(rank, world_size, seq_len, has_backward, reproducible) for reproducible in (False, True)]
     costs: list[list[Cost]] = [[], []]
-    for _ in range(rounds + 1):  # the first is for what is made once
+    for _ in range(rounds + 1):  # the first round is a warm-up
         for call, found in zip(calls, costs, strict=True):
             found.append(timed(call))
     return [found[1:] for found in costs]

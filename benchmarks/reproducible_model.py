@@ -1,9 +1,9 @@
-"""What does it cost a training step that the number of ranks does not change the bits?
+"""What does reproducible mode cost a training step?
 
 A small transformer on gloo processes with one thread each, causal and zigzag: forward, loss, backward, and gradients on
-every rank, in three ways in turn: plain modules whose gradients are all-reduced; the same with attention in
-reproducible mode; and everything reproducible. The optimizer is the same for all, and left out. With more ranks than
-cores the time that passes says little, so CPU seconds stand beside it.
+every rank, in three variants in turn: plain modules with all-reduced gradients; the same with attention in reproducible
+mode; and everything reproducible. The optimizer is the same for all and is not timed. With more ranks than cores wall
+time says little, so CPU seconds are reported too.
 
     python benchmarks/reproducible_model.py [--rounds 7] [--ranks 1 2 4] [--write]
 """
@@ -23,14 +23,14 @@ WAYS = ("plain", "attention", "all")
 
 
 class Cost(NamedTuple):
-    """Of one step on one rank."""
+    """The costs of one step on one rank."""
 
     wall_s: float
     cpu_s: float
 
 
 class Measured(NamedTuple):
-    """Of one rank: the steps, round by round, and the bytes it sends in one, both by way."""
+    """The results of one rank: its steps by round, and the bytes it sends in one, for each variant."""
 
     costs: dict[str, list[Cost]]
     sent: dict[str, int]
@@ -127,7 +127,7 @@ def measure(rank: int, rounds: int) -> Measured:  # noqa: ARG001
 
 
 def make_step(way: str, layout: Any, batch: dict[str, Any]) -> Callable[[], int]:
-    """Runs a step; returns the bytes of the weights."""
+    """Run a step; return the bytes of the weights."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy

@@ -1,4 +1,4 @@
-"""How results are measured apart from each other, and where they are kept.
+"""How are results measured in separate processes, and where are they kept?
 
 RESULTS.md has one section for each benchmark and type of CPU, rewritten by its `--write`. A section stands between two
 marker comments that name both, so that one can be rerun without the others.
@@ -23,9 +23,9 @@ THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB
 
 
 def in_subprocess(script: str, *arguments: object) -> Any:
-    """What the script prints as JSON in a process of its own, with BLAS on one thread.
+    """Return the JSON of a script that runs in its own process, with BLAS on one thread.
 
-    On Linux a process begins with the peak resident size of its parent, so a parent that compares those stays small.
+    On Linux a process inherits the peak resident size of its parent, so a parent that compares peaks must stay small.
     """
     command = [sys.executable, script, *map(str, arguments)]
     environment = os.environ | dict.fromkeys(THREADS, "1")
@@ -33,7 +33,7 @@ def in_subprocess(script: str, *arguments: object) -> Any:
 
 
 def run_checkout(checkout: Path, script: str | Path, *arguments: object) -> str:
-    """What a script prints in a process of its own that imports `ringspan` from a checkout, on one thread."""
+    """Return the JSON of a script in its own process that imports `ringspan` from a checkout, on one thread."""
     source = checkout.resolve() / "src"
     if not (source / "ringspan").is_dir():
         raise SystemExit(f"--against={checkout}: a checkout has a folder src/ringspan; give the root of one")
@@ -43,18 +43,18 @@ def run_checkout(checkout: Path, script: str | Path, *arguments: object) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_median(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and the smallest and largest value."""
+    """Format the median with the smallest and largest value."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} – {max(values):.{digits}f})"
 
 
 def describe_machine() -> str:
-    """What was measured on, without names that say whose it is."""
+    """Describe the machine without names that identify its owner."""
     import numpy as np
 
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
@@ -65,7 +65,7 @@ def describe_machine() -> str:
 
 
 def describe_cpu() -> str:
-    """The name of its type; with its vectors, as clouds have one name for several."""
+    """Return the type of the CPU with its vector extension, because clouds use one name for several."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     if found := re.search(r"model name\s*: (.+)", text):

@@ -1,8 +1,7 @@
-"""How long does planning take for many ranks: who sees whom, building a schedule, proving it, compiling it?
+"""How long does planning take for many ranks: visible blocks, building, validating and compiling a schedule?
 
-Times are CPU seconds of the one thread that does the work, each in a fresh process, so that no cache helps. A schedule
-makes its steps when asked, so building counts all of them; compiling counts the programs of all ranks, of which a real
-run makes one on each.
+Times are CPU seconds of the working thread, each in a fresh process without caches. A schedule makes its steps on
+demand, so building counts all of them. Compiling counts the programs of all ranks; a real run compiles one per rank.
 
     python benchmarks/scaling.py [--ranks 256] [--runs 3] [--write]
 """
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=256, help=f"a multiple of {NODE}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)  # what a subprocess is to do
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)  # the task of a subprocess
     args = parser.parse_args()
     if args.measure:
         what, *arguments = args.measure
@@ -56,10 +55,10 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace) -> tuple[str, bool]:
-    """The tables, and whether the promise is kept."""
+    """Return the tables, and whether the promise is kept."""
 
     def measure(*what: str) -> list[list[float]]:
-        """The seconds of each thing measured, run by run."""
+        """Return the seconds of each task, run by run."""
         runs = [in_subprocess(__file__, "--ranks", args.ranks, "--measure", *what) for _ in range(args.runs)]
         return [list(seconds) for seconds in zip(*runs, strict=True)]
 
@@ -94,7 +93,7 @@ def measure_coverage(ranks: int, layout_name: str, mask_name: str) -> tuple[floa
 
 
 def measure_planning(ranks: int, algorithm: str, pass_name: str) -> tuple[float, float, float]:
-    """Seconds to build, validate and compile."""
+    """Return the seconds to build, validate and compile."""
     layout = rs.zigzag(SEQ_LEN, ranks)
     visible = visible_blocks(MASKS["causal"], layout, layout)
     mesh = rs.Mesh(ranks // NODE, NODE) if "mesh" in ALGORITHMS[algorithm].options else None

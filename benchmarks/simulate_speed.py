@@ -1,9 +1,8 @@
-"""What does simulating many devices cost over plain blockwise attention on one, in time and in memory?
+"""What does simulating many devices cost compared with plain blockwise attention on one, in time and memory?
 
-Causal attention of one head. Times are CPU seconds with BLAS on one thread, which on an idle machine are the time that
-passes. They are taken in one process, plain and simulated runs in turn, and compared round by round, so that whatever
-else the machine does falls on all of them. Memory is the peak of a process that does nothing but simulate, less that of
-one that only imports and makes the inputs.
+Causal attention of one head. Times are CPU seconds with BLAS on one thread, which equal wall time on an idle machine.
+Plain and simulated runs alternate in one process and are compared round by round, so that disturbances affect both.
+Memory is the peak of a process that only simulates, minus the peak of one that only imports and makes the inputs.
 
     python benchmarks/simulate_speed.py [--seq-len 32768] [--devices 8] [--rounds 5] [--write]
 """
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="how often all of them run in turn")
     parser.add_argument("--write", action="store_true", help="into RESULTS.md")
-    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # what a subprocess is to do
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # the task of a subprocess
     args = parser.parse_args()
     if args.measure:
         what, *arguments = args.measure
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace) -> tuple[str, bool]:
-    """The table, and whether the forward pass keeps the promises."""
+    """Return the table, and whether the forward pass keeps the promises."""
     sizes = ("--seq-len", args.seq_len, "--devices", args.devices, "--rounds", args.rounds)
     measure = partial(in_subprocess, __file__, *sizes, "--measure")
     rows, is_kept, block_sizes = [], True, {}
@@ -142,7 +141,7 @@ MEASUREMENTS: dict[str, Callable[..., Any]] = {"times": measure_times, "rss": me
 
 
 def make_inputs(args: argparse.Namespace, dtype: str) -> list[Any]:
-    """q, k, v and dout."""
+    """Make q, k, v and dout."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -152,7 +151,7 @@ def make_inputs(args: argparse.Namespace, dtype: str) -> list[Any]:
 def prepare(
     args: argparse.Namespace, inputs: Any, direction: str, layout_name: str, algorithm: str
 ) -> Callable[[], tuple[Any, ...]]:
-    """What is to be timed: a forward pass, or a backward pass whose forward pass is done already."""
+    """Return what to time: a forward pass, or a backward pass whose forward pass is done."""
     import ringspan as rs
 
     q, k, v, dout = inputs

@@ -1,6 +1,6 @@
-"""How close does a whole model come to the ideal? `ringspan bench --transformer` on two ranks, as it prints itself.
+"""How close does a whole model come to the ideal? `ringspan bench model` on two ranks, with its own output.
 
-Of the small decoder that is its default, with as many KV heads as heads, and with one for all four of them.
+It uses the default small decoder, with as many KV heads as heads, and with one KV head for all four heads.
 
     python benchmarks/transformer.py [--kv-heads 4 1] [--tokens 8192] [--repeats 3] [--write]
 """
@@ -28,7 +28,7 @@ def main() -> None:
 
 def measure(kv_heads: int, tokens: int, repeats: int) -> str:
     sizes = {"ranks": 2, "heads": 4, "kv-heads": kv_heads, "tokens": tokens, "repeats": repeats}
-    words = ["bench", "--transformer", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
+    words = ["bench", "model", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
     done = subprocess.run([sys.executable, "-m", "ringspan", *words], check=True, stdout=subprocess.PIPE, text=True)
     return f"`ringspan {' '.join(words)}`\n\n{describe_machine()}.\n\n```text\n{done.stdout.rstrip()}\n```"
 

@@ -1,4 +1,4 @@
-"""What does a sliding window cost beside the causal attention it is a part of, and beside PyTorch with a dense mask?
+"""What does a sliding window cost compared with causal attention, and with PyTorch and a dense mask?
 
 One process with one thread: `rs.attention` with a causal mask and with windows, and PyTorch's own attention with the
 window as a mask of all pairs, in turn, forward alone and with backward.

@@ -13,9 +13,9 @@ MASK, LAYOUT = rs.causal(), rs.zigzag(SEQ_LEN, WORLD_SIZE)
 SCHEDULE = rs.simulate_attention(*np.zeros((3, SEQ_LEN, 8)), mask=MASK, layout=LAYOUT).schedule
 
 WIDTH, HEIGHT = 860, 400
-CARD_WIDTH, CARD_HEIGHT, CELL = 164, 76, 8  # of a rank, and of one of its tokens
+CARD_WIDTH, CARD_HEIGHT, CELL = 164, 76, 8  # a card shows a rank, a cell one token
 CARDS = ((168, 60), (318, 162), (168, 264), (18, 162))  # clockwise, so that blocks move clockwise
-HOPS = (  # from card to card; each with the place of its label
+HOPS = (  # from card to card, each with the position of its label
     ("M332 98C400 98 400 120 400 154", (396, 102)),
     ("M400 238C400 280 400 302 340 302", (396, 308)),
     ("M168 302C100 302 100 280 100 246", (104, 308)),
@@ -25,9 +25,9 @@ GRID_X, GRID_Y, GRID_CELL = 556, 76, 17
 
 
 def draw(palette: Palette) -> str:
-    """The ring on the left, the grid of queries and keys on the right."""
+    """Draw the ring on the left and the grid of queries and keys on the right."""
     parts = [
-        text(18, 24, f"Steps 0 to {SCHEDULE.num_steps - 1}; this is step {STEP}", palette.ink, BOLD),
+        text(18, 24, f"Step {STEP} of steps 0 to {SCHEDULE.num_steps - 1}", palette.ink, BOLD),
         *(part for rank in range(WORLD_SIZE) for part in _card(rank, palette)),
         *(part for rank in range(WORLD_SIZE) for part in _hop(rank)),
         text(18, 376, "Each rank attends its queries to the block it holds", palette.muted),
@@ -43,7 +43,7 @@ MIDDLE = 'text-anchor="middle"'
 
 
 def _attended(rank: int, t: int) -> list[tuple[int, int]]:
-    """The owners of the query and key blocks that a rank attends in step t."""
+    """Return the owners of the query and key blocks that a rank attends in step t."""
     return [(q.owner, kv.owner) for attend in SCHEDULE.actions(rank, t).attends for q in attend.qs for kv in attend.kvs]
 
 
@@ -59,7 +59,7 @@ def _card(rank: int, palette: Palette) -> list[str]:
 
 
 def _strip(x: float, y: float, name: str, owner: int, palette: Palette) -> list[str]:
-    """The sequence as a row of cells; those of the owner are filled."""
+    """Draw the sequence as a row of cells, those of the owner filled."""
     held = set(LAYOUT.positions(owner).tolist())
     cells = [
         rect(x + 28 + position * (CELL - 0.75), y, CELL - 1.5, 12, RANKS[owner] if position in held else palette.line)
@@ -79,7 +79,7 @@ def _hop(rank: int) -> list[str]:
 
 
 def _grid(palette: Palette) -> list[str]:
-    """Every pair of query and key: filled if this step computes it, pale if another step does, empty if masked."""
+    """Draw every pair of query and key: filled in this step, pale in another step, empty if masked."""
     side = SEQ_LEN * GRID_CELL
     turned = f'transform="rotate(-90 {GRID_X - 34} {GRID_Y + side / 2})"'
     parts = [
@@ -96,7 +96,7 @@ def _grid(palette: Palette) -> list[str]:
     for t in range(SCHEDULE.num_steps):
         for rank in range(WORLD_SIZE):
             for q_owner, kv_owner in _attended(rank, t):
-                parts += _pairs(rank, q_owner, kv_owner, 1.0 if t == STEP else 0.2)
+                parts += _pairs(rank, q_owner, kv_owner, 1.0 if t == STEP else 0.28)
     parts.append(text(GRID_X, 376, "Filled: this step. Pale: another step.", palette.muted))
     parts.append(text(GRID_X, 393, "Empty: the causal mask forbids it.", palette.muted))
     return parts

@@ -6,9 +6,9 @@ python docs/draw_rooms.py        # writes docs/images/rooms-*.svg
 from svg import IMAGES, PALETTES, Palette, document, rect, text
 
 WIDTH = 860
-# From the top: what a user starts, down to what everything rests on. Imports point down only.
+# From commands at the top to the foundations at the bottom. Imports point down only.
 FLOORS = (
-    ("start", ("cli", "bench")),
+    ("start", ("cli", "page", "bench")),
     ("models", ("adapters", "training", "cache", "reproducible")),
     ("the call", ("runtime",)),
     ("compute and carry", ("kernels", "transports", "simulate", "planner")),
@@ -18,8 +18,9 @@ FLOORS = (
 )
 SAYS = {
     "cli": "commands",
+    "page": "results to look at",
     "bench": "measure this machine",
-    "adapters": "transformers",
+    "adapters": "whole models",
     "training": "batch, labels, loss",
     "cache": "KV cache over ranks",
     "reproducible": "layers, same bits",
@@ -36,14 +37,14 @@ SAYS = {
     "span": "runs of positions",
     "errors": "what is refused",
 }
-NO_TORCH = {"simulate", "planner", "program", "algorithms", "schedule", "layout", "mask", "span", "errors"}
+NO_TORCH = {"page", "simulate", "planner", "program", "algorithms", "schedule", "layout", "mask", "span", "errors"}
 
 MIDDLE = 'text-anchor="middle"'
 BOLD = 'font-weight="600"'
 
 
-def draw_rooms(palette: Palette) -> str:
-    """Floors from top to bottom; rooms with a coloured edge run without torch."""
+def draw(palette: Palette) -> str:
+    """Draw the floors from top to bottom; rooms with a coloured edge run without torch."""
     parts: list[str] = []
     for floor, (name, rooms) in enumerate(FLOORS):
         y = 10 + floor * 62
@@ -63,4 +64,4 @@ def draw_rooms(palette: Palette) -> str:
 
 if __name__ == "__main__":
     for palette in PALETTES:
-        (IMAGES / f"rooms-{palette.name}.svg").write_text(draw_rooms(palette))
+        (IMAGES / f"rooms-{palette.name}.svg").write_text(draw(palette))

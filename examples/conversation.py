@@ -1,7 +1,7 @@
-"""A conversation of three turns through a small model whose cache lies on several ranks.
+"""A conversation of three turns with a small model whose KV cache is spread over several ranks.
 
-A long document is read, a question asked about it, and a follow-up. Each turn prefills what is new against all that is
-cached, then decodes an answer token by token. The tokens are those that one device gives.
+The turns are a long document, a question about it and a follow-up. Each turn prefills its new tokens against the cache,
+then decodes an answer token by token. The tokens equal those of one device.
 
     python examples/conversation.py [--ranks 2]
 """
@@ -21,7 +21,7 @@ ANSWER = 8  # tokens
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part; nothing in it knows of ranks but the one call."""
+    """Attention and an MLP; only the call of attention depends on the ranks."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor, turn: rs.Turn) -> torch.Tensor:
-        """This rank's new tokens, x (rows, WIDTH)."""
+        """Compute this rank's new tokens, x (rows, WIDTH)."""
         y = self.norm(x)
         q = rotate(heads_of(self.to_q(y)), turn.positions)
         k, v = heads_of(self.to_kv(y)).chunk(2, dim=1)
@@ -55,7 +55,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def next_token(self, tokens: torch.Tensor, turn: rs.Turn, group: Any) -> int:
-        """The likeliest token after the new ones, which are given whole; each rank computes its rows."""
+        """Return the most likely next token; the new tokens are whole on every rank, which computes its rows."""
         x = self.embedding(turn.layout.shard(tokens, group.rank, 0))
         for layer in self.layers:
             x = layer(x, turn)
@@ -64,12 +64,12 @@ class Model(nn.Module):
 
 
 def heads_of(x: torch.Tensor) -> torch.Tensor:
-    """(rows, heads · HEAD_DIM) to (1, heads, rows, HEAD_DIM)."""
+    """Reshape (rows, heads · HEAD_DIM) to (1, heads, rows, HEAD_DIM)."""
     return x.unflatten(1, (-1, HEAD_DIM)).transpose(0, 1)[None]
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding at the positions the tokens have in their sequence, wherever they are computed."""
+    """Apply rotary embedding by the positions of the tokens in their sequence."""
     angles = positions[:, None] * 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     a, b = x[..., ::2], x[..., 1::2]
     turned = a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()
@@ -78,7 +78,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def converse(group: Any, prompts: dict[str, torch.Tensor], model: Model) -> tuple[list[int], list[str]]:
-    """All tokens of the answers, and what happened."""
+    """Return the tokens of all answers, and a report."""
     cache = rs.KVCache(num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, group=group)
     said: list[int] = []
     told: list[str] = []
@@ -95,7 +95,7 @@ def converse(group: Any, prompts: dict[str, torch.Tensor], model: Model) -> tupl
 
 
 def main() -> None:
-    """Converse on several ranks and on one, and compare."""
+    """Converse on several ranks and on one, and compare the tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Train a byte-level model on long sequences that are split over ranks: the same losses on any number of them.
+"""Train a byte-level model on long sequences that are split over ranks, with the same losses on any number of ranks.
 
-The text is what every machine has: the sources of Python's standard library. All ranks together form a mesh of two
-dimensions: `cp` ranks share a sequence, by ring attention, and each such group trains on sequences of its own. Weights
-and optimizer are sharded over all ranks (FSDP2). A checkpoint can be resumed on any number of ranks. With
-`--reproducible` losses and weights are the same to the bit; every rank then holds all weights.
+The text is the source of Python's standard library. The ranks form a mesh of two dimensions: `cp` ranks share a
+sequence by ring attention, and each such group trains on its own sequences. Weights and optimizer are sharded over all
+ranks (FSDP2). A checkpoint can be resumed on any number of ranks. With `--reproducible`, losses and weights have the
+same bits; every rank then holds all weights.
 
     python examples/train_long_context.py --losses one.json
     torchrun --nproc-per-node 2 examples/train_long_context.py --compare one.json --plot losses.svg
@@ -37,11 +37,11 @@ import ringspan as rs
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
 WIDTH = HEADS * HEAD_DIM
 CLOSE = 1e-5  # two losses
-LEAST = 1e-9  # that a logarithmic axis shows of a difference; smaller ones are drawn there
+LEAST = 1e-9  # smallest difference on the logarithmic axis; smaller ones are drawn there
 
 
 class Layer(nn.Module):
-    """Attention, which is all that knows of ranks, and an MLP."""
+    """Attention and an MLP; only attention depends on the ranks."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         self.activation = nn.GELU()
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens, x (batch, seq, WIDTH)."""
+        """Compute this rank's tokens, x (batch, seq, WIDTH)."""
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
         q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         out = self.attend(rotate(q, position_ids), rotate(k, position_ids), v)
@@ -72,7 +72,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's tokens."""
+        """Return the logits of this rank's tokens."""
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x, position_ids)
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 
 def rotate(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """RoPE at the positions the tokens have in their sequence, wherever they are computed."""
+    """Apply RoPE by the positions of the tokens in their sequence."""
     frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = position_ids[:, None, :, None] * frequencies
     a, b = x.chunk(2, dim=-1)
@@ -88,20 +88,20 @@ def rotate(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def read_text() -> torch.Tensor:
-    """The modules of the standard library, one behind the other."""
+    """Concatenate the modules of the standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
 
 
 def take_sequences(text: torch.Tensor, step: int, args: argparse.Namespace, mesh: DeviceMesh) -> torch.Tensor:
-    """This replica's sequences (batch, tokens) of a step; together the replicas have the same ones for any mesh."""
+    """Return this replica's sequences (batch, tokens) of a step; over all replicas they are equal for any mesh."""
     first = step * args.batch * args.tokens % (len(text) - args.batch * args.tokens)
     batch = text[first : first + args.batch * args.tokens].view(args.batch, args.tokens).long()
     return batch.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
 
 
 def build(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """The model on this rank, and its loss(logits, labels) over the labels of all ranks."""
+    """Build the model on this rank, and its loss(logits, labels) over the labels of all ranks."""
     torch.manual_seed(0)  # the same weights on all ranks
     on = {"layout": layout_of(args, mesh), "group": mesh["cp"]}
     model = Model(functools.partial(rs.attention, mask=rs.causal(), reproducible=args.reproducible, **on))
@@ -119,17 +119,17 @@ def build(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Callab
 
 
 def layout_of(args: argparse.Namespace, mesh: DeviceMesh) -> rs.Layout:
-    """Who holds which token; for the same bits in whole tiles."""
+    """Return the layout; on the tile grid in reproducible mode."""
     return rs.zigzag(args.tokens, mesh["cp"].size(), align=rs.TILE if args.reproducible else 1)
 
 
 def train(args: argparse.Namespace, mesh: DeviceMesh, text: torch.Tensor) -> list[float]:
-    """The losses of all steps; those before a checkpoint come with it."""
+    """Train, and return the losses of all steps, including those of a resumed checkpoint."""
     model, loss_of = build(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     losses = load(args.resume, model, optimizer) if args.resume else []
     layout = layout_of(args, mesh)
-    # What ranks have of a gradient is to be summed. FSDP takes the average; reproducible layers have summed already.
+    # Shares of gradients must be summed. FSDP averages; reproducible layers have summed already.
     factor = 1 if args.reproducible else mesh.size()
     for step in range(len(losses), args.steps):
         batch = rs.shard_batch({"input_ids": take_sequences(text, step, args, mesh)}, layout, mesh["cp"])
@@ -145,13 +145,13 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, text: torch.Tensor) -> lis
 
 
 def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
-    """All ranks together; each writes its own shards."""
+    """Save a checkpoint with all ranks; each writes its own shards."""
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments, "losses": losses}, checkpoint_id=folder)
 
 
 def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """From whatever number of ranks it was saved; returns the losses so far."""
+    """Load a checkpoint of any number of ranks; return its losses."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "losses": []}
     dcp.load(state, checkpoint_id=folder)
@@ -160,7 +160,7 @@ def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> lis
 
 
 def compare(losses: list[float], others: list[float], limit: float, plot: str | None) -> bool:
-    """Whether two runs have the same losses; draws both, and how far they are apart."""
+    """Return whether two runs have the same losses; draw both and their difference."""
     steps = range(1, min(len(losses), len(others)) + 1)
     apart = [abs(a - b) for a, b in zip(losses, others, strict=False)]
     tell(f"largest difference of {len(apart)} losses from the other run: {max(apart):.1e}")
@@ -174,17 +174,17 @@ def compare(losses: list[float], others: list[float], limit: float, plot: str | 
             Chart(f"How far they are apart, {LEAST:g} for 0", "step", "difference", apart_line, format_y="{:g}".format),
         ]
         Path(plot).write_text(draw_charts(charts))
-    return all(x <= limit for x in apart)  # which a NaN is not
+    return all(x <= limit for x in apart)  # False for NaN
 
 
 def tell(text: str) -> None:
-    """Once, not on every rank."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace, text: torch.Tensor) -> None:
-    """Something to train on."""
+    """Refuse sizes without training data."""
     for name, least in (("tokens", 2), ("batch", 1), ("steps", 1), ("cp", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -197,7 +197,7 @@ def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace, tex
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Before anything is trained for nothing."""
+    """Refuse bad files before training starts."""
     if args.plot and not args.compare:
         parser.error("--plot draws two runs; give the losses of the other with --compare")
     for name in ("losses", "plot"):
@@ -222,7 +222,7 @@ def read_losses(parser: argparse.ArgumentParser, path: str) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
-    """Train, and compare if asked to; whether all is well."""
+    """Train, and compare if asked to; return whether all checks passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step, over all replicas")

@@ -1,4 +1,4 @@
-"""What is a contender given, and what must it do? Torch only: this runs in the environment of the peers as well."""
+"""What does a contender get, and what must it do? Torch only: this also runs in the environment of the peers."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Results = tuple[torch.Tensor, ...]
 
 
 class Tensors(NamedTuple):
-    """q, k, v and dout (1, heads, seq, head_dim)."""
+    """Make q, k, v and dout, (1, heads, seq, head_dim)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -25,13 +25,13 @@ class Tensors(NamedTuple):
     dout: torch.Tensor
 
     def rows(self, rows: torch.Tensor) -> "Tensors":
-        """Some tokens."""
+        """A run of tokens."""
         return Tensors(*(x[:, :, rows].contiguous() for x in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A point on one rank. Every rank makes the same tensors of all tokens, and takes its own of them."""
+    """A point on one rank. Every rank makes the same tensors of all tokens and takes its own part."""
 
     point: Point
     rank: int
@@ -45,7 +45,7 @@ class Case:
         return cls(point, rank, Tensors(*(torch.randn(shape, generator=generator).to(dtype) for _ in range(4))))
 
     def own_rows(self, rank: int | None = None) -> torch.Tensor:
-        """The tokens of a rank: zigzag if the mask is causal, else contiguous."""
+        """Return the tokens of a rank: zigzag if the mask is causal, else contiguous."""
         rank = self.rank if rank is None else rank
         if not self.point.is_causal:
             return self.contiguous_rows(rank)
@@ -53,14 +53,14 @@ class Case:
         return torch.cat([chunks[rank], chunks[-1 - rank]])
 
     def contiguous_rows(self, rank: int | None = None) -> torch.Tensor:
-        """The tokens of a rank, one after the other."""
+        """Concatenate the tokens of a rank."""
         return torch.arange(self.point.seq_len).chunk(self.point.world_size)[self.rank if rank is None else rank]
 
 
 class Contender(NamedTuple):
     """`run` returns out, and dq, dk, dv if the point has them, for `rows` of the sequence; neither if it is idle.
 
-    What needs no attention, such as making a mask, is done before; what a real call would have to do is not.
+    Work outside of attention, such as making a mask, is done before; all work of a real call is timed.
     """
 
     run: Callable[[], Results | None]
@@ -68,7 +68,7 @@ class Contender(NamedTuple):
 
 
 def with_gradients(case: Case, attend: Callable[..., torch.Tensor], own: Tensors) -> Results:
-    """`attend(q, k, v)`, and its gradients if the point asks for them."""
+    """Run `attend(q, k, v)`, and its gradients if the point asks for them."""
     if not case.point.has_backward:
         with torch.no_grad():
             return (attend(*own[:3]),)
@@ -83,7 +83,7 @@ def sdpa(case: Case, own: Tensors, is_causal: bool) -> Results:
 
 
 def check(case: Case, contender: Contender) -> str | None:
-    """What is wrong with a contender's results, or None. All ranks must call it."""
+    """Return what is wrong with a contender's results, or None. All ranks must call it."""
     results = contender.run()
     if results is None or contender.rows is None:
         return None

@@ -1,4 +1,4 @@
-"""Where do peers live? In an environment of their own, made once, with the same torch as ours."""
+"""Where do peers live? In their own environment, made once, with the same torch as ours."""
 
 import importlib.metadata
 import subprocess
@@ -10,7 +10,7 @@ _CONSTRAINTS = Path(__file__).parents[2] / "constraints" / "cpu.txt"
 
 
 def make_environment(folder: Path) -> str:
-    """The Python of a virtual environment with the peers; what is there already is left as it is."""
+    """Return the Python of a virtual environment with the peers; an existing one is kept."""
     python, is_complete = folder / "bin" / "python", folder / ".complete"
     if not is_complete.exists():
         torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
@@ -23,7 +23,7 @@ def make_environment(folder: Path) -> str:
 
 
 def peer_versions(python: str) -> str:
-    """What is installed there."""
+    """Return the installed versions."""
     code = "import importlib.metadata as m, sys; print(', '.join(f'{it} {m.version(it)}' for it in sys.argv[1:]))"
     output = subprocess.run([python, "-c", code, "torch", *PACKAGES], check=True, capture_output=True, text=True)
     return output.stdout.strip()

@@ -1,4 +1,4 @@
-"""This library: the public call, what its own kernel needs for its own pieces, and the call on more and more ranks."""
+"""This library: the public call, its kernel on its pieces alone, and the call on more and more ranks."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def _layout(case: Case, world_size: int) -> rs.Layout:
 
 
 def ringspan(case: Case, world_size: int | None = None) -> Contender:
-    """What a user calls, on the first ranks or on all."""
+    """The public call, on the first ranks or on all."""
     world_size = case.point.world_size if world_size is None else world_size
     group = dist.new_group(list(range(world_size)))
     if case.rank >= world_size:
@@ -43,12 +43,12 @@ def ringspan(case: Case, world_size: int | None = None) -> Contender:
 
 
 def in_float32(case: Case) -> Contender:
-    """What a user calls, with the same numbers in float32."""
+    """The public call with the same numbers in float32."""
     return ringspan(dataclasses.replace(case, whole=Tensors(*(x.float() for x in case.whole))))
 
 
 def ideal(case: Case) -> Contender:
-    """The pieces of the call's own program by its own kernel: no messages, nothing merged or added up."""
+    """The pieces of the call's own program with its own kernel: no messages, no merges, no sums."""
     layout = _layout(case, case.point.world_size)
     own = case.whole.rows(case.own_rows())
     wide = accumulator_dtype(own.q.dtype)

@@ -1,4 +1,4 @@
-"""Other people's libraries, from PyPI, each called as it documents for the case nearest to the point's."""
+"""Other libraries from PyPI, each called as its documents say for the case nearest to the point."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from comparison.points import PEERS
 
 
 def ring_attention_pytorch(case: Case) -> Contender:
-    """Its ring in plain PyTorch; the fast one is for CUDA. Tokens contiguous: it computes hidden blocks either way."""
+    """Its ring in plain PyTorch (the fast one needs CUDA), contiguous: it computes hidden blocks in any layout."""
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     rows = case.contiguous_rows()
@@ -24,7 +24,7 @@ def ring_attention_pytorch(case: Case) -> Contender:
 
 
 def ringmaster_ulysses(case: Case) -> Contender:
-    """All-to-all round PyTorch's own attention."""
+    """All-to-all around PyTorch's own attention."""
     import ringmaster
     from ringmaster.strategies.ulysses import make_ulysses_attention
 
@@ -42,7 +42,7 @@ def ringmaster_ulysses(case: Case) -> Contender:
 
 
 def ringmaster_ring(case: Case) -> Contender:
-    """Its ring with blocks in plain PyTorch, the one of its block kernels that runs on CPUs."""
+    """Its ring with blocks in plain PyTorch, its only block kernel for CPUs."""
     from ringmaster.ring.p2p_attn import ring_p2p_attention
 
     rows = case.contiguous_rows()

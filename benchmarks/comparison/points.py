@@ -12,7 +12,7 @@ DTYPES = ("float32", "bfloat16")
 HEAD_DIMS = (64, 128)
 
 OURS, ONE_PROCESS = "ringspan", "one process"
-WIDE = "ringspan, float32"  # the same numbers, to see what a half type gains
+WIDE = "ringspan, float32"  # the same numbers, to show the gain of a half dtype
 IDEALS = ("ideal, SDPA", "ideal, our kernel")
 BASELINES = (ONE_PROCESS, "all-gather", "blocking ring")
 PEERS = (
@@ -32,7 +32,7 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One size, on some ranks. Batch 1; `is_causal` with a zigzag layout, else full with a contiguous one."""
+    """One size on some ranks: batch 1, causal with a zigzag layout, or full with a contiguous one."""
 
     section: str
     seq_len: int
@@ -44,13 +44,13 @@ class Point:
 
     @property
     def name(self) -> str:
-        """What `--only` matches."""
+        """The name that `--only` matches."""
         mask = "causal" if self.is_causal else "full"
         return f"{self.section}/{self.dtype}/{mask}/{self.seq_len}x{self.head_dim}"
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """Who takes part, peers apart."""
+        """The contenders without peers."""
         if self.section == "growth":
             return tuple(GROWTH)
         if self.section == "alone":
@@ -59,30 +59,30 @@ class Point:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Others' libraries that take part; a zigzag is for causal attention."""
+        """The libraries of others that take part; zigzag ones are for causal attention."""
         if self.section in ("alone", "growth"):
             return ()
         return PEERS if self.is_causal else PEERS[:-1]
 
     def num_rounds(self, pairs: int) -> int:
-        """Short runs vary most, and cost least."""
+        """The number of rounds: short runs vary most and cost least."""
         return 4 * pairs if self.seq_len <= 4096 else pairs
 
     def every(self, contender: str) -> int:
-        """In how many rounds a contender runs once; what is slow and far off need not run in all."""
+        """Return in how many rounds a contender runs; slow and distant ones do not run in all."""
         if contender in PEERS:
             return 15
         if not self.peers or contender not in BASELINES:
             return 1
-        return 6 if self.dtype == "float32" else 15  # some CPUs take twelve times as long with half types
+        return 6 if self.dtype == "float32" else 15  # some CPUs take twelve times as long with half dtypes
 
     def small(self) -> "Point":
-        """The same in a size that is checked at once."""
+        """The same point in a small size for a check."""
         return dataclasses.replace(self, seq_len=512)
 
 
 def all_points() -> Iterator[Point]:
-    """In the order of the tables."""
+    """All points in the order of the tables."""
     for section, seq_len, has_backward in (
         ("forward16k", 16384, False),
         ("backward8k", 8192, True),

@@ -1,4 +1,4 @@
-"""What does one rank of a team do? It makes itself ready, then runs whatever it is told.
+"""What does one rank of a team do? It gets ready, then runs what it is told.
 
 Messages are lines of JSON: the names of contenders come in; seconds, CPU seconds of all threads, and failures go out.
 """
@@ -22,7 +22,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     point, rank = Point(**task["point"]), task["rank"]
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no message
+    os.dup2(2, 1)  # prints of libraries are not messages
     if task["limit_bytes"] is not None:
         import resource
 
@@ -39,11 +39,11 @@ def main() -> None:
         lines = str(error).strip().splitlines() or [""]
         _tell(channel, failed=f"{type(error).__name__}: {lines[0]}")
     sys.stderr.flush()
-    os._exit(0)  # a group whose other ranks have failed may take its time to be torn down
+    os._exit(0)  # after a failure of another rank, tearing down a group can take long
 
 
 def _make_ready(point: Point, rank: int, names: list[str]) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders, and what is wrong with the results of some on a small case."""
+    """Return the contenders, and what is wrong with their results on a small case."""
     small, case = Case.of(point.small(), rank), Case.of(point, rank)
     contenders, wrong = {}, {}
     for name in names:
@@ -56,7 +56,7 @@ def _make_ready(point: Point, rank: int, names: list[str]) -> tuple[dict[str, Co
 
 
 def _time(run: Callable[[], object]) -> tuple[float, float]:
-    """When all ranks are here; who waits uses no core."""
+    """Wait for all ranks without using a core."""
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
     run()

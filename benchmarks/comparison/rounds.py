@@ -1,10 +1,9 @@
 """How are contenders measured side by side, and where are the figures kept until there are enough?
 
-In every round each contender that is due runs once, in an order of its own, those whose ratio matters next to each
-other, so that whatever the machine does to one it does to the other; ratios are taken within a round. A round in which
-other programs took part of the machine from those is thrown away, whatever it says. Rounds are kept in a file, point by
-point, so that a measurement can be stopped at any time and goes on where it was. Those of other code than the present
-one are thrown away too.
+In every round each due contender runs once, in random order, with contenders whose ratio matters next to each other, so
+that disturbances affect both; ratios are taken within a round. A round in which other programs used the machine is
+discarded. Rounds are kept in a file per point, so that a measurement can be stopped and resumed at any time. Rounds of
+other code than the present are discarded too.
 """
 
 import hashlib
@@ -24,16 +23,16 @@ from comparison.team import BENCHMARKS, Sample, Team, TeamFailed
 
 PEER_LIMIT_BYTES = 10 * 2**30  # of one rank
 PEER_LIMIT_S = 300.0
-MOST_OTHERS = 0.05  # of the machine, that other programs may take in a round
-TRIED = 3  # rounds after which only the faster of the two ideals goes on
+MOST_OTHERS = 0.05  # share of the machine that other programs may take in a round
+TRIED = 3  # rounds after which only the faster ideal continues
 _STAT = Path("/proc/stat")
-_COARSE_S = 0.04  # how far the count there may be off, in hundredths of each core
-_BESIDE = {"bench", "cli", "report", "lesson", "teaching.py", "simulate.py"}  # no part of a call
+_COARSE_S = 0.04  # error of that count, in hundredths of a core
+_BESIDE = {"bench", "cli", "report", "lesson", "teaching.py", "simulate.py"}  # not part of a call
 
 
 @dataclass(slots=True)
 class Record:
-    """What is known about a point: rounds of samples, why some contenders did not run, and whose results are wrong."""
+    """The record of a point: rounds of samples, reasons why contenders did not run, and wrong results."""
 
     rounds: list[dict[str, Sample]] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
@@ -41,11 +40,11 @@ class Record:
     code: str = ""
 
     def count(self, contender: str) -> int:
-        """In how many rounds it ran."""
+        """Return in how many rounds it ran."""
         return sum(contender in it for it in self.rounds)
 
     def ideal(self) -> str:
-        """The faster one: both have run in the first rounds, and the one that goes on is the one with more."""
+        """Return the faster ideal: both ran in the first rounds, and the one with more rounds went on."""
         return max(IDEALS, key=lambda name: (self.count(name), -self._seconds(name)))
 
     def _seconds(self, contender: str) -> float:
@@ -64,18 +63,18 @@ class Store:
                 self._records[name] = Record(rounds, **it)
 
     def record(self, point: Point) -> Record:
-        """What is known of the present code; nothing if there is none."""
+        """Return the record of the present code; empty if there is none."""
         record = self._records.get(point.name)
         if record is None or record.code != _code():
             record = self._records[point.name] = Record(code=_code())
         return record
 
     def forget(self, point: Point) -> None:
-        """Begin anew."""
+        """Delete the record."""
         self._records.pop(point.name, None)
 
     def save(self) -> None:
-        """All of it, or what was there before."""
+        """Write the whole file, or leave the old one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps({name: asdict(record) for name, record in self._records.items()}))
@@ -83,7 +82,7 @@ class Store:
 
 
 def _code() -> str:
-    """A fingerprint of what is measured."""
+    """Hash the code that is measured."""
     source = BENCHMARKS.parent / "src" / "ringspan"
     files = [path for path in source.rglob("*.py") if path.relative_to(source).parts[0] not in _BESIDE]
     files += [BENCHMARKS / "comparison" / f"{name}.py" for name in ("ours", "torch_only", "peers", "case")]
@@ -132,7 +131,7 @@ def measure(
 
 @contextmanager
 def _teams(point: Point, record: Record, peers: list[str], peers_python: str | None) -> Iterator[dict[str, Team]]:
-    """The team of every contender: one for those of this environment, and one for each peer that runs."""
+    """Yield the team of every contender: one team for this environment, and one for each peer that runs."""
     home = Team(sys.executable, point, point.contenders)
     teams = dict.fromkeys(point.contenders, home)
     try:
@@ -153,7 +152,7 @@ def _teams(point: Point, record: Record, peers: list[str], peers_python: str | N
 
 
 class _Due(NamedTuple):
-    """Who runs in a round: those whose ratio matters, and before them the rest, such as peers."""
+    """Return who runs in a round: first peers and others, then the contenders whose ratio matters."""
 
     beside: list[str]
     compared: list[str]
@@ -185,7 +184,7 @@ def _run(contenders: list[str], record: Record, teams: dict[str, Team]) -> dict[
 
 
 def _busy_seconds() -> float:
-    """Of all cores since the machine was started, with what a host took from them; 0 where nobody counts them."""
+    """Return the seconds of all cores since boot, including those taken by the host; 0 if unknown."""
     if not _STAT.exists():
         return 0.0
     user, nice, system, _idle, _wait, *interrupts_and_stolen = map(int, _STAT.read_text().split("\n")[0].split()[1:9])

@@ -1,4 +1,4 @@
-"""What do the rounds say? Medians of ratios taken within rounds, with an interval, and whether promises are kept."""
+"""What do the rounds say? Medians of ratios within rounds, with an interval, and whether promises are kept."""
 
 import math
 import statistics
@@ -26,7 +26,7 @@ Measured = list[tuple[Point, Record]]
 
 
 class Median(NamedTuple):
-    """A median and the interval that holds it with CONFIDENCE, by order statistics; the range if there are few."""
+    """Return a median and its CONFIDENCE interval by order statistics; the range if there are few values."""
 
     middle: float
     low: float
@@ -35,7 +35,7 @@ class Median(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float]) -> "Median":
         ordered, n = sorted(values), len(values)
-        cut, tail = 0, 0.0  # values cut off at either end, and the chance that the median is among those at one end
+        cut, tail = 0, 0.0  # values cut off at either end, and the probability that the median lies there
         while (tail := tail + math.comb(n, cut) / 2**n) <= (1 - CONFIDENCE) / 2:
             cut += 1
         cut = max(0, cut - 1)
@@ -46,12 +46,12 @@ class Median(NamedTuple):
 
 
 def ratios(record: Record, above: str, below: str, field: int = 0) -> list[float]:
-    """Of the seconds (or, field 1, CPU seconds) of two contenders, round by round."""
+    """Return ratios of the seconds (or, field 1, CPU seconds) of two contenders, round by round."""
     return [it[above][field] / it[below][field] for it in record.rounds if above in it and below in it]
 
 
 def format_section(section: str, measured: Measured) -> tuple[str, bool]:
-    """The text of a section, and whether what it promises is kept as far as it was measured."""
+    """Return the text of a section, and whether its measured promises are kept."""
     return {"alone": _alone, "growth": _growth}.get(section, _ranks)(measured)
 
 
@@ -129,7 +129,7 @@ def _times_as_fast(record: Record, other: str) -> str:
 
 
 def _shortcomings(measured: Measured) -> list[str]:
-    """Why some did not run, and whose results are wrong."""
+    """Return why contenders did not run, and whose results are wrong."""
     places: dict[str, list[str]] = {}
     for point, record in measured:
         found = [f"{name} does not run: `{why}`" for name, why in record.failures.items()]
@@ -157,7 +157,7 @@ def _judge_ranks(measured: Measured) -> tuple[bool, list[str]]:
 
 
 class Promise(NamedTuple):
-    """Values by point, of which none may be below `least` or above `most`."""
+    """Values by point, none of which may be below `least` or above `most`."""
 
     what: str
     values: dict[str, Median]
@@ -166,22 +166,22 @@ class Promise(NamedTuple):
     form: str
 
     def is_kept_by(self, value: float) -> bool:
-        """To a tenth of a per cent."""
+        """Format to a tenth of a per cent."""
         value = round(value, 3)
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
     def verdict(self, value: Median) -> str:
-        """A median beyond the limit says nothing while its interval holds the limit."""
+        """A median beyond the limit is undecided while its interval contains the limit."""
         if self.is_kept_by(value.middle):
             return "yes"
         return "too close to tell" if self.is_kept_by(value.low) or self.is_kept_by(value.high) else "**NO**"
 
 
-_VERDICTS = ("yes", "too close to tell", "**NO**")  # from good to bad
+_VERDICTS = ("yes", "too close to tell", "**NO**")  # from best to worst
 
 
 def _verdicts(promises: list[Promise]) -> tuple[bool, list[str]]:
-    """Whether no promise is broken; a line about the worst point of each measured one."""
+    """Return whether no promise is broken, and a line about the worst point of each measured promise."""
     lines, are_kept = [], True
     for promise in promises:
         values = promise.values

@@ -1,7 +1,7 @@
-"""Who starts the ranks of some contenders, and tells them when to run?
+"""Who starts the ranks of contenders, and tells them when to run?
 
-A team is some processes in one environment. They wait without using a core until they are told to run, so that teams of
-several environments take turns within one round.
+A team is a set of processes in one environment. They wait without using a core until they get a command, so that teams
+of several environments take turns within one round.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from ringspan.bench.launch import RANK_ENVIRONMENT, keep_to_own_cores
 BENCHMARKS = Path(__file__).parents[1]
 ENVIRONMENT = RANK_ENVIRONMENT | {
     "GLOO_SOCKET_IFNAME": "lo",
-    # Some virtual machines promise matrix instructions they do not have; oneDNN believes them and dies of it.
+    # Some virtual machines promise matrix instructions that they lack; oneDNN believes them and crashes.
     "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"),
 }
 
 
 class Sample(NamedTuple):
-    """One run: seconds of the slowest rank, and CPU seconds of all ranks together."""
+    """One run: seconds of the slowest rank, and CPU seconds of all ranks."""
 
     seconds: float
     cpu_seconds: float
 
 
 class TeamFailed(Exception):  # noqa: N818
-    """A rank has failed, died, or taken too long; the message is one line."""
+    """A rank failed, died or took too long; the message is one line."""
 
 
 class Team:
@@ -81,7 +81,7 @@ class Team:
         self.wrong: dict[str, str] = {name: text for it in answers for name, text in it["wrong"].items()}
 
     def run(self, contender: str) -> Sample:
-        """Let all ranks run a contender once."""
+        """Run a contender once on all ranks."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(json.dumps(contender).encode() + b"\n")
@@ -90,7 +90,7 @@ class Team:
         return Sample(max(it["seconds"] for it in answers), sum(it["cpu_seconds"] for it in answers))
 
     def close(self) -> None:
-        """No rank is left."""
+        """End all ranks."""
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
@@ -98,7 +98,7 @@ class Team:
         self._directory.cleanup()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """A line from each rank; the first bad news ends it, since the others may wait for that rank for ever."""
+        """Return a line of each rank; the first failure ends the team, because others may wait for that rank."""
         deadline = time.monotonic() + self.limit_s
         waiting = {rank.stdout: index for index, rank in enumerate(self._ranks)}
         answers: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Contenders that need nothing but torch: the ideal, one process, and what one would write by hand in an afternoon."""
+"""Contenders that need only torch: the ideal, one process, and code written by hand in an afternoon."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +23,7 @@ def one_process(case: Case) -> Contender:
 
 
 def ideal(case: Case) -> Contender:
-    """A rank's share in as few calls of SDPA as its mask allows, all keys at hand, nothing merged or added up."""
+    """Each rank's share in as few calls of SDPA as its mask allows: all keys at hand, no merges, no sums."""
     shares = list(_shares(case))
 
     def run() -> None:
@@ -34,10 +34,10 @@ def ideal(case: Case) -> Contender:
 
 
 def _shares(case: Case) -> Iterator[tuple[Tensors, bool]]:
-    """Queries with keys they see all of, or up to their own.
+    """Pair queries with keys that they see completely, or causally.
 
-    In a zigzag a rank's late half sees all keys of higher ranks, its early half none; of lower ranks both see the early
-    half, and neither the late one.
+    In zigzag, a rank's late half sees all keys of higher ranks and its early half none. Both halves see the early half
+    of lower ranks, and neither sees their late half.
     """
     own = case.own_rows()
     if not case.point.is_causal:
@@ -59,7 +59,7 @@ def _share(case: Case, queries: torch.Tensor, keys: torch.Tensor) -> Tensors:
 
 
 def all_gather(case: Case) -> Contender:
-    """Every rank gets all keys and values, and SDPA a mask if there is one; gradients are summed by reduce-scatter."""
+    """Every rank gathers all keys and values and gives SDPA a mask if needed; gradients by reduce-scatter."""
     rows = case.own_rows()
     q, k, v, dout = case.whole.rows(rows)
     world_size = case.point.world_size
@@ -91,7 +91,7 @@ def all_gather(case: Case) -> Contender:
 
 
 class _Tile(NamedTuple):
-    """Rows of this rank's queries and of the keys at hand."""
+    """Return which keys at hand this rank's queries see."""
 
     q: slice
     kv: slice

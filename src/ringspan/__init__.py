@@ -35,8 +35,9 @@ from ringspan.simulate import (
 from ringspan.span import Span
 
 if TYPE_CHECKING:
-    from ringspan import adapters, reproducible
+    from ringspan import adapters, compat, reproducible, verify
     from ringspan.cache import KVCache, Turn
+    from ringspan.compat.torch_context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
     from ringspan.runtime.api import attention
     from ringspan.runtime.calibrate import measure_machine, use_machine
     from ringspan.runtime.engine import Attention
@@ -50,6 +51,8 @@ _NEED_TORCH = {
     "KVCache": "ringspan.cache.kv_cache",
     "Turn": "ringspan.cache.turn",
     "attention": "ringspan.runtime.api",
+    "context_parallel": "ringspan.compat.torch_context_parallel",
+    "context_parallel_unshard": "ringspan.compat.torch_context_parallel",
     "cross_rank_mean_loss": "ringspan.training.batches",
     "gather": "ringspan.training.collectives",
     "measure_machine": "ringspan.runtime.calibrate",
@@ -57,9 +60,11 @@ _NEED_TORCH = {
     "position_ids": "ringspan.training.batches",
     "reproducible": "ringspan.reproducible",
     "run_in_process": "ringspan.transports.in_process",
+    "set_rotate_method": "ringspan.compat.torch_context_parallel",
     "shard": "ringspan.training.collectives",
     "shard_batch": "ringspan.training.batches",
     "use_machine": "ringspan.runtime.calibrate",
+    "verify": "ringspan.verify",
 }
 
 __all__ = [
@@ -94,6 +99,9 @@ __all__ = [
     "attention",
     "balanced",
     "causal",
+    "compat",
+    "context_parallel",
+    "context_parallel_unshard",
     "contiguous",
     "cross_rank_mean_loss",
     "documents",
@@ -110,12 +118,14 @@ __all__ = [
     "ring_attention_simulate",
     "run_in_process",
     "schedule",
+    "set_rotate_method",
     "shard",
     "shard_batch",
     "simulate_attention",
     "sliding_window",
     "striped",
     "use_machine",
+    "verify",
     "zigzag",
 ]
 
@@ -125,8 +135,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "adapters":
-        return import_module("ringspan.adapters")
+    if name in ("adapters", "compat"):
+        return import_module(f"ringspan.{name}")
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
     try:

@@ -1,6 +1,6 @@
-"""A run of positions: the smallest value masks and layouts both speak of.
+"""How is a run of positions described? Masks and layouts are both built from spans.
 
-A span is strided, so that every P-th token is one span rather than thousands. It is canonical: `stop` is one past the
+A span has a step, so that every P-th token is one span rather than thousands. It is canonical: `stop` is one past the
 last position, so two spans with the same positions are equal.
 """
 
@@ -17,7 +17,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions start, start + step, … below stop."""
+    """The positions start, start + step, start + 2·step, … below stop."""
 
     start: int
     stop: int
@@ -30,8 +30,8 @@ class Span:
                 object.__setattr__(self, name, _whole(name, value))
         if self.start < 0 or self.step < 1:
             raise LayoutError(
-                f"Span(start={self.start}, stop={self.stop}, step={self.step}): positions are not negative and "
-                "ascend; use start >= 0 and step >= 1"
+                f"Span(start={self.start}, stop={self.stop}, step={self.step}): positions ascend from 0 or "
+                "more; use start >= 0 and step >= 1"
             )
         length = max(0, -(-(self.stop - self.start) // self.step))
         object.__setattr__(self, "stop", self.start + (length - 1) * self.step + 1 if length else self.start)

@@ -1,20 +1,27 @@
-"""The documents show what really happens: every snippet is run as written and its output compared."""
+"""Do the documents show what the library does? Snippets and commands are run as written, links are followed."""
 
 import contextlib
 import io
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import ringspan as rs
 from ringspan.cli import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "learn.md", ROOT / "docs" / "plan.md"]
-WITH_TORCH = [
-    ROOT / "docs" / f"{name}.md" for name in ("inference", "reproducible", "reproducible_model", "transformers")
+DOCS = ROOT / "docs"
+WITH_COMMANDS = [ROOT / "README.md", DOCS / "learn.md", DOCS / "plan.md"]
+WITH_SNIPPETS = [
+    DOCS / f"{name}.md" for name in ("index", "learn", "plan", "inference", "reproducible", "transformers", "verify")
 ]
+WITH_DIFFUSERS = pytest.param(
+    DOCS / "video.md",
+    marks=pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install '.[diffusers]'"),
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = "…"
 
@@ -23,11 +30,7 @@ def fences(document: Path) -> list[tuple[str, str]]:
     return FENCE.findall(document.read_text())
 
 
-@pytest.mark.parametrize(
-    "document",
-    [*DOCUMENTS, *WITH_TORCH],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("document", [*WITH_SNIPPETS, WITH_DIFFUSERS], ids=lambda path: path.name)
 def test_python_snippets_print_what_is_shown(document):
     blocks = fences(document)
     namespace: dict[str, object] = {}
@@ -44,9 +47,9 @@ def test_python_snippets_print_what_is_shown(document):
     assert num_checked > 0
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=lambda path: path.name)
 def test_commands_print_what_is_shown(subtests, document):
-    commands = [block for kind, block in fences(document) if kind == "console"]
+    commands = [block for kind, block in fences(document) if kind == "console" and block.startswith("$ ringspan ")]
     assert commands
     for block in commands:
         with subtests.test(block.splitlines()[0]):
@@ -58,7 +61,7 @@ def test_commands_print_what_is_shown(subtests, document):
 
 
 def assert_shown(shown: list[str], printed: list[str]) -> None:
-    """Each shown line is printed, in order; a line "…" skips any number of lines, and "…" at an end what follows."""
+    """Each shown line is printed, in order. A line "…" skips any lines; a trailing "…" skips the rest of a line."""
     at = 0
     may_skip = False
     for line in shown:
@@ -91,7 +94,14 @@ def test_the_readme_is_short():
 
 
 def test_links_of_the_documents_lead_somewhere(subtests):
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        with subtests.test(document.name):
+    for document in (*ROOT.glob("*.md"), *DOCS.rglob("*.md")):
+        with subtests.test(str(document.relative_to(ROOT))):
             for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+@pytest.mark.parametrize("name", sorted({*rs.__all__} - {"__version__"}))
+def test_the_reference_has_every_public_name(name):
+    pages = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    is_error = name.endswith("Error")  # `::: ringspan.errors` shows them all
+    assert is_error or re.search(rf"^::: ringspan\.(\w+\.)*{name}(\.|$)", pages, re.MULTILINE)

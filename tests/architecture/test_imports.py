@@ -1,4 +1,4 @@
-"""What importing the package loads, seen from a fresh interpreter."""
+"""Which modules does importing the package load? Seen from a fresh interpreter."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A source distribution has what the tests and the README need; messages name no package that is not published."""
+"""Does a source distribution contain what tests and README need, and do messages name only published packages?"""
 
 import re
 import tomllib

@@ -1,7 +1,6 @@
-"""`ringspan bench` as a user meets it: what it measures, that it is true and what it refuses."""
+"""`ringspan bench attention` and `selfcheck`: what they measure, that it is true and what they refuse."""
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
@@ -24,8 +23,6 @@ from ringspan.bench.settings import Job
 from ringspan.cli import main
 from ringspan.cli.bench import ranks as bench_ranks
 
-command = importlib.import_module("ringspan.cli.bench.command")  # the attribute of that name is the command itself
-
 PROGRAM = [
     sys.executable,
     "-c",
@@ -45,14 +42,16 @@ def environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in launchers} | {"COLUMNS": "100", **more}
 
 
-def run(*args: str, before: tuple[str, ...] = (), timeout_s: float = 100.0) -> "subprocess.CompletedProcess[str]":
-    arguments = [*before, *PROGRAM, "bench", *args]
+def run(
+    *args: str, command: str = "attention", before: tuple[str, ...] = (), timeout_s: float = 100.0
+) -> "subprocess.CompletedProcess[str]":
+    arguments = [*before, *PROGRAM, "bench", command, *args]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())
 
 
-def invoke(*args: str) -> Result:
+def invoke(*args: str, command: str = "attention") -> Result:
     """In this process; for what needs no ranks."""
-    return CliRunner().invoke(main, ["bench", *args], env={"COLUMNS": "100", "NO_COLOR": "1"})
+    return CliRunner().invoke(main, ["bench", command, *args], env={"COLUMNS": "100", "NO_COLOR": "1"})
 
 
 # What it measures
@@ -64,7 +63,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     trace = tmp_path_factory.mktemp("bench") / "trace.json"
     options = "--ranks 2 --tokens 512 --batch 2 --heads 4 --kv-heads 2 --head-dim 16 --repeats 3 --seed 7"
     done = run(*shlex.split(options), "--json", "--trace", str(trace))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"Wrote {trace}\n")
     return json.loads(done.stdout), json.loads(trace.read_text())
 
 
@@ -152,7 +151,7 @@ def measured_backward(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     trace = tmp_path_factory.mktemp("bench") / "trace.json"
     options = "--backward --ranks 2 --tokens 512 --heads 4 --kv-heads 2 --head-dim 16 --batch 2 --repeats 3"
     done = run(*shlex.split(options), "--json", "--trace", str(trace))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"Wrote {trace}\n")
     return json.loads(done.stdout), json.loads(trace.read_text())
 
 
@@ -297,7 +296,7 @@ def test_under_mpirun_it_starts_nothing_and_rank_0_prints() -> None:
 
 
 def test_selfcheck_runs_what_can_run_here_and_says_why_the_rest_cannot() -> None:
-    done = run("--selfcheck", "--json")
+    done = run("--json", command="selfcheck")
     paths = {it["path"]: it for it in json.loads(done.stdout)["paths"]}
     assert done.returncode == 0, done.stdout
     for path in ("kernel sdpa_cpu, bfloat16, cpu", "kernel reference, float64, cpu", "threads, 4 ranks, hybrid"):
@@ -379,7 +378,7 @@ def a_result(**changes: Any) -> results.Measured:
         ({}, 0, "✓ The result is right: 1.0e-07 off"),
         ({"check": results.Check(1e-4, 1e-5, "truth")}, 1, "✗ Wrong: 1.0e-04 off truth; at most 1.0e-05 is accepted"),
         ({"check": results.Check(None, 1e-5, "truth")}, 1, "✗ Wrong: not finite off truth"),
-        ({"scheduled_bytes": 101}, 1, "✗ Wrong: the ranks sent other bytes than the schedule says."),
+        ({"scheduled_bytes": 101}, 1, "✗ Wrong: the ranks did not send the bytes of the schedule."),
     ],
 )
 def test_a_wrong_result_or_byte_count_is_exit_code_1(
@@ -410,16 +409,6 @@ def test_defaults_are_those_of_the_help(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings.seq_len, settings.num_kv_heads, settings.world_size) == (2**20, 8, 4)
 
 
-def test_the_help_of_transformer_tells_the_sizes_that_it_uses_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = fake_run(monkeypatch, RanksFailed("enough"))
-    invoke("--transformer")
-    used = jobs[0].transformer
-    assert used is not None
-    sizes = f"--tokens {used.seq_len}, --batch {used.batch}, --heads {used.num_heads}, --head-dim {used.head_dim}"
-    told = f"[defaults then: {sizes}, --repeats {used.repeats}]"
-    assert told in " ".join(invoke("--help").output.split())
-
-
 @pytest.mark.parametrize(
     ("option", "value", "name", "means"),
     [
@@ -445,13 +434,16 @@ def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--tokens", "0"], "'0' is no number of tokens; use one of at least 1, such as 4096, 16K or 1M (2^20)"),
-        (["--mask", "triangle"], "'triangle' is no mask"),
-        (["--layout", "spiral"], "'spiral' is no layout"),
+        (["--tokens", "0"], "--tokens 0: expected a number of tokens of at least 1; use a number such as 4096, 16K"),
+        (["--mask", "triangle"], "--mask triangle: there is no such mask"),
+        (["--layout", "spiral"], "--layout spiral: there is no such layout"),
         (["--tokens", "999999999999M"], "use at most 67,108,864"),
         (["--ranks", "100000"], "100000 is not in the range 1<=x<=1024"),
         (["--heads", "99999999999999", "--algorithm", "ulysses"], "is not in the range 1<=x<=1024"),
-        (["--heads", "3", "--kv-heads", "2"], "--heads 3, --kv-heads 2: every KV head serves the same number"),
+        (
+            ["--heads", "3", "--kv-heads", "2"],
+            "--kv-heads 2: every KV head serves the same number",
+        ),
         (["--ranks", "2", "--algorithm", "ulysses"], "Ulysses over 2 ranks with 1 query heads"),
         (["--ranks", "2", "--mesh", "1x2"], "--mesh 1x2: pass-kv has no mesh; leave it out, or use --algorithm hybrid"),
         (["--ranks", "2", "--algorithm", "hybrid"], "add --mesh OUTERxINNER, such as --mesh 1x2"),
@@ -460,18 +452,23 @@ def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPat
         (["--mask", "documents:5,6"], "--mask: its documents have 11 tokens, but --tokens is 16,384; add a document"),
         (["--transport", "mpi", "--ranks", "3"], "start the ranks with mpirun -np 3 ringspan bench"),
         (["--transport", "nccl"], "1 ranks need as many GPUs; there are 0"),
-        (["--selfcheck", "--tokens", "512"], "--tokens is for a measurement; --selfcheck takes only --json"),
         (["--trace", "/nowhere/at/all.json"], "'/nowhere/at/all.json' cannot be written"),
-        (["--trace", ""], "'--trace': '' is no name of a file; give one, or leave the option out"),
+        (["--trace", ""], "'--trace': a file needs a name; give one, or leave the option out"),
         (["--dtype", "Int_8"], "'Int_8' is not one of 'float64', 'float32', 'bfloat16', 'float16'"),
         (["--repeats", "0"], "--repeats"),
         (["--repeats", "x"], "'x' is not a whole number"),
-        (["--timeout", "0"], "'--timeout': '0' is no time to wait; use seconds above 0 and up to 1,000,000"),
-        (["--timeout", "nan"], "'nan' is no time to wait"),
-        (["--timeout", "inf"], "'inf' is no time to wait"),
-        (["--timeout", "soon"], "'soon' is no time to wait"),
-        (["--prefill", "--decode"], "--prefill and --decode are two measurements; give one of them"),
-        (["--decode", "--prefill"], "--prefill and --decode are two measurements; give one of them"),
+        (["--timeout", "0"], "--timeout 0: expected a time in seconds; use a number above 0 and up to 1,000,000"),
+        (["--timeout", "nan"], "--timeout nan: expected a time"),
+        (["--timeout", "inf"], "--timeout inf: expected a time"),
+        (["--timeout", "soon"], "--timeout soon: expected a time"),
+        (["--predict", "none.toml"], "does not exist"),
+        (
+            ["--predict", "README.md"],
+            "ringspan bench calibrate writes a .toml file; give that one",
+        ),
+        (["--predict", "pyproject.toml"], "--predict: pyproject.toml is not a calibrated device"),
+        (["--predict", "pyproject.toml", "--backward"], "--predict covers the forward pass only; leave out --backward"),
+        (["--predict", "pyproject.toml", "--reproducible"], "covers the default mode only; leave out --reproducible"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -502,10 +499,41 @@ def test_without_torch_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Launched("torchrun", 1, 2)),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, Launched("mpirun", 3, 4)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launched("mpirun", 0, 2)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, None),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            Launched("torchrun", 1, 2),
+        ),
     ],
 )
 def test_a_launcher_is_known_by_its_environment(env: dict[str, str], launched: Launched | None) -> None:
     assert find_launcher(env) == launched
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='abc': this environment variable must be a"),
+        ({"RANK": "", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='': this environment variable must be a whole"),
+        ({"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": "a"}, "WORLD_SIZE='0': this environment variable must be"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='2': ranks count from 0 to WORLD_SIZE - 1 = 1"),
+        ({"OMPI_COMM_WORLD_RANK": "²", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK='²': this environment"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks, and each would run a bench"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "run a single task with srun -n1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["attention", "selfcheck"])
+def test_variables_of_a_launcher_that_make_no_sense_are_refused(
+    env: dict[str, str], says: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = fake_run(monkeypatch, a_result())
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    done = invoke(command=command)
+    assert (done.exit_code, done.stdout, jobs) == (2, "", [])
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -529,7 +557,7 @@ def test_options_that_contradict_the_launcher_are_refused(
 def test_a_refusal_that_only_ranks_can_know_is_exit_code_2() -> None:
     done = run("--ranks", "2", "--tokens", "64", "--kernel", "sdpa_flash")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: --kernel 'sdpa_flash' with torch.float32 on cpu")
+    assert done.stderr.startswith("Error: --kernel sdpa_flash: cannot compute torch.float32 on cpu")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -544,7 +572,7 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     done = run(*LONG, "--timeout", "0.5")
     assert (done.returncode, done.stdout) == (1, "")
     assert "no result within 0.5 s" in done.stderr
-    assert "--timeout" in done.stderr
+    assert "allow a longer timeout, or measure less" in done.stderr
     assert time.monotonic() - begin_s < ENDS_WITHIN_S
 
 

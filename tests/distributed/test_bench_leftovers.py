@@ -1,4 +1,4 @@
-"""However `ringspan bench` ends, no process of it goes on."""
+"""However `ringspan bench` ends, it leaves no process and no folder behind."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ ENDS_WITHIN_S = 10.0
 pytestmark = pytest.mark.timeout(120)
 
 
-def start() -> "tuple[subprocess.Popen[str], list[int]]":
-    """A long run, and the processes of its ranks, once they compute."""
+def start(folder: Path) -> "tuple[subprocess.Popen[str], list[int]]":
+    """A long run with its own folder for temporary files, and the processes of its ranks, once they compute."""
     process = subprocess.Popen(
-        [*PROGRAM, "bench", *LONG],
+        [*PROGRAM, "bench", "attention", *LONG],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHERS},
+        env={name: value for name, value in os.environ.items() if name not in LAUNCHERS} | {"TMPDIR": str(folder)},
         start_new_session=True,
     )
     try:
@@ -42,6 +42,7 @@ def start() -> "tuple[subprocess.Popen[str], list[int]]":
     except BaseException:
         process.kill()  # and its ranks find their standard input closed
         raise
+    assert list(folder.glob("ringspan-*"))
     time.sleep(1.0)  # torch and the inputs are there; now both are in the first call and say nothing
     return process, children(process.pid)
 
@@ -77,24 +78,36 @@ def wait_until(is_so: Any, timeout_s: float = 60.0) -> None:
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 class TestNothingIsLeftBehind:
-    def test_after_ctrl_c(self) -> None:
-        process, ranks = start()
+    def test_after_ctrl_c(self, tmp_path: Path) -> None:
+        process, ranks = start(tmp_path)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the ranks too
         output, errors = process.communicate(timeout=ENDS_WITHIN_S)
         assert (process.returncode, output) == (130, "")
         assert "Traceback" not in errors
         assert not any(map(is_alive, ranks))
+        assert list(tmp_path.iterdir()) == []
 
-    def test_after_the_sudden_death_of_the_parent(self) -> None:
-        process, ranks = start()
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_after_a_signal_to_end(self, number: signal.Signals, tmp_path: Path) -> None:
+        process, ranks = start(tmp_path)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=ENDS_WITHIN_S)
+        assert (process.returncode, output, errors) == (128 + number, "", "")
+        assert not any(map(is_alive, ranks))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_after_the_sudden_death_of_the_parent(self, tmp_path: Path) -> None:
+        process, ranks = start(tmp_path)
         process.kill()
         process.communicate(timeout=ENDS_WITHIN_S)
         wait_until(lambda: not any(map(is_alive, ranks)), ENDS_WITHIN_S)
+        assert list(tmp_path.iterdir()) == []
 
-    def test_after_the_sudden_death_of_a_rank(self) -> None:
-        process, ranks = start()
+    def test_after_the_sudden_death_of_a_rank(self, tmp_path: Path) -> None:
+        process, ranks = start(tmp_path)
         os.kill(ranks[1], signal.SIGKILL)
         output, errors = process.communicate(timeout=2 * ENDS_WITHIN_S)
         assert (process.returncode, output) == (1, "")
-        assert errors == "Error: rank 1 was killed by SIGKILL, as is done when memory runs out\n"
+        assert errors == "Error: rank 1 was killed by SIGKILL, as the system does when memory runs out\n"
         assert not any(map(is_alive, ranks))
+        assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""`ringspan bench --transformer`: what it measures of a whole model, that it is true, and what it refuses."""
+"""`ringspan bench model`: what it measures of a whole model, that it is true, and what it refuses."""
 
 import json
 import math
@@ -17,6 +17,7 @@ from ringspan.bench import model_runs
 from ringspan.bench.settings import Job, TransformerSettings
 from ringspan.bench.transformer import measure_transformer
 from ringspan.bench.transformer_result import ANSWER, PHASES, TransformerResult
+from ringspan.cache import Turn
 from ringspan.cli import main
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
@@ -26,7 +27,7 @@ PARTS = ("attention_s", "merge_s", "communication_s", "waiting_s", "other_s")
 
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", "from ringspan.cli import main; main()", "bench", "--transformer", *words]
+    command = [sys.executable, "-c", "from ringspan.cli import main; main()", "bench", "model", *words]
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
 
@@ -107,14 +108,16 @@ def test_the_control_is_right() -> None:
     ("name", "wrong"), [("attention", {"loss", "gradients"}), ("prefill", {"logits"}), ("decode", {"logits"})]
 )
 def test_a_broken_ring_is_found(name: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = getattr(model_runs, name)
+    if name == "attention":
+        monkeypatch.setattr(model_runs, name, local_attention)
+    else:
+        attend = getattr(Turn, name)
 
-    def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:  # a turn wants every layer to be run
-            call(q, k, v, *args, **kwargs)
-        return local_attention(q, k, v)
+        def broken(turn: Turn, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            attend(turn, q, k, v, **kwargs)  # a turn wants every layer to be run
+            return local_attention(q, k, v)
 
-    monkeypatch.setattr(model_runs, name, broken)
+        monkeypatch.setattr(Turn, name, broken)
     result = measure()
     assert not result.is_verified
     assert {what for what, check in result.checks.items() if not check.is_passed} == wrong
@@ -146,23 +149,18 @@ def test_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--layers", "3"], "--layers 3: it goes with --transformer"),
-        (["--mlp", "64"], "--mlp 64: it goes with --transformer"),
-        (["--transformer", "--mask", "full"], "--mask has no meaning for --transformer"),
-        (["--transformer", "--backward"], "--backward has no meaning for --transformer"),
-        (["--transformer", "--prefill"], "--prefill has no meaning for --transformer; leave it out"),
-        (["--transformer", "--decode"], "--decode has no meaning for --transformer; leave it out"),
-        (["--transformer", "--heads", "3", "--kv-heads", "2"], "use --kv-heads 1 or 3"),
-        (["--transformer", "--head-dim", "7"], "--head-dim 7: RoPE turns dims in pairs"),
-        (["--transformer", "--tokens", "1"], "--tokens 1: a label is a next token; use 2 or more"),
+        (["--layers", "0"], "'--layers': 0 is not in the range"),
+        (["--mask", "full"], "No such option"),
+        (["--heads", "3", "--kv-heads", "2"], "--kv-heads 2: every KV head serves the same number of query heads"),
+        (["--head-dim", "7"], "--head-dim 7: RoPE rotates dimensions in pairs; use an even number"),
+        (["--tokens", "1"], "--tokens 1: a training step needs a next token as label; use 2 or more"),
         (
-            ["--transformer", "--transport", "threads", "--ranks", "4", "--tokens", "3"],
-            "--tokens 3, --ranks 4: a rank has at least one token of every sequence; use more tokens, or fewer ranks",
+            ["--transport", "threads", "--ranks", "4", "--tokens", "3"],
+            "--tokens 3: each of the 4 ranks needs at least one token of every sequence; use more tokens, or fewer",
         ),
-        (["--selfcheck", "--transformer"], "--transformer is for a measurement"),
     ],
 )
 def test_what_is_refused(words: list[str], text: str) -> None:
-    result = CliRunner().invoke(main, ["bench", *words], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    result = CliRunner().invoke(main, ["bench", "model", *words], env={"COLUMNS": "120", "NO_COLOR": "1"})
     assert result.exit_code == 2, result.output
     assert text in " ".join(result.output.replace("│", " ").split())

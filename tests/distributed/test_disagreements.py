@@ -1,4 +1,4 @@
-"""Ranks that do not mean the same call, on 2, 3 and 4 gloo processes: one error on all, and the group goes on."""
+"""Ranks that make different calls, on 2, 3 and 4 gloo processes: one error on all ranks, and the group stays usable."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ REFUSALS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
     "a v of another dtype": (every(torch.Tensor.double, "v"), "ShapeError: dtypes torch.float32"),
     "a layout for other ranks": (
         lambda _, world_size: {"layout": rs.zigzag(SEQ_LEN, world_size + 1)},
-        "LayoutError: the layout is for",
+        "LayoutError: layout: it is for",
     ),
     "an unknown algorithm": (given(algorithm="magic"), "UnsupportedError: algorithm='magic'"),
 }
@@ -50,7 +50,7 @@ REFUSALS: dict[str, tuple[Callable[[Arguments, int], Arguments], str]] = {
 @each_world_size
 @pytest.mark.parametrize("odd", ["first", "last"])
 def test_ranks_that_disagree(subtests: pytest.Subtests, world_size: int, odd: str) -> None:
-    """Whatever it is about, all ranks raise the same, and the next call is in order again."""
+    """All ranks raise the same error, and the next call works."""
     odd_rank = 0 if odd == "first" else world_size - 1
     results = values(run_ranks(run_disagreements, world_size, world_size, odd_rank))
     for (name, (_, value)), outcomes in zip(DISAGREEMENTS.items(), zip(*results, strict=True), strict=True):
@@ -99,7 +99,7 @@ def run_refusals(rank: int, world_size: int, odd_rank: int) -> list[Outcome]:
 
 @each_world_size
 def test_a_rank_that_calls_another_signature_it_used_before(world_size: int) -> None:
-    """No description is sent for known signatures, and still they are told apart."""
+    """Known signatures are compared without sending a description."""
     outcomes = values(run_ranks(run_known_signatures, world_size, world_size))
     assert len({outcome.message for outcome in outcomes}) == 1
     assert f"mask: rank {world_size - 1} has full()" in outcomes[0].message or world_size == 2

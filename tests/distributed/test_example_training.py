@@ -1,4 +1,4 @@
-"""examples/train_long_context.py: the same losses on any number of ranks, over a checkpoint too, and beside FSDP2."""
+"""examples/train_long_context.py has the same losses on any number of ranks, after a checkpoint, and with FSDP2."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ def run_example(rank: int, argv: list[str], breakage: str = "") -> bool:
 
 
 def attend_own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-    """A ring that never turned."""
+    """A broken ring: every rank attends to its own keys only."""
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
@@ -104,7 +104,7 @@ def test_a_broken_ring_has_other_losses(alone: str) -> None:
 
 
 def test_as_a_user_starts_it(alone: str, tmp_path: Path) -> None:
-    """Under torchrun, with a diagram."""
+    """Run it under torchrun, with a diagram."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     plot = tmp_path / "losses.svg"
     command = [*torchrun, str(EXAMPLE), *SMALL, "--steps", "2", "--compare", alone, "--plot", str(plot)]
@@ -147,7 +147,7 @@ def test_wrong_input_is_told_before_anything_is_trained(
 
 
 def test_a_text_that_one_step_would_use_up_is_too_short(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the next sequences begin is counted modulo what is left of it."""
+    """The position in the data wraps around at the end of the data."""
     length = len(load_example().read_text())
     with pytest.raises(SystemExit) as ended:
         run_example(0, ["--batch", "1", "--tokens", str(length)])

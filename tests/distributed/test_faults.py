@@ -1,7 +1,7 @@
 """Ranks that die, freeze, stay away or fail, on 2, 3 and 4 gloo processes.
 
-Every survivor ends with a clear error within its deadline, nobody hangs, nobody aborts, and every process can exit:
-`run_ranks` sees to the last. Seconds are each rank's own measure of its one call.
+Every survivor raises a clear error within its deadline, no rank hangs or aborts, and every process can exit, which
+`run_ranks` checks. Seconds are each rank's own measure of its call.
 """
 
 import os
@@ -39,7 +39,7 @@ BYTES_AND_PEER = re.compile(r"\d+ bytes (from|to) rank \d")
 
 
 def assert_clear(end: Outcome, rank: int, deadline_s: float) -> None:
-    """An error that names the rank, its step, the peer and the bytes, within the deadline."""
+    """Check for an error that names the rank, its step, the peer and the bytes, within the deadline."""
     assert end.error == "TransportError", end
     assert STEP_OR_CALL.match(end.message), end.message
     assert end.message.startswith(f"rank {rank}, ")
@@ -48,7 +48,7 @@ def assert_clear(end: Outcome, rank: int, deadline_s: float) -> None:
 
 
 def survivors(ends: list[Ended], victim: int) -> dict[int, list[Outcome]]:
-    """What the others have seen; none of them may have ended by a signal."""
+    """Return how the other ranks ended; none of them may have ended by a signal."""
     others = {rank: end for rank, end in enumerate(ends) if rank != victim}
     for rank, end in others.items():
         assert end.error is None, f"rank {rank}: {end.message}"
@@ -57,25 +57,25 @@ def survivors(ends: list[Ended], victim: int) -> dict[int, list[Outcome]]:
 
 
 def reason_of(end: Outcome) -> str:
-    """What is said after this rank's own place in the call."""
+    """Return the message after this rank's own place in the call."""
     return end.message.partition(": ")[2]
 
 
 def twice(given: Arguments) -> list[Outcome]:
-    """After a failure the group is of no more use, and says so at once instead of hanging."""
+    """After a failure the group is unusable and says so at once instead of hanging."""
     return [outcome(given), outcome(given)]
 
 
 @each_world_size
 @pytest.mark.parametrize("victim", ["first", "last"])
 def test_a_rank_that_is_killed_before_its_first_send(world_size: int, victim: str) -> None:
-    """The others can never finish. The first rank serves the store, so that this is gone with it."""
+    """A rank dies. If it is the first rank, the store dies with it."""
     dead = 0 if victim == "first" else world_size - 1
     ends = run_ranks(run_killed_at_first_send, world_size, world_size, dead)
     assert ends[dead].exit_code == -signal.SIGKILL
     outcomes = survivors(ends, dead)
     for rank, (first, second) in outcomes.items():
-        assert_clear(first, rank, 0.0)  # a closed connection is seen at once
+        assert_clear(first, rank, 0.0)  # a closed connection is noticed at once
         assert (second.error, second.seconds < MARGIN_S) == ("TransportError", True), second
     if victim == "last":
         assert len({reason_of(end) for ends in outcomes.values() for end in ends}) == 1
@@ -90,7 +90,7 @@ def run_killed_at_first_send(rank: int, world_size: int, dead: int) -> list[Outc
 @each_world_size
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q", "ulysses"])
 def test_a_rank_that_is_killed_in_mid_ring(world_size: int, algorithm: str) -> None:
-    """Some of the others may have all they need; whoever does not must say so, and be right otherwise."""
+    """Some survivors may have everything they need; each must be right or raise."""
     dead = world_size - 1
     ends = run_ranks(run_killed_in_mid_ring, world_size, world_size, dead, algorithm)
     assert ends[dead].exit_code == -signal.SIGKILL
@@ -125,7 +125,7 @@ def run_without(rank: int, world_size: int, missing: int) -> list[Outcome]:
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_deadlines_of_different_length(world_size: int) -> None:
-    """The first rank stays away; the second has little patience, and when that ends so does everybody's."""
+    """The first rank stays away; the second has a short deadline, and its error ends the call on all ranks."""
     ends = run_ranks(run_impatient, world_size, world_size)
     outcomes = survivors(ends, 0)
     for rank, (first,) in outcomes.items():
@@ -141,7 +141,7 @@ def run_impatient(rank: int, world_size: int) -> list[Outcome]:
 
 
 def test_a_deadline_below_a_millisecond() -> None:
-    """gloo takes 0 ms for none at all, and would wait for that of the group, which is longer than this run may be."""
+    """gloo treats 0 ms as no timeout and would wait for the group's, which is longer than this test may run."""
     ends = run_ranks(run_with_no_patience, 2, group_timeout_s=100.0, timeout_s=30.0)
     ((first,),) = survivors(ends, 1).values()
     assert_clear(first, 0, DEADLINE_S)
@@ -152,7 +152,7 @@ def run_with_no_patience(rank: int) -> list[Outcome]:
 
 
 def test_a_collective_that_one_rank_does_not_join() -> None:
-    """Ranks with GPUs agree by one; here gloo carries it, and its own deadline is longer than this run may be."""
+    """Ranks with GPUs agree over a CPU backend; gloo stands in, with a deadline longer than this test may run."""
     first, last = run_ranks(run_collectives, 2, group_timeout_s=100.0, timeout_s=30.0)
     assert isinstance(first.error, rs.TransportError), first
     assert str(first.error) == (
@@ -172,7 +172,7 @@ def run_collectives(rank: int) -> None:
 
 @each_world_size
 def test_a_rank_that_calls_twice(world_size: int) -> None:
-    """The first call is in order; the second finds nobody. Who calls later learns of it at once."""
+    """The first call works; in the second a rank is gone. Later calls learn it at once."""
     ends = run_ranks(run_one_too_many, world_size, world_size)
     for rank, (first, second) in survivors(ends, world_size).items():
         assert first.error is None
@@ -196,7 +196,7 @@ def run_one_too_many(rank: int, world_size: int) -> list[Outcome]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("odd", ["first", "last"])
 def test_a_rank_that_makes_no_contract(world_size: int, odd: str) -> None:
-    """The header of the others never meets a payload, which is longer and would end the process."""
+    """A header never meets a payload, which is longer and would abort the process."""
     odd_rank = 0 if odd == "first" else world_size - 1
     ends = run_ranks(run_without_contract, world_size, world_size, odd_rank)
     for rank, (first, second) in survivors(ends, world_size).items():
@@ -212,13 +212,13 @@ def run_without_contract(rank: int, world_size: int, odd_rank: int) -> list[Outc
 
 
 class Boom(Exception):
-    """A user's own error."""
+    """An error of the user's own."""
 
 
 @each_world_size
 @pytest.mark.parametrize("failing", ["first", "last"])
 def test_a_rank_that_raises_in_mid_call(world_size: int, failing: str) -> None:
-    """It ends with its own error; the others learn the reason."""
+    """The rank raises its own error; the other ranks learn the reason."""
     odd = 0 if failing == "first" else world_size - 1
     ends = run_ranks(run_boom, world_size, world_size, odd)
     for rank, (first, second) in survivors(ends, world_size).items():
@@ -244,7 +244,7 @@ def run_boom(rank: int, world_size: int, odd: int) -> list[Outcome]:
 @each_world_size
 @pytest.mark.parametrize("victim", ["first", "last"])
 def test_a_rank_that_freezes(world_size: int, victim: str) -> None:
-    """Its connections stay open and its store, if it serves one, is silent: only the deadline helps."""
+    """A frozen rank keeps its connections open, and its store is silent: only the deadline helps."""
     frozen = 0 if victim == "first" else world_size - 1
     ends = run_ranks(run_frozen, world_size, world_size, frozen, frozen=frozen, timeout_s=20.0)
     for rank, (first,) in survivors(ends, frozen).items():
@@ -261,7 +261,7 @@ def run_frozen(rank: int, world_size: int, frozen: int) -> list[Outcome]:
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_rank_that_waits_for_a_frozen_one_while_another_fails(world_size: int) -> None:
-    """Its own connection says nothing, and its deadline is far: it finds the reason in the store."""
+    """This rank's own connection is silent and its deadline is far: it finds the reason in the store."""
     frozen = world_size - 2
     ends = run_ranks(run_frozen_and_boom, world_size, world_size, frozen, frozen=frozen)
     for rank, (first,) in survivors(ends, frozen).items():
@@ -270,7 +270,7 @@ def test_a_rank_that_waits_for_a_frozen_one_while_another_fails(world_size: int)
         else:
             assert first.error == "TransportError"
             assert re.match(rf"rank {rank}, step 0, ", first.message)
-            assert reason_of(first) == "rank 0 failed: out of luck"
+            assert reason_of(first) == "rank 0 failed: Boom: out of luck"
             assert first.seconds < MARGIN_S
 
 
@@ -281,7 +281,7 @@ def run_frozen_and_boom(rank: int, world_size: int, frozen: int) -> list[Outcome
     def record(event: Any) -> None:
         if rank == frozen:
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(DEADLINE_S)  # until the others wait
+        time.sleep(DEADLINE_S)  # until the other ranks wait
         raise Boom("out of luck")
 
     return [outcome(good | ({"record": record} if rank in (0, frozen) else {}))]
@@ -289,7 +289,7 @@ def run_frozen_and_boom(rank: int, world_size: int, frozen: int) -> list[Outcome
 
 @pytest.mark.parametrize(("timeout_s", "deadline_s"), [(None, 3.0), (DEADLINE_S, DEADLINE_S)])
 def test_a_gather_that_one_rank_never_joins(timeout_s: float | None, deadline_s: float) -> None:
-    """Its deadline is the one given, or that of the group."""
+    """The deadline is the given one, or the group's."""
     *ends, _ = run_ranks(run_gather_without_last, 3, timeout_s, group_timeout_s=3.0)
     for rank, end in enumerate(ends):
         assert isinstance(end.error, rs.TransportError), end
@@ -325,7 +325,7 @@ def test_another_group_is_not_harmed() -> None:
 
 
 def run_two_groups(rank: int) -> None:
-    """Two of the ranks fail in a group of their own; the group of all goes on."""
+    """Two ranks fail in a group of their own; the group of all ranks still works."""
     pair = dist.new_group([0, 1])
     good = arguments(rank, 3)
     expected = attend(good)
@@ -335,7 +335,7 @@ def run_two_groups(rank: int) -> None:
     assert torch.equal(attend(good), expected)
 
 
-# Interpreters that end as a script does
+# Interpreters that end like a script
 
 
 def test_scripts_that_end_well() -> None:
@@ -350,7 +350,7 @@ def script_in_order(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_scripts_of_survivors_end_with_their_error(dead: int) -> None:
-    """Each leaves the moment it fails, so that the others lose their peers and the store as well."""
+    """Each rank exits the moment it fails, so that the others lose their peers and the store."""
     script = (script_killed_first, script_killed_last)[dead > 0]
     exited = run_interpreters(script, 3)
     for rank, end in enumerate(exited):

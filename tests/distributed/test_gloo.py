@@ -41,7 +41,7 @@ def test_a_part_of_the_table(world_size: int) -> None:
 
 
 def run_table(rank: int, world_size: int) -> int:
-    """All algorithms with all masks and layouts, now in one type, now in another."""
+    """Run all algorithms with all masks and layouts; the dtypes alternate."""
     cases = select(covering_third(2), world_size=world_size)
     for number, case in enumerate(cases):
         check(job_of_case(case, DTYPES[number % len(DTYPES)]), rank, what=case)
@@ -58,7 +58,7 @@ def test_meshes_of_two_dimensions(shape: tuple[int, int]) -> None:
 
 
 def run_mesh(rank: int, shape: tuple[int, int]) -> None:
-    """The mesh is the group's, so it need not be given; ring algorithms run on it too; another one is refused."""
+    """The mesh comes from the group, so `mesh` is optional; rings run on it too; another mesh is refused."""
     world_size = math.prod(shape)
     heads = rs.Heads(6, 3) if 3 in shape else HEADS
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
@@ -101,7 +101,7 @@ def test_a_dimension_of_a_mesh() -> None:
 
 
 def run_part_of_mesh(rank: int) -> None:
-    """Two replicas, each with a context-parallel group of two."""
+    """Two replicas, each with a context-parallel group of two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     replica, position = divmod(rank, 2)
     job = make_job(f"replica {replica}", CAUSAL, rs.zigzag(29, 2), HEADS)
@@ -114,7 +114,7 @@ def test_a_dimension_of_a_mesh_is_one_group_in_all_steps() -> None:
 
 
 def run_steps(rank: int) -> None:
-    """mesh["cp"] is another object each time, and lives as long as the graph of a loss; one rank keeps all of those."""
+    """mesh["cp"] is a new object each time and lives as long as the graph of a loss; one rank keeps all of them."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     layout = rs.zigzag(29, 2)
     whole = torch.randn(1, 2, 29, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -133,7 +133,7 @@ def run_steps(rank: int) -> None:
     assert all(session is sessions[0] for session in sessions)
     both = session_of(mesh)
     assert (both.mesh, sessions[0].mesh) == ((1, 2), None)
-    assert both.transport is sessions[0].transport  # of the same ranks, so their messages must not pass each other
+    assert both.transport is sessions[0].transport  # the same ranks: messages must stay in order
     assert both is session_of(mesh)
 
 
@@ -142,7 +142,7 @@ def test_a_mesh_of_new_process_groups() -> None:
 
 
 def run_new_mesh(rank: int) -> None:
-    """Equal to the old one, of which a part is still there, but not the same ranks."""
+    """The new group equals the old one, which is partly alive, but has other ranks."""
     job = make_job("new mesh", CAUSAL, rs.zigzag(37, 2), HEADS)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     part = mesh["cp"]
@@ -158,7 +158,7 @@ def run_new_mesh(rank: int) -> None:
     check(job, rank, again["cp"])
     assert session_of(again["cp"]).transport is not old()
     del mesh, part
-    for _ in range(50):  # a thread may just be looking at it
+    for _ in range(50):  # a thread may hold a reference for a moment
         gc.collect()
         time.sleep(0.0 if old() is None else 0.1)
     assert old() is None, "what a group held is gone with it"
@@ -170,7 +170,7 @@ def test_groups_of_some_of_the_ranks(world_size: int) -> None:
 
 
 def run_some(rank: int, world_size: int) -> None:
-    """Ranks are those inside the group; several groups are in use at once and do not mix."""
+    """Ranks are numbered inside the group; several groups are used at once and do not mix."""
     members = [[0, 2], [1, 2], list(range(world_size))[1:]]
     groups = [dist.new_group(ranks) for ranks in members]
     for _ in range(2):
@@ -192,7 +192,7 @@ def run_one(rank: int) -> None:
     job = make_job("one", CAUSAL, rs.zigzag(37, 1), HEADS)
     check(job, 0)
     dist.destroy_process_group()
-    check(job, 0)  # no group at all
+    check(job, 0)  # without a group
 
 
 def test_a_new_default_group() -> None:
@@ -200,7 +200,7 @@ def test_a_new_default_group() -> None:
 
 
 def run_new_group(rank: int) -> None:
-    """What was agreed in a group is gone with it."""
+    """The agreements of a group are dropped with it."""
     job = make_job("new", CAUSAL, rs.zigzag(37, 2), HEADS)
     check(job, rank)
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
@@ -218,7 +218,7 @@ def test_calls_one_after_the_other(world_size: int) -> None:
 
 
 def run_sequence(rank: int, world_size: int) -> None:
-    """Results stay as they are while later calls, of this signature and others, use the same buffers."""
+    """Results stay valid while later calls, with this and other signatures, reuse the buffers."""
     heads = rs.Heads(12, 12)
     layouts = (rs.zigzag(36, world_size), rs.contiguous(41, world_size), replicated(30, world_size))
     jobs = [
@@ -238,7 +238,7 @@ def test_inputs_are_the_callers_again_when_the_call_returns(algorithm: str, worl
 
 
 def run_overwrite(rank: int, algorithm: str, world_size: int) -> None:
-    """One rank is late to every step, with messages too long for the system's buffers; the others overwrite theirs."""
+    """One rank is late in every step, with messages too long for the system's buffers; the others overwrite theirs."""
     layout = rs.contiguous(256 * world_size, world_size)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, 12, layout.num_positions, 64, generator=generator) for _ in range(3))
@@ -259,7 +259,7 @@ def test_inference_mode_on_and_off() -> None:
 
 
 def run_inference_mode(rank: int) -> None:
-    """Buffers made in inference mode are used outside of it, and the other way round."""
+    """Buffers made in inference mode are used outside of it, and the reverse."""
     job = make_job("inference", CAUSAL, rs.zigzag(37, 2), HEADS)
     for is_on in (False, True, False, True):
         with torch.inference_mode(is_on):
@@ -292,20 +292,20 @@ MB = 2**20
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_high_water_mark(dtype: torch.dtype) -> None:
-    """At most out + lse + two KV buffers + 32 MB above the inputs, on each of 4 ranks."""
+    """The peak is at most out + lse + two KV buffers + 32 MB above the inputs, on each of 4 ranks."""
     for used, allowed in values(run_ranks(run_large, 4, dtype)):
         assert used <= allowed, f"{used / MB:.1f} MB, where {allowed / MB:.1f} MB are allowed"
 
 
 def run_large(rank: int, dtype: torch.dtype) -> tuple[int, int]:
-    """As many numbers as 8192 tokens of 8 heads on each rank, but in a batch of shorter sequences, to be quick."""
+    """As many numbers per rank as 8192 tokens of 8 heads, but in a batch of shorter sequences, to be fast."""
     layout = rs.zigzag(4 * 256, 4)
     generator = torch.Generator().manual_seed(rank)
     warm = torch.randn(1, 8, 16, 64).to(dtype)
     rs.attention(warm, warm, warm, mask=rs.causal(), layout=rs.zigzag(64, 4))
     q, k, v = (torch.randn(32, 8, 256, 64, generator=generator).to(dtype) for _ in range(3))
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = memory("VmRSS")
     out, lse = rs.attention(q, k, v, mask=rs.causal(), layout=layout, return_lse=True)
     return memory("VmHWM") - before, out.nbytes + lse.nbytes + 2 * (k.nbytes + v.nbytes) + 32 * MB

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 
 class Rank:
-    """What `live_through` asks of a group, for the default group."""
+    """The parts of a group that `live_through` uses, for the default group."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -43,6 +43,6 @@ def converse(rank: int) -> list[Any]:
 
 
 def test_conversations_on_gloo() -> None:
-    """Every type of storage, every way of travelling, and a choice by measured figures that all ranks share."""
+    """Every storage dtype, every wire format, and a choice by measured rates that all ranks share."""
     told = values(run_ranks(converse, 2))
     assert told[0] == told[1]

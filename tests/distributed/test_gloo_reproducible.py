@@ -58,14 +58,14 @@ def run_training(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("setting", [None, pytest.param("AUTO,STRICT", marks=pytest.mark.slow)])
 def test_the_number_of_threads_does_not_change_a_bit(setting: str | None) -> None:
-    """Whatever MKL_CBWR says."""
+    """For every value of MKL_CBWR."""
     digests = run_apart("print_digests", {"MKL_CBWR": setting} if setting else {})
     assert len(digests) == 4
     assert len(set(digests)) == 1
 
 
 def test_the_libraries_use_one_thread_for_each_thread_that_shares_a_product() -> None:
-    """Where a split sum happens to have the same bits, the digests above cannot tell."""
+    """If a split sum happens to have the same bits, the digests above cannot notice the split."""
     assert run_apart("print_openmp_threads", {}) == ["1"] * 6
 
 
@@ -89,7 +89,7 @@ def run_apart(function: str, variables: dict[str, str]) -> list[str]:
 
 
 def print_openmp_threads() -> None:
-    """What OpenMP itself says: to ask torch would tell the thread."""
+    """Ask OpenMP itself: asking torch would initialise the thread."""
     library = re.search(r"/\S*/lib[gi]?omp\S*", Path("/proc/self/maps").read_text())
     assert library is not None
     ask = ctypes.CDLL(library[0]).omp_get_max_threads
@@ -118,7 +118,7 @@ def print_digests() -> None:
 
 
 def narrow_products() -> list[torch.Tensor]:
-    """Sums over many features for few results, which threads would share: with other bits, unless told not to."""
+    """Sums over many features for few results: threads would split them, which changes the bits."""
     generator = torch.Generator().manual_seed(0)
     layout = rs.contiguous(TILE + 17, 1)
     x, dout = (torch.randn(1, TILE + 17, features, generator=generator) for features in (1024, 64))

@@ -1,4 +1,4 @@
-"""A small transformer on gloo processes: compiled, and beside DDP and FSDP2, with the gradients of one process."""
+"""A small transformer on gloo processes, compiled and with DDP and FSDP2, has the gradients of one process."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ def attend_on(layout: rs.Layout, group: Any) -> Any:
 
 
 def test_the_script_of_the_document() -> None:
-    """On four ranks as written, and on one: the same losses."""
+    """Run the script of the document on four ranks and on one: the same losses."""
     alone, together = (values(run_ranks(run_script, world_size))[0] for world_size in (1, 4))
     steps, losses = zip(*re.findall(r"step (\d+): loss (\S+)\n", alone), strict=True)
     assert steps == ("5", "10", "15", "20")
@@ -78,7 +78,7 @@ def test_a_program_compiled_for_one_group_is_not_run_for_another() -> None:
 
 
 def run_other_groups(rank: int) -> None:
-    """Groups of the same size, in which a rank has another place or other peers; and a mesh."""
+    """Groups of the same size in which a rank has another place or other peers, and a mesh."""
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def attend(x: torch.Tensor, layout: rs.Layout, group: Any) -> Any:
@@ -108,7 +108,7 @@ def test_two_replicas_of_two_ranks(kind: str) -> None:
 
 
 def run_replicas(rank: int, kind: str) -> None:
-    """The mean of the replicas' means, or that of all labels, which differs: one replica has more of them."""
+    """The mean of the replicas' means, and the mean of all labels; they differ because one replica has more labels."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     layout, replica = rs.zigzag(SEQ_LEN, 2), mesh.get_local_rank("dp")
     batches = [make_batch(0, num_ignored=4), make_batch(1, num_ignored=SEQ_LEN // 2)]
@@ -145,7 +145,7 @@ def sum_of_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[tor
 
 
 def parallelize(model: nn.Module, kind: str, mesh: DeviceMesh) -> nn.Module:
-    """Both dimensions of the mesh hold replicas of the weights, which see other tokens."""
+    """Wrap a model over both dimensions of the mesh."""
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard

@@ -1,4 +1,4 @@
-"""Models of transformers on gloo processes, held to themselves on one process without ringspan."""
+"""Models of transformers on gloo processes, compared with themselves on one process without ringspan."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 
-TOLERANCE = 1e-5  # of the largest number in a tensor
+TOLERANCE = 1e-5  # relative to the largest number in a tensor
 NEW_TOKENS = 64
 FEWER_TOKENS = 16
 
 
 class Measured(NamedTuple):
-    """Everything a model says about a batch and a prompt, whole."""
+    """Compute all results of a model on a batch and a prompt, whole."""
 
     logits: torch.Tensor
     loss: torch.Tensor
@@ -43,7 +43,7 @@ def make_batch(seed: int = 0, rows: int = 2, seq_len: int = 37) -> dict[str, tor
 
 
 def generate(model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and the logits they were chosen from."""
+    """Generated tokens and the logits that they were chosen from."""
     numbers = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     out = model.generate(prompt, **numbers, do_sample=False, return_dict_in_generate=True, output_logits=True)
     return out.sequences, torch.stack(out.logits, 1)
@@ -74,7 +74,7 @@ def measure_on_ranks(model: Any, family: Family, handle: Any, new_tokens: int) -
 
 
 def differences(found: Measured, expected: Measured) -> dict[str, float]:
-    """The largest difference of each kind, in units of the largest number."""
+    """Return the largest difference of each kind, relative to the largest number."""
     told = {"logits": relative(found.logits, expected.logits), "loss": relative(found.loss, expected.loss)}
     pairs = zip(found.gradients, expected.gradients, strict=True)
     told["gradients"] = max([0.0, *(relative(*pair) for pair in pairs)])
@@ -89,7 +89,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class Compared(NamedTuple):
-    """What one rank found; rank 0 has also compared it with one process."""
+    """The results of one rank; rank 0 also compares them with one process."""
 
     measured: Measured
     sound: dict[str, float]
@@ -101,7 +101,7 @@ def compare_families(rank: int, world_size: int) -> dict[str, Compared]:
     for name in EQUAL:
         family = FAMILIES[name]
         model = family.make()
-        is_first = world_size == 2  # once is enough for what does not depend on the number of ranks
+        is_first = world_size == 2  # checks that do not depend on the number of ranks run once
         new_tokens = NEW_TOKENS if is_first else FEWER_TOKENS
         expected = measure_alone(model, family, new_tokens) if rank == 0 else None
         with rs.adapters.transformers.parallelize(model, verify=is_first) as handle:
@@ -120,7 +120,7 @@ def compare_families(rank: int, world_size: int) -> dict[str, Compared]:
 
 @contextlib.contextmanager
 def break_attention(rank: int) -> Iterator[None]:
-    """The values of rank 1 get lost on their way."""
+    """Break the ring: lose the values of rank 1."""
 
     def lose(attend: Any) -> Any:
         return lambda q, k, v, *args, **kwargs: attend(q, k, v * (rank != 1), *args, **kwargs)
@@ -183,7 +183,7 @@ def test_sampling_with_two_seeds_is_noticed() -> None:
 
 
 def refuse(rank: int) -> list[str]:
-    """Every refused family, and then a model that is not: no rank is left waiting."""
+    """Refuse every refused family, then run a supported model: no rank is left waiting."""
     told = []
     for name in REFUSED:
         try:
@@ -208,7 +208,7 @@ def test_refused_families() -> None:
 
 
 def train_compiled(rank: int) -> list[int]:
-    """Three steps with other tokens; how many graphs there are after each."""
+    """Run three steps with different tokens, and count the graphs after each."""
     model = FAMILIES["Llama"].make(num_hidden_layers=1).train()
     batches = [make_batch(seed) for seed in range(3)]
     expected = [(loss := model(**batch).loss, differentiate(loss, model)) for batch in batches]
@@ -226,7 +226,7 @@ def train_compiled(rank: int) -> list[int]:
 
 
 def test_a_compiled_model() -> None:
-    """The whole forward is one graph, between the two hooks, and it is used again for other tokens."""
+    """The whole forward between the two hooks is one graph, and it is reused for other tokens."""
     assert values(run_ranks(train_compiled, 2)) == [[1, 1, 1]] * 2
 
 
@@ -234,7 +234,7 @@ def test_a_compiled_model() -> None:
 
 
 def train_replicas(rank: int, kind: str) -> None:
-    """Two replicas of two ranks, with other batches: the gradient is the mean of theirs."""
+    """Two replicas of two ranks with different batches: the gradient is the mean of theirs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = FAMILIES["Llama"].make().train()
     batches = [make_batch(seed) for seed in (0, 1)]

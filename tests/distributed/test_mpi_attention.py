@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(HARD_TIM
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """By rank: what each check found wrong, by check and world size."""
+    """By rank: the failures of each check, by check and world size."""
     directory = tmp_path_factory.mktemp("mpi")
     options = ["--timeout", HARD_TIMEOUT_S - 20, "--allow-run-as-root", "--oversubscribe", "-np", RANKS]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -51,7 +51,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         timeout=HARD_TIMEOUT_S,
         check=False,
     )
-    assert run.returncode == 0, run.stdout + run.stderr  # all ranks come to their end, failed groups or not
+    assert run.returncode == 0, run.stdout + run.stderr  # all ranks finish, also after groups that fail
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -64,7 +64,7 @@ def check_table(comm: Any) -> None:
 
 
 def check_calls_one_after_the_other(comm: Any) -> None:
-    """Buffers are used again while the first results are kept; gathered, they are the whole."""
+    """Buffers are reused while the first results are kept; gathered, they are the whole."""
     jobs = [make_job(str(i), CAUSAL, rs.zigzag(30 + i % 2, comm.size), HEADS) for i in range(6)]
     results = [job.attend(comm, comm.rank) for job in jobs]
     for job, got in zip(jobs, results, strict=True):
@@ -83,7 +83,7 @@ def check_the_bits_of_one_device(comm: Any) -> None:
 
 
 def check_disagreement(comm: Any) -> None:
-    """All ranks raise the same, and the next call is in order."""
+    """All ranks raise the same error, and the next call works."""
     job = make_job("odd", CAUSAL, rs.zigzag(31, comm.size), HEADS)
     odd = {"scale": 2.0} if comm.rank == 1 else {}
     message = error_of(lambda: job.attend(comm, comm.rank, **odd))

@@ -26,7 +26,7 @@ at_each_world_size = pytest.mark.parametrize("world_size", range(2, RANKS + 1))
 
 def run_ranks(num_ranks, *arguments):
     program = Path(__file__).parents[1] / "support" / "mpi_program.py"
-    # mpirun ends its ranks itself when time is up; killed from outside, it could leave some behind.
+    # mpirun ends its ranks itself after the timeout; killed from outside, it could leave some behind.
     options = ["--timeout", HARD_TIMEOUT_S - 20, "--allow-run-as-root", "--oversubscribe", "-np", num_ranks]
     return subprocess.run(
         ["mpirun", *map(str, options), sys.executable, "-m", "mpi4py", str(program), *map(str, arguments)],
@@ -39,10 +39,10 @@ def run_ranks(num_ranks, *arguments):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What each rank of a group of that size has to say about a check, in rank order."""
+    """Return the reports of each rank of a group of that size, in rank order."""
     directory = tmp_path_factory.mktemp("mpi")
     run = run_ranks(RANKS, directory)
-    assert run.returncode == 0, run.stdout + run.stderr  # all ranks come to their end, failed groups or not
+    assert run.returncode == 0, run.stdout + run.stderr  # all ranks finish, also after groups that fail
     by_rank = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return lambda check, world_size: [by_rank[rank][str(world_size)][f"check_{check}"] for rank in range(world_size)]
 

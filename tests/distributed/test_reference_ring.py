@@ -1,4 +1,4 @@
-"""The ring in plain PyTorch that docs/architecture.md shows computes what the library computes."""
+"""Does the ring in plain PyTorch of docs/architecture.md compute what the library computes?"""
 
 import importlib.util
 from pathlib import Path

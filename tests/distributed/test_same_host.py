@@ -297,6 +297,80 @@ def test_a_memory_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert met(2) == [set(), set()]
 
 
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+links = []
+for name in sys.argv[1:]:
+    links.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    links[-1].connect(b"\\0" + name.encode())
+print("connected", flush=True)
+heard = b""
+for link in links:
+    link.settimeout(20)
+    try:
+        heard += link.recv(1000)
+    except ConnectionResetError:
+        pass
+print(len(heard))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_another_user_at_the_socket_takes_nobodys_place_and_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger stands first in every queue; the ranks still find each other."""
+    strangers = []
+    take_place = neighbours._take_place
+    monkeypatch.setattr(neighbours, "_PATIENCE_S", 300.0)
+
+    def take_place_with_a_stranger() -> Any:
+        place = take_place()
+        assert place is not None
+        name = neighbours._address(place.name)[1:].decode()
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", STRANGER, *[name] * 3], stdout=subprocess.PIPE, text=True, cwd="/"
+        )
+        strangers.append(stranger)
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "connected\n"
+        return place
+
+    monkeypatch.setattr(neighbours, "_take_place", take_place_with_a_stranger)
+    try:
+        assert met(3) == [{1, 2}, {0, 2}, {0, 1}]
+        assert [stranger.communicate(timeout=30)[0] for stranger in strangers] == ["0\n"] * 3
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_socket_that_another_user_listens_at_is_not_greeted() -> None:
+    code = """
+import os, socket, sys
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(b"\\0" + sys.argv[1].encode())
+listener.listen()
+print("listens", flush=True)
+link = listener.accept()[0]
+print(len(link.recv(1000)))
+"""
+    name = b"x" * 16
+    address = neighbours._address(name)[1:].decode()
+    with (
+        subprocess.Popen([sys.executable, "-c", code, address], stdout=subprocess.PIPE, text=True, cwd="/") as stranger,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "listens\n"
+        listener.bind("")
+        listener.listen()
+        assert neighbours._meet(1, {0: name}, listener, b"the word") == {}
+        assert stranger.communicate(timeout=30)[0] == "0\n"
+
+
 # Groups in which all, some or none of the ranks are linked
 
 
@@ -401,7 +475,7 @@ def test_a_frozen_rank_while_another_fails_in_a_mixed_group(off: Sequence[int]) 
     ends = run_ranks(run_apart, 3, off, run_frozen_and_boom, 3, 1, frozen=1)
     first, last = survivors(ends, 1)[0][0], survivors(ends, 1)[2][0]
     assert first.error == "Boom"
-    assert (last.error, reason_of(last)) == ("TransportError", "rank 0 failed: out of luck")
+    assert (last.error, reason_of(last)) == ("TransportError", "rank 0 failed: Boom: out of luck")
     assert last.seconds < MARGIN_S
 
 

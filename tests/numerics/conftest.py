@@ -1,4 +1,4 @@
-"""What several tests of the runtime need."""
+"""Fixtures that several tests of the runtime share."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ringspan.transports.counting import CountingTransport
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, CountingTransport]:
-    """The transports of the group opened last, by rank; each counts what it sends."""
+    """The transports of the last opened group, by rank; each counts its messages."""
     by_rank: dict[int, CountingTransport] = {}
 
     def open_counted(group: Any) -> CountingTransport:

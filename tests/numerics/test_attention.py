@@ -1,4 +1,4 @@
-"""`rs.attention` on ranks as threads: the case table, and what the table does not vary, against the dense oracle."""
+"""`rs.attention` on ranks as threads against the dense oracle: the case table, and inputs that it does not vary."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def check(job: Job, what: object = "", **options: Any) -> None:
 
 
 def check_both(job: Job, what: object = "") -> None:
-    """out and lse of every rank, and the gradients of all."""
+    """Compute out, lse and the gradients of all ranks."""
     results = run_both(job)
     for rank, (got, _) in enumerate(results):
         job.check(rank, got, what)
@@ -55,7 +55,7 @@ def check_both(job: Job, what: object = "") -> None:
 @each_algorithm
 @pytest.mark.parametrize("world_size", wide_from(3))
 def test_the_table_in_float64(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
-    """Forward and backward; all of it up to 3 ranks, of more a third, because they share one or two cores here."""
+    """Forward and backward: all cases up to 3 ranks, a third of the cases for more ranks."""
     cases = select(CASES if world_size <= 3 else covering_third(0), algorithm=algorithm, world_size=world_size)
     assert len(cases) >= 21
     for case in cases:
@@ -73,13 +73,13 @@ def test_a_sixth_of_the_table_in_float32(subtests: pytest.Subtests, algorithm: s
             check_both(job_of_case(case, torch.float32), case)
 
 
-# What the table does not vary
+# Inputs that the table does not vary
 
 
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_sinks_are_one_more_logit_in_the_softmax(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
-    """Also where a row sees no key ("ahead"), and for sinks far above, far below and absent (-inf)."""
+    """Also rows that see no key ("ahead"), and sinks far above, far below and absent (-inf)."""
     layout = rs.zigzag(24, world_size)
     for spec in (CAUSAL, ("sliding_window", -2, 9)):
         with subtests.test(spec=spec):
@@ -91,7 +91,7 @@ def test_sinks_are_one_more_logit_in_the_softmax(subtests: pytest.Subtests, algo
 
 
 def dense_with_sinks(job: Job, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By the definition: the sink stands as one more column beside the scores, and its weight is thrown away."""
+    """By the definition: the sink is one more column of scores, and its weight is dropped."""
     positions = job.layout.all_positions()
     allowed = torch.from_numpy(oracle.dense_mask(job.spec, positions, positions))
     group = job.q.shape[1] // job.k.shape[1]
@@ -118,7 +118,7 @@ def test_without_return_lse_only_out_comes_back() -> None:
 @each_algorithm
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_cross_attention(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
-    """Queries and keys of different number, in different layouts; some ranks hold keys only or queries only."""
+    """Different numbers of queries and keys in different layouts; some ranks hold only keys or only queries."""
     heads = HEADS if world_size != 3 else rs.Heads(6, 3)
     pairs = [
         (rs.zigzag(17, world_size), rs.striped(40, world_size)),
@@ -136,7 +136,7 @@ def test_cross_attention(subtests: pytest.Subtests, algorithm: str, world_size: 
 @each_algorithm
 @pytest.mark.parametrize("layout", ["zigzag", "irregular", "replicated"])
 def test_a_mask_for_each_row(algorithm: str, layout: str) -> None:
-    """Rows that are padded, causal, windowed, or see nothing of some ranks."""
+    """Rows that are padded, causal, windowed, or that see no key of some ranks."""
     rows = (CAUSAL, ("documents", (13, 24)), ("sliding_window", 3, 0), ("full",), ("and", ("prefix", 6), CAUSAL))
     spec = ("per_row", rows)
     world_size = 4
@@ -146,7 +146,7 @@ def test_a_mask_for_each_row(algorithm: str, layout: str) -> None:
 
 
 def strided(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same numbers, otherwise in memory."""
+    """The same numbers with other strides."""
     yield x.transpose(1, 2).contiguous().transpose(1, 2)
     yield x.mT.contiguous().mT
     yield torch.stack([x, x], -1)[..., 0]
@@ -174,7 +174,7 @@ def test_inputs_in_any_memory_order(algorithm: str, kernel: str) -> None:
 @each_algorithm
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_every_type(subtests: pytest.Subtests, algorithm: str, dtype: torch.dtype) -> None:
-    """out in the type of the inputs; lse in float32, or float64 for float64."""
+    """out has the dtype of the inputs; lse is float32, or float64 for float64."""
     for world_size in (1, 3, 4):
         with subtests.test(world_size=world_size):
             heads = rs.Heads(6, 3) if world_size == 3 else HEADS
@@ -206,7 +206,7 @@ def test_any_head_dims(subtests: pytest.Subtests, widths: tuple[int, int]) -> No
 
 @each_algorithm
 def test_nothing_to_attend(subtests: pytest.Subtests, algorithm: str) -> None:
-    """No tokens, no batch rows, no keys: empty or zero, never a crash."""
+    """No tokens, no batch rows, no keys: the result is empty or zero."""
     for layout, kv_layout, batch in (
         (rs.zigzag(0, 2), rs.zigzag(0, 2), 2),
         (rs.zigzag(5, 2), rs.zigzag(5, 2), 0),
@@ -222,7 +222,7 @@ def test_nothing_to_attend(subtests: pytest.Subtests, algorithm: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa_cpu"])
 def test_autocast_rounds_the_inputs_and_nothing_else(kernel: str) -> None:
-    """As PyTorch's own attention; products and sums are not to be rounded behind the merge's back."""
+    """Like PyTorch's own attention: autocast must not round products and sums of the merge."""
     job = make_job("autocast", CAUSAL, rs.zigzag(24, 2), HEADS, dtype=torch.float32)
     half = job._replace(q=job.q.half(), k=job.k.half(), v=job.v.half())
 
@@ -237,22 +237,22 @@ def test_autocast_rounds_the_inputs_and_nothing_else(kernel: str) -> None:
         assert torch.equal(mine.lse, wanted.lse)
 
 
-# Half types
+# Half dtypes
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @each_algorithm
 def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
-    """At most twice that of plain attention, and the same from 2 to 16 ranks, as the maximum and in the mean.
+    """The error is at most twice that of plain attention, and equal from 2 to 16 ranks, as maximum and on average.
 
-    The error left is that of rounding the result once, so that it does not grow with the number of parts merged.
+    The remaining error is the rounding of the result, so it does not grow with the number of merged parts.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16, 256, 32, generator=generator).to(dtype) for _ in range(3))
     one = rs.zigzag(256, 1)
     job = job_of(q, k, v, CAUSAL, one, one, {})
-    # The fused operator's half-precision code cannot run on every CPU; this is plain attention by its definition.
+    # The fused operator's half-precision code cannot run on every CPU; this is plain attention by definition.
     with sdpa_kernel(SDPBackend.MATH):
         plain = errors_of(job, scaled_dot_product_attention(q, k, v, is_causal=True))
     errors = {}
@@ -266,7 +266,7 @@ def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.
 
 
 def errors_of(job: Job, out: torch.Tensor) -> torch.Tensor:
-    """The largest error and the root of the mean square."""
+    """Return the largest error and the root mean square error."""
     difference = out.double() - job.out
     return torch.stack([difference.abs().max(), difference.square().mean().sqrt()])
 
@@ -293,7 +293,7 @@ def test_odd_values_reach_only_the_rows_that_see_them(
 
 
 def row_by_row(job: Job) -> dict[str, torch.Tensor]:
-    """Every row by itself over just the keys it sees, so that nothing can reach it from anywhere else."""
+    """Attend every row alone to the keys that it sees, so that nothing else can reach it."""
     group = job.q.shape[1] // job.k.shape[1]
     q, k, v = job.q.double(), *(x.double().repeat_interleave(group, 1) for x in (job.k, job.v))
     allowed = torch.from_numpy(oracle.dense_mask(job.spec, job.layout.all_positions(), job.layout.all_positions()))
@@ -311,7 +311,7 @@ def row_by_row(job: Job) -> dict[str, torch.Tensor]:
 def check_odd(job: Job, rank: int, got: rs.Attention) -> None:
     out, lse = (job.layout.shard(x, rank, 2) for x in (job.out, job.lse))
     torch.testing.assert_close(got.out, out.to(got.out.dtype), equal_nan=True)
-    # A sum with an infinite score in it is infinite or NaN, as the order of operations has it.
+    # A sum with an infinite score is infinite or NaN, depending on the order of operations.
     lost = ~(lse.isfinite() | lse.isneginf())
     torch.testing.assert_close(got.lse[~lost], lse[~lost].to(got.lse.dtype))
     assert not got.lse[lost].isfinite().any()

@@ -1,4 +1,4 @@
-"""How a call takes part in autograd and in torch.compile: what is differentiated, compiled anew, or refused."""
+"""How does a call take part in autograd and torch.compile: what is differentiated, recompiled or refused?"""
 
 import gc
 import os
@@ -35,7 +35,7 @@ Tensors = tuple[torch.Tensor, ...]
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    with warnings.catch_warnings():  # the compiler's own
+    with warnings.catch_warnings():  # the compiler's own warnings
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
 
@@ -53,7 +53,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 
 
 def loss_of(out: torch.Tensor) -> torch.Tensor:
-    """Something whose gradient differs from row to row."""
+    """A loss whose gradient differs from row to row."""
     return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).square().sum()
 
 
@@ -65,7 +65,7 @@ def forward_and_backward(attend: Callable[..., Any], leaves: Tensors, *args: Any
 
 
 def on_ranks(world_size: int, attend: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32) -> Tensors:
-    """attend(q, k, v, layout, group) on shards of `inputs()`: the whole out, dq, dk and dv."""
+    """Run attend(q, k, v, layout, group) on shards of `inputs()`; return the whole out, dq, dk and dv."""
     layout = rs.zigzag(SEQ_LEN, world_size)
     weights = torch.linspace(-1, 1, 2 * 4 * SEQ_LEN * 8).view(2, 4, SEQ_LEN, 8)
 
@@ -136,7 +136,7 @@ def test_double_backward_is_refused_when_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["only sinks", "with the rest"])
 def test_second_derivatives_by_way_of_sinks_are_refused(is_alone: bool) -> None:
-    """They would be missing without a word."""
+    """Their gradients would silently be missing."""
     q, k, v = inputs(requires_grad=not is_alone)
     sinks = torch.zeros(4, requires_grad=True)
     out = rs.attention(q, k, v, sinks=sinks, mask=CAUSAL, layout=ALONE)
@@ -153,7 +153,7 @@ def with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, detach: bool)
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad], ids=["vmap", "grad"])
 def test_transforms_are_refused_before_the_first_message(transform: Callable[..., Any]) -> None:
-    """On the rank that is in one, and by its word on the others."""
+    """The rank inside such a region raises, and the other ranks learn it."""
 
     def run(group: InProcessRank) -> str:
         q = torch.randn(1, 1, 1, 4, 8)
@@ -189,7 +189,7 @@ def test_dual_tensors_are_refused_before_the_first_message(kernel: str) -> None:
 
 
 def test_other_ranks_hear_of_a_gradient_by_way_of_lse() -> None:
-    """At once, instead of waiting for a rank that has refused."""
+    """The others raise at once instead of waiting for a rank that refused."""
 
     def run(group: InProcessRank) -> str:
         q = torch.randn(1, 1, 4, 8, requires_grad=True)
@@ -250,7 +250,7 @@ def test_compiled_on_ranks_as_threads(world_size: int) -> None:
 
 
 def test_compiled_by_inductor() -> None:
-    """With views before and after, sinks, and a gradient for them; nothing that would have to be compiled as C++."""
+    """With views before and after, sinks and their gradient; without anything that must be compiled as C++."""
 
     def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -327,7 +327,7 @@ def test_a_program_of_another_process_never_runs_another_call() -> None:
 
 
 def test_a_compiled_call_does_not_keep_its_group_alive() -> None:
-    """A server that makes and destroys groups would otherwise keep every one of them, with its threads and sockets."""
+    """Otherwise a server that makes and destroys groups would keep all of them, with threads and sockets."""
 
     def run_on_new_group() -> weakref.ref[dist.ProcessGroup]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -384,7 +384,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_another_object_is_another_program(name: str) -> None:
-    """What was compiled for one mask, layout or number is never run for another, and is run again for the same."""
+    """A program compiled for one mask, layout or number never runs for another, and is reused for an equal one."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         out = rs.attention(q, k, v, **{"mask": CAUSAL, "layout": ALONE, **options})
@@ -427,7 +427,7 @@ def test_the_same_module_with_other_settings_compiled_one_by_one() -> None:
 
 
 def test_another_group_is_another_program() -> None:
-    """A program compiled for one group, asked for another: messages of the first would never arrive."""
+    """A program compiled for one group must not run for another: messages of the first would never arrive."""
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     expected = forward_and_backward(plain, inputs())
     for world_size in (2, 3, 2):
@@ -435,7 +435,7 @@ def test_another_group_is_another_program() -> None:
 
 
 def reversing(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-    """A compiler that runs independent attentions the other way round, as a scheduler may."""
+    """A compiler pass that reverses two independent attentions, as a scheduler may."""
     calls = [node for node in graph.graph.nodes if "ringspan.attend" in str(node.target)]
     for node in calls[1:]:
         calls[0].prepend(node)
@@ -445,7 +445,7 @@ def reversing(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
 
 @pytest.mark.parametrize("reorders", [(), (1,), (0, 1)])
 def test_calls_in_another_order_on_one_rank_are_told_apart(reorders: tuple[int, ...]) -> None:
-    """Both calls look the same from outside: without their places, each rank would attend to the other's keys."""
+    """Both calls have equal signatures: without their places, each rank would attend to the other call's keys."""
     layout = rs.zigzag(SEQ_LEN, 2)
     expected = plain(*inputs(requires_grad=False))
 
@@ -469,7 +469,7 @@ def test_calls_in_another_order_on_one_rank_are_told_apart(reorders: tuple[int, 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("turned", [(), (1,), (0, 1)])
 def test_like_calls_that_one_rank_differentiates_in_another_order(turned: tuple[int, ...], is_compiled: bool) -> None:
-    """Both look the same from outside: without their numbers, each rank would add up gradients of two losses."""
+    """Both calls have equal signatures: without their numbers, each rank would add gradients of two losses."""
     layout = rs.zigzag(SEQ_LEN, 2)
     whole = inputs()
 
@@ -499,7 +499,7 @@ def test_like_calls_that_one_rank_differentiates_in_another_order(turned: tuple[
 
 
 def test_masks_and_layouts_are_built_outside() -> None:
-    """Inside, causal() and full() can be; for the others the compiler says why not, or breaks the graph there."""
+    """causal() and full() can be made inside; for others the compiler gives the reason or breaks the graph."""
 
     def simple(*tensors: torch.Tensor) -> Any:
         return rs.attention(*tensors, mask=rs.causal(), layout=ALONE)
@@ -522,7 +522,7 @@ def test_masks_and_layouts_are_built_outside() -> None:
 
 
 def test_the_marks_are_those_of_torch() -> None:
-    """They are set by hand, so that the compiler need not be imported."""
+    """They are set by hand, so that the compiler is not imported."""
 
     def constant() -> int:
         return 0

@@ -1,4 +1,4 @@
-"""The backward pass of `rs.attention` on ranks as threads: what the case table does not vary (see test_attention)."""
+"""The backward pass of `rs.attention` on ranks as threads: inputs that the case table does not vary."""
 
 import gc
 import math
@@ -45,7 +45,7 @@ def check(job: Job, what: object = "", tolerance: dict[str, float] | None = None
 @each_algorithm
 @pytest.mark.parametrize("heads", [HEADS, rs.Heads(8, 8)], ids=str)
 def test_cross_attention(subtests: pytest.Subtests, algorithm: str, heads: rs.Heads) -> None:
-    """More keys than queries and fewer, so that either side is the lighter one and travels."""
+    """More keys than queries and fewer, so that either side is the smaller one and travels."""
     for q_len, kv_len in ((11, 40), (40, 11)):
         with subtests.test(q_len=q_len, kv_len=kv_len):
             for kv_layout in (rs.contiguous(kv_len, 4), replicated(kv_len, 4)):
@@ -62,7 +62,7 @@ def test_masks_by_row_and_rows_that_see_nothing(algorithm: str) -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Whatever is allocated and not yet written holds NaN."""
+    """Fill newly allocated memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -74,9 +74,9 @@ def poisoned_memory() -> Iterator[None]:
 def test_sums_that_begin_with_their_first_piece(
     subtests: pytest.Subtests, dtype: torch.dtype, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are never set to zero; with slabs smaller than a group of heads several of them add to the same keys."""
+    """Gradients are not zeroed first; with slabs smaller than a group of heads, several add to the same keys."""
     monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", slab_bytes)
-    coarse = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else None  # a slab too few or too many is more
+    coarse = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else None  # a missing slab is more
     for heads in (rs.Heads(8, 8), rs.Heads(8, 2)):
         with subtests.test(heads=heads):
             for algorithm in ("pass_kv", "pass_q", "all_gather"):
@@ -116,7 +116,7 @@ def test_nothing_to_attend(subtests: pytest.Subtests, algorithm: str) -> None:
 @each_algorithm
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_sinks(subtests: pytest.Subtests, algorithm: str, world_size: int) -> None:
-    """By autograd on the definition: a sink is one more column beside the scores, whose weight is thrown away."""
+    """By autograd on the definition: a sink is one more column of scores, and its weight is dropped."""
     heads = rs.Heads(6, 3)
     for spec in (CAUSAL, ("sliding_window", -2, 9)):
         with subtests.test(spec=spec):
@@ -140,7 +140,7 @@ def test_sinks(subtests: pytest.Subtests, algorithm: str, world_size: int) -> No
 @pytest.mark.parametrize("num_tokens", [200, 600])
 @pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(177, 0)], ids=str)
 def test_a_score_of_infinity_makes_nan_of_all_it_has_a_part_in(mask: rs.Mask, num_tokens: int) -> None:
-    """A query with such a score has an output of NaN, and so have the values it sees a gradient of NaN."""
+    """A query with such a score has an output of NaN, and the values that it sees have gradients of NaN."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, num_tokens, 8, generator=generator) for _ in range(3))
     k[0, 0, 100, 3] = math.inf
@@ -156,7 +156,7 @@ def test_a_score_of_infinity_makes_nan_of_all_it_has_a_part_in(mask: rs.Mask, nu
 @each_algorithm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
-    """At most twice that of plain attention in the type, and the same from 2 to 16 ranks."""
+    """The error is at most twice that of plain attention in the dtype, and equal from 2 to 16 ranks."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16, 256, 32, generator=generator).to(dtype) for _ in range(3))
     one = make_job("flat", CAUSAL, rs.zigzag(256, 1), rs.Heads(16, 16), batch=1)
@@ -181,7 +181,7 @@ def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.
 
 
 def error_of(mine: torch.Tensor, exact: np.ndarray[Any, Any]) -> float:
-    """The root of the mean square."""
+    """Return the root mean square."""
     return float((mine.double() - torch.from_numpy(exact)).square().mean().sqrt())
 
 
@@ -224,7 +224,7 @@ def test_events_and_bytes_are_those_of_the_simulator(
 
 
 def test_the_side_with_fewer_bytes_travels() -> None:
-    """Many heads over few KV heads: keys go round; few keys of many heads each: queries would be dearer still."""
+    """Many heads over few KV heads: keys travel; few keys with many heads each: queries would cost more."""
 
     def sent(heads: rs.Heads, q_len: int, kv_len: int) -> set[str]:
         events: list[Event] = []
@@ -245,7 +245,7 @@ def test_the_side_with_fewer_bytes_travels() -> None:
 
 
 def test_between_the_passes_only_shards_are_kept() -> None:
-    """q, k, v, out and lse of this rank; nothing of the size of the sequence, and nothing after the backward pass."""
+    """q, k, v, out and lse of this rank are saved; nothing of sequence size, and nothing after the backward pass."""
     world_size, shard_len = 4, 64
     layout = rs.zigzag(world_size * shard_len, world_size)
 
@@ -269,7 +269,7 @@ def test_between_the_passes_only_shards_are_kept() -> None:
 @each_algorithm
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_odd_values_reach_only_what_sees_them(algorithm: str, value: float) -> None:
-    """Of the first document they must not reach the second, in any gradient."""
+    """NaN in the first document must not reach a gradient of the second."""
     layout = rs.zigzag(24, 4)
     job = make_job("odd", ("documents", (10, 14)), layout, HEADS, dtype=torch.float32, **options_of(algorithm, 4))
     for x in (job.q, job.k, job.v):

@@ -1,12 +1,16 @@
-"""A cache saved from some ranks goes on, on other ranks, as if nothing had happened."""
+"""A cache that is saved from some ranks continues on other ranks with the same results."""
 
+import json
+import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ringspan as rs
-from ringspan.cache import storage
+from ringspan.cache import saving, storage
 from ringspan.transports.in_process import InProcessRank
 from support.conversations import Story, live_through
 
@@ -69,11 +73,11 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         Story(7, HEADS, [CAUSAL, CAUSAL]).cache(None).load(tmp_path)
 
 
-def cache_of(group: InProcessRank, **options: int) -> rs.KVCache:
+def cache_of(group: InProcessRank | None, **options: int) -> rs.KVCache:
     return rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, group=group, **options)
 
 
-def save_eight(group: InProcessRank, value: float, folder: Path) -> None:
+def save_eight(group: InProcessRank | None, value: float, folder: Path) -> None:
     cache = cache_of(group)
     with cache.begin([8], algorithm="pass_kv") as turn:
         x = torch.full((1, 1, turn.num_rows, 4), value)
@@ -81,17 +85,32 @@ def save_eight(group: InProcessRank, value: float, folder: Path) -> None:
     cache.save(folder)
 
 
-def test_what_was_saved_over_by_some_ranks_only_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the others hear at once that one rank could not write."""
+def loaded_value(folder: Path, world_size: int = 1) -> float:
+    """Return the one value of all keys and values of `save_eight`."""
+
+    def load(group: InProcessRank) -> set[float]:
+        cache = cache_of(group)
+        cache.load(folder)
+        assert cache.lengths == {0: 8}
+        rows = cache._state.stored[0].all_layers(cache.balance()[0][group.rank])
+        return {value for _, views in rows for x in views for value in x.flatten().tolist()}
+
+    (value,) = set.union(*rs.run_in_process(load, world_size))
+    return value
+
+
+def test_a_save_that_one_rank_cannot_finish_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks learn at once that one rank could not write."""
     rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def full_disk(path: Path, *args: str) -> int:
-        if path == tmp_path / "rank-1" / "blocks.json":
+    def full_disk(path: Path, data: bytes) -> int:
+        if path.name == "rank-1.json":
             raise OSError("disk full")
-        return write_text(path, *args)
+        return write_bytes(path, data)
 
-    monkeypatch.setattr(Path, "write_text", full_disk)
     messages = []
 
     def save_again(group: InProcessRank) -> None:
@@ -99,10 +118,62 @@ def test_what_was_saved_over_by_some_ranks_only_is_not_loaded(tmp_path: Path, mo
             save_eight(group, 2.0, tmp_path)
         messages.append(str(caught.value))
 
-    rs.run_in_process(save_again, 2, timeout_s=20)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full_disk)
+        rs.run_in_process(save_again, 2, timeout_s=20)
     assert all("disk full" in message for message in messages)
-    with pytest.raises(rs.CacheError, match="no complete cache"):
-        rs.run_in_process(lambda group: cache_of(group).load(tmp_path), 2)
+    assert loaded_value(tmp_path) == 1.0
+    rs.run_in_process(lambda group: save_eight(group, 3.0, tmp_path), 3)
+    assert loaded_value(tmp_path, 2) == 3.0
+    assert len([*tmp_path.iterdir()]) == 2  # what the failed save has left is gone too
+
+
+def test_a_refused_save_leaves_the_earlier_one(tmp_path: Path) -> None:
+    rs.run_in_process(lambda group: save_eight(group, 1.0, tmp_path), 2)
+
+    def save_other(group: InProcessRank) -> None:
+        cache = cache_of(group, max_tokens=100 + group.rank)
+        with pytest.raises(rs.TransportError, match="max_tokens"):
+            cache.save(tmp_path)
+
+    rs.run_in_process(save_other, 2, timeout_s=20)
+    assert loaded_value(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_is_refused(version: int, tmp_path: Path) -> None:
+    save_eight(None, 1.0, tmp_path)
+    index = json.loads((tmp_path / "cache.json").read_text())
+    (tmp_path / "cache.json").write_text(json.dumps(index | {"version": version}))
+    with pytest.raises(rs.CacheError, match=f"its version is {version}, and .* reads version 2"):
+        cache_of(None).load(tmp_path)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """Not where torch.distributed.checkpoint would look, nor in place of a file of ours; and nothing imports it."""
+    save_eight(None, 1.0, tmp_path)
+    trace = tmp_path / "executed"
+
+    class Harm:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (trace,)
+
+    harm = pickle.dumps(Harm())
+    (data,) = tmp_path.glob("data-*")
+    for folder in (tmp_path, tmp_path / "rank-0", data):
+        folder.mkdir(exist_ok=True)
+        (folder / ".metadata").write_bytes(harm)
+        (folder / "__0_0.distcp").write_bytes(harm)
+    assert loaded_value(tmp_path) == 1.0
+    for name in ("rank-0.safetensors", "rank-0.json"):
+        whole = (data / name).read_bytes()
+        (data / name).write_bytes(harm)
+        with pytest.raises(rs.CacheError, match=name):
+            cache_of(None).load(tmp_path)
+        (data / name).write_bytes(whole)
+    assert not trace.exists()
+    for source in Path(saving.__file__).parent.glob("*.py"):
+        assert not re.search(r"\b(pickle|torch\.load|distributed\.checkpoint|marshal|shelve)\b", source.read_text())
 
 
 def test_a_cache_with_other_room_can_be_filled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `rs.attention` refuses: before anything is sent, on all ranks, with the argument, its value and the way out."""
+"""What does `rs.attention` refuse? Before a message, on all ranks, with argument, value, rule and remedy."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 
 def arguments(rank: int, world_size: int) -> Arguments:
-    """A call in order."""
+    """A valid call."""
     layout = rs.zigzag(SEQ_LEN, world_size)
     generator = torch.Generator().manual_seed(0)
     tensors = [
@@ -34,7 +34,7 @@ def call(given: Arguments, group: object = None) -> Any:
 
 
 class Refusal(NamedTuple):
-    """What is wrong, the error, and what its message says: the argument with its value, the rule or the way out."""
+    """One invalid call: the arguments, the error, and the parts of its message."""
 
     what: str
     change: Callable[[Arguments], Arguments]
@@ -209,7 +209,7 @@ each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: 
 
 
 def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], counted: dict[int, CountingTransport]) -> Any:
-    """The error of a call with the bad arguments; then a good call must still work."""
+    """Return the error of a call with the bad arguments; afterwards a good call must work."""
     good = arguments(group.rank, group.world_size)
     with pytest.raises(Exception) as raised:  # noqa: PT011 (which one is for the caller to look at)
         call(good | bad(good), group)
@@ -220,7 +220,7 @@ def outcome(group: InProcessRank, bad: Callable[[Arguments], Arguments], counted
 
 @each_refusal
 def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: dict[int, CountingTransport]) -> None:
-    """It raises its own error, all others one that names it; nothing is sent, and the group stays usable."""
+    """The rank raises its own error, the others name the rank; nothing is sent, and the group stays usable."""
 
     def on_rank(group: InProcessRank) -> Any:
         return outcome(group, refusal.change if group.rank == 1 else given(), counted)
@@ -236,7 +236,7 @@ def test_one_rank_with_a_bad_argument(refusal: Refusal, counted: dict[int, Count
 
 @each_refusal
 def test_all_ranks_with_the_same_bad_argument(refusal: Refusal, counted: dict[int, CountingTransport]) -> None:
-    """Each raises its own error."""
+    """Each rank raises its own error."""
     errors = rs.run_in_process(lambda group: outcome(group, refusal.change, counted), 2, timeout_s=20)
     assert all(isinstance(error, refusal.error) for error in errors), errors
 
@@ -250,7 +250,7 @@ IN_ORDER_ALONE = (
 
 
 def test_one_rank_alone(subtests: pytest.Subtests) -> None:
-    """Without a group, a refusal is a refusal too."""
+    """A call without a group is refused too."""
     layout = rs.zigzag(SEQ_LEN, 1)
     for refusal in REFUSALS:
         with subtests.test(refusal.what):
@@ -336,7 +336,7 @@ def test_saying_the_default_is_no_disagreement() -> None:
 
 
 def test_one_rank_that_leaves_the_choice_open() -> None:
-    """Many keys for few queries: "auto" would measure the machine, with ranks that have no such thing in mind."""
+    """Many keys for few queries: "auto" would measure the machine, while other ranks make another call."""
     layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
 
     def attend(group: InProcessRank) -> Exception:
@@ -345,7 +345,7 @@ def test_one_rank_that_leaves_the_choice_open() -> None:
         options = {"mask": rs.full(), "layout": layout, "kv_layout": kv_layout, "algorithm": algorithm}
         with pytest.raises(rs.TransportError) as raised:
             rs.attention(q, k, v, **options, group=group)
-        # The group is as good as before.
+        # The group is usable again.
         rs.attention(q, k, v, **options | {"algorithm": "pass_q"}, group=group)
         return raised.value
 
@@ -354,7 +354,7 @@ def test_one_rank_that_leaves_the_choice_open() -> None:
 
 
 def test_one_rank_with_another_type_that_has_not_been_measured() -> None:
-    """It would measure the machine first, while the others have done so: they are told of the type all the same."""
+    """The rank would measure the machine first, which the others have done: they still learn about the dtype."""
     layout, kv_layout = rs.contiguous(4, 2), rs.contiguous(400, 2)
 
     def attend(group: InProcessRank) -> str:

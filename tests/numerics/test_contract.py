@@ -1,4 +1,4 @@
-"""The agreement between ranks: what is said, when it is said in full, and which error everyone raises."""
+"""The agreement between ranks: what they send, when they send a full description, and which error all raise."""
 
 import math
 import threading
@@ -22,7 +22,7 @@ DIGEST = 4019513702733365018  # of causal() in a batch of 2
 
 
 class Listening:
-    """A transport that remembers how long the payloads were that it gathered, and the deadlines."""
+    """A transport that records the lengths of the payloads that it gathered, and the deadlines."""
 
     def __init__(self, inner: InProcessRank) -> None:
         self.inner = inner
@@ -124,7 +124,7 @@ def test_two_signatures_that_were_both_agreed_on_are_still_told_apart() -> None:
         for fields in (FIELDS, other):
             contract.agree(Signature.of(fields), TIMEOUT_S)
         message = error_of(lambda: contract.agree(Signature.of(other if rank == 1 else FIELDS), TIMEOUT_S))
-        contract.agree(Signature.of(FIELDS), TIMEOUT_S)  # nothing is broken
+        contract.agree(Signature.of(FIELDS), TIMEOUT_S)  # the contract still works
         return message
 
     expected = "the ranks do not make the same call; scale: rank 1 has 1.0, ranks 0, 2 have 0.125"
@@ -194,7 +194,7 @@ def session_with(contract: Contract) -> Session:
     ("timeout_s", "deadline_s"), [(7, 7.0), (math.inf, math.inf), *((x, 60.0) for x in (None, 0, -1, math.nan, "soon"))]
 )
 def test_a_refusal_has_the_deadline_of_the_call_or_else_of_the_group(timeout_s: object, deadline_s: float) -> None:
-    """A timeout that is itself wrong is what is refused."""
+    """An invalid timeout is itself refused."""
 
     def refuse(contract: Contract, rank: int) -> list[float]:
         if rank == 1:
@@ -210,7 +210,7 @@ def test_a_refusal_has_the_deadline_of_the_call_or_else_of_the_group(timeout_s: 
 
 
 def test_what_is_wrong_is_raised_though_the_others_cannot_be_told() -> None:
-    """One rank never comes; the run is over long before the group's deadline would be."""
+    """One rank never comes; the test is over long before the group's deadline."""
     is_told = threading.Event()
 
     def refuse(group: InProcessRank) -> None:

@@ -1,4 +1,4 @@
-"""`group=None` in a process that torchrun started, before a process group is made."""
+"""`group=None` in a process that torchrun started, without a process group."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The examples run, and find themselves right."""
+"""The conversation example runs and gets the answers of one device."""
 
 import runpy
 import subprocess

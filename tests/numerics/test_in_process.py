@@ -1,4 +1,4 @@
-"""Ranks as threads: messages, order, and that nobody hangs whatever one rank does."""
+"""Ranks as threads: messages, their order, and no hang for any failure of one rank."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from ringspan.transports.base import Receive, Send
 from ringspan.transports.counting import CountingTransport
 from ringspan.transports.in_process import run_in_process
 
-LONG_S = 30.0  # the deadline of waits that must not reach it
+LONG_S = 30.0  # a deadline that no wait may reach
 WORLD_SIZES = (1, 2, 3, 5, 8)
 
 
@@ -68,7 +68,7 @@ def test_uneven_messages_between_all_pairs(world_size, dtype):
 
 
 def test_messages_of_a_pair_arrive_in_order_whatever_the_order_of_waits():
-    """Eight ranks; each picks its own order of peers, of exchanges and of waits. Only the order per pair is fixed."""
+    """Eight ranks; each chooses its own order of peers, exchanges and waits. Only the order per pair is fixed."""
     ranks, num_messages = range(8), 12
 
     def program(group):
@@ -96,7 +96,7 @@ def test_messages_of_a_pair_arrive_in_order_whatever_the_order_of_waits():
 
 
 def test_a_send_is_done_once_both_sides_have_posted():
-    """Both ranks wait for their send before they wait for their receive, and rank 1 never waits for its receive."""
+    """Both ranks wait for their send before their receive, and rank 1 never waits for its receive."""
 
     def program(group):
         buffer = torch.zeros(4)
@@ -116,7 +116,7 @@ def test_no_copy_is_made_before_the_receive_is_posted():
     def program(group):
         if group.rank == 0:
             send = group.exchange([Send(1, tensor)], []).sends[0]
-            tensor.fill_(7.0)  # against the rules, to see whose memory is read
+            tensor.fill_(7.0)  # breaks the rules to show whose memory is read
             group.all_gather_bytes(b"", LONG_S)
             return send.wait(LONG_S)
         group.all_gather_bytes(b"", LONG_S)
@@ -150,7 +150,7 @@ def test_a_message_that_does_not_fit_is_an_error_on_both_ranks(sent, expected, l
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_copy_that_fails_is_an_error_on_both_ranks(late, monkeypatch):
-    """The end of the peer has been matched with that of the rank that copies, and waits for nothing else."""
+    """The peer's end is matched with the end of the copying rank, so it waits for nothing else."""
 
     def fail(_):
         raise MemoryError("no room")
@@ -207,7 +207,7 @@ def test_a_gathering_that_lacks_ranks_names_them():
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_the_exception_of_the_rank_that_fails_is_raised_and_the_others_end(world_size):
-    """A ring in which the last rank fails on its way round."""
+    """A ring in which the last rank fails on the way."""
     ends = {}
 
     def program(group):

@@ -38,7 +38,7 @@ from support.kernel_cases import (
 
 
 def assert_right(part: Partial, qkv: QKV, allowed: Allowed) -> None:
-    """As the oracle says, in the type that sums are kept in and to its precision, whatever the type of the input."""
+    """The expected result in the accumulator dtype, for every dtype of the input."""
     out, lse = oracle.dense_attention(*(x.double().numpy() for x in qkv), allowed, SCALE)
     dtype = accumulator_dtype(qkv[0].dtype)
     torch.testing.assert_close(part.out, torch.from_numpy(out).to(dtype))
@@ -86,7 +86,7 @@ def test_half_types_lose_at_most_twice_what_plain_attention_loses(kernel: Kernel
     qkv = random_qkv(200, 200, (4, 4), 64, dtype=dtype)
     piece, allowed = piece_of(PieceKind.CAUSAL, 200, 200)
     truth = torch.from_numpy(oracle.dense_attention(*(x.double().numpy() for x in qkv), allowed, SCALE)[0])
-    # Not the fused operator: its bfloat16 code ends the process on virtual CPUs that promise more than they have.
+    # Not the fused operator: its bfloat16 code kills the process on virtual CPUs that promise missing instructions.
     with sdpa_kernel(SDPBackend.MATH):
         plain = scaled_dot_product_attention(*qkv, is_causal=True, scale=SCALE)
     ours = kernel.forward(*qkv, piece, SCALE).out.to(dtype)
@@ -97,7 +97,7 @@ def test_half_types_lose_at_most_twice_what_plain_attention_loses(kernel: Kernel
 
 @each_kernel
 def test_nothing_to_attend(kernel: Kernel) -> None:
-    """A batch of 0."""
+    """A batch of size 0."""
     piece, _ = piece_of(PieceKind.CAUSAL, 5, 5)
     part = kernel.forward(*(torch.zeros(0, 2, 5, 8) for _ in range(3)), piece, 1.0)
     assert part.out.shape == (0, 2, 5, 8)
@@ -106,7 +106,7 @@ def test_nothing_to_attend(kernel: Kernel) -> None:
 
 @each_kernel
 def test_zeros_beside_v_are_not_kept(kernel: Kernel) -> None:
-    """They are as long as the results of a narrower v are, until the backward pass."""
+    """They are as long as results for a narrower v until the backward pass."""
     q, k, v = random_qkv(5, 5, head_dim=64, v_head_dim=8)
     piece, _ = piece_of(PieceKind.FULL, 5, 5)
     out, lse = kernel.forward(q, k, v, piece, SCALE)
@@ -140,7 +140,7 @@ def test_a_mask_that_nobody_may_write_to(kernel: Kernel) -> None:
 
 
 def plain_attention(qkv: QKV, allowed: Allowed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row by itself over just the keys it sees, so that nothing can reach it from anywhere else."""
+    """Attend each row alone to the keys that it sees, so that nothing else can reach it."""
     q, k, v = (x.double() for x in qkv)
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for row, seen in enumerate(torch.from_numpy(allowed)):
@@ -155,7 +155,7 @@ def plain_attention(qkv: QKV, allowed: Allowed) -> tuple[torch.Tensor, torch.Ten
 def assert_plain(part: Partial, qkv: QKV, allowed: Allowed) -> None:
     out, lse = plain_attention(qkv, allowed)
     torch.testing.assert_close(part.out, out.to(part.out.dtype), equal_nan=True)
-    # A sum with an infinite score in it is infinite or NaN, as the order of operations has it.
+    # A sum with an infinite score is infinite or NaN, depending on the order of operations.
     lost = ~(lse.isfinite() | lse.isneginf())
     torch.testing.assert_close(part.lse.masked_fill(lost, 0.0), lse.masked_fill(lost, 0.0).to(part.lse.dtype))
     assert not part.lse[lost].isfinite().any()
@@ -271,7 +271,7 @@ def test_a_run_whose_scores_are_all_minus_infinity(
 @each_kernel
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 33, 512, 513, 530, 1030])
 def test_no_nan_is_lost_however_the_keys_fall_into_blocks(subtests: pytest.Subtests, kernel: Kernel, m: int) -> None:
-    """Where every score is NaN or -inf the CPU operator takes the row for one that sees nothing."""
+    """If every score is NaN or -inf, the CPU operator treats the row as one that sees no key."""
     piece, allowed = piece_of(PieceKind.FULL, 3, m)
     for nans in (slice(None), slice(0, 1), slice(-1, None), slice(0, 512), slice(512, None)):
         with subtests.test(nans=nans):
@@ -350,7 +350,7 @@ def test_late_runs_are_added_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """The heads, queries and keys of each call from here on."""
+    """Record the heads, queries and keys of each later call."""
     asked = []
 
     def operator(q: torch.Tensor, k: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -389,7 +389,7 @@ def test_strided_views(subtests: pytest.Subtests, kernel: Kernel, kind: PieceKin
 @pytest.mark.parametrize("n", [1, 2, FOLD_ROWS, FOLD_ROWS + 1])
 @pytest.mark.parametrize("m", [FOLD_KEYS - 1, FOLD_KEYS, 600])
 def test_few_rows_against_many_keys(subtests: pytest.Subtests, n: int, m: int) -> None:
-    """Where the heads of a group go through as rows of one head, and where they just do not."""
+    """Sizes at which the heads of a group become rows of one head, and sizes just below."""
     piece, allowed = piece_of(PieceKind.FULL, n, m)
     for heads in [(6, 2), (4, 1), (4, 4)]:
         with subtests.test(heads=heads):
@@ -422,7 +422,7 @@ def test_the_reference_in_blocks_of_any_height(subtests: pytest.Subtests, monkey
 
 @each_kernel
 def test_keys_and_values_are_never_copied(subtests: pytest.Subtests, kernel: Kernel) -> None:
-    """Let alone repeated for the heads that share them; q, out and some scores are all that is made."""
+    """K and V are not repeated for the heads that share them; only q, out and some scores are allocated."""
     for n in (1, 200):
         with subtests.test(n=n):
             q, k, v = random_qkv(n, 4000, (4, 1), head_dim=64, batch=1)

@@ -45,7 +45,7 @@ def random_dout(qkv: QKV) -> torch.Tensor:
 
 
 def merged_of(qkv: QKV, allowed: Allowed, dout: torch.Tensor) -> Merged:
-    """What the forward pass hands over, by the oracle."""
+    """The result that the forward pass hands over, by the oracle."""
     out, lse = (torch.from_numpy(x) for x in oracle.dense_attention(*(x.double().numpy() for x in qkv), allowed, SCALE))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     return Merged(dout, out.to(dout.dtype), lse.to(accumulator_dtype(dout.dtype)))
@@ -103,7 +103,7 @@ def test_any_head_dim_and_v_head_dim(
 @each_dtype
 @each_ratio
 def test_the_shares_of_all_pieces_add_up(kernel: Kernel, dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    """Queries that see 20 keys of one rank, all that the mask allows of another, and causally their own."""
+    """Queries that see 20 keys of one rank, all masked-in keys of another, and their own causally."""
     n, lengths = 40, (20, 30, 40)
     kinds = (PieceKind.FULL, PieceKind.MASKED, PieceKind.CAUSAL)
     pieces, masks = zip(*(piece_of(kind, n, m) for kind, m in zip(kinds, lengths, strict=True)), strict=True)
@@ -126,17 +126,17 @@ def test_the_shares_of_all_pieces_add_up(kernel: Kernel, dtype: torch.dtype, hea
 def test_half_types_lose_at_most_twice_what_plain_attention_loses(
     kernel: Kernel, kind: PieceKind, dtype: torch.dtype
 ) -> None:
-    """By the root of the mean square: plain attention keeps its output in float32, which here is a half type.
+    """The root mean square error is bounded: plain attention keeps its output in float32, here it has a half dtype.
 
-    A sharp softmax with few keys makes most of that: single elements may lose three times as much.
+    A sharp softmax with few keys shows this most: single elements can have three times the error.
     """
     piece, allowed = piece_of(kind, 200, 200)
     if kind is PieceKind.MASKED:
-        allowed[1, 0] = True  # plain attention has no answer for a row that sees nothing
+        allowed[1, 0] = True  # plain attention has no result for a row that sees no key
     qkv = random_qkv(200, 200, (4, 4), 64, dtype=dtype)
     dout = random_dout(qkv)
     leaves = [x.clone().requires_grad_() for x in qkv]
-    # Not the fused operator: its bfloat16 code ends the process on virtual CPUs that promise more than they have.
+    # Not the fused operator: its bfloat16 code kills the process on virtual CPUs that promise missing instructions.
     with sdpa_kernel(SDPBackend.MATH):
         out = scaled_dot_product_attention(*leaves, attn_mask=torch.from_numpy(allowed), scale=SCALE)
     plain = torch.autograd.grad(out, leaves, dout)
@@ -148,7 +148,7 @@ def test_half_types_lose_at_most_twice_what_plain_attention_loses(
 
 @each_kernel
 def test_rows_that_see_nothing(subtests: pytest.Subtests, kernel: Kernel) -> None:
-    """Whatever comes back for them: they give nothing and get nothing."""
+    """For any merged values, such rows give and get no gradient."""
     qkv = random_qkv(5, 9)
     piece, allowed = piece_of(PieceKind.MASKED, 5, 9)
     dout = random_dout(qkv)
@@ -180,7 +180,7 @@ def test_rows_that_see_keys_of_other_pieces_only(kernel: Kernel) -> None:
 
 
 def share_row_by_row(qkv: QKV, merged: Merged, allowed: Allowed) -> list[torch.Tensor]:
-    """Each row by itself over just the keys it sees, so that nothing can reach it, or what it sees, from elsewhere."""
+    """Attend each row alone to the keys that it sees, so that nothing else can reach it or those keys."""
     q, k, v, dout, out, lse = (x.double() for x in (*qkv, *merged))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for row, seen in enumerate(torch.from_numpy(allowed)):
@@ -201,7 +201,7 @@ def assert_reaches_only_what_sees_it(kernel: Kernel, qkv: QKV, dout: torch.Tenso
     merged = Merged(dout, part.out.to(dout.dtype), lse)
     found = kernel.backward(*qkv, merged, piece, SCALE)
     for x, expected in zip(found, share_row_by_row(qkv, merged, allowed), strict=True):
-        # What is lost is infinite or NaN, as the order of operations has it.
+        # Lost elements are infinite or NaN, depending on the order of operations.
         lost = ~expected.isfinite()
         assert torch.equal(~x.isfinite(), lost)
         torch.testing.assert_close(x.double()[~lost], expected[~lost], rtol=1e-4, atol=1e-4)
@@ -285,7 +285,7 @@ def test_odd_values_in_runs_of_keys(subtests: pytest.Subtests, monkeypatch: pyte
 @each_kernel
 @pytest.mark.parametrize("which", ["q", "k"])
 def test_an_infinity_without_weight_reaches_only_what_sees_it(kernel: Kernel, which: str) -> None:
-    """All its scores are -inf, so of the gradients only its own neighbour shows it: dq for a key, dk for a query."""
+    """All scores of the row are -inf, so only one gradient shows it: dq for a key, dk for a query."""
     q, k, v = (x.abs() for x in random_qkv(530, 530, batch=1))
     {"q": q, "k": k}[which][:, :, 260] = -torch.inf
     assert_reaches_only_what_sees_it(kernel, (q, k, v), random_dout((q, k, v)), PieceKind.CAUSAL)

@@ -50,7 +50,7 @@ def visible(piece: Piece) -> torch.Tensor:
     return triangles.get(piece.kind, everything)
 
 
-# What they take
+# What they accept
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_older_devices_have_no_bfloat16_and_no_flash(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     half = HALF._replace(dtype=torch.float16)
     found = {kernel.name: (kernel.refuses(HALF), kernel.refuses(half)) for kernel in (FLASH, EFFICIENT, CUDNN)}
-    too_old = "takes this type only on devices of compute capability 8.0 or newer"
+    too_old = "takes this dtype only on devices of compute capability 8.0 or newer"
     assert found == {
         "sdpa_flash": (too_old, too_old),
         "sdpa_efficient": (too_old, None),
@@ -97,12 +97,12 @@ def test_older_devices_have_no_bfloat16_and_no_flash(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(autouse=True)
 def contiguous_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method looks for the tensor's device first, even a fake tensor's; the operator behind it does not."""
+    """The method checks the device of the tensor first, even of a fake one; the operator behind it does not."""
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: torch.ops.aten.contiguous.default(x))
 
 
 class Calls(TorchDispatchMode):
-    """The attention operators called, with their arguments, and the largest tensor made on the way."""
+    """Record the calls of attention operators with their arguments, and the largest tensor made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_efficient_takes_values_of_another_width() -> None:
 
 
 def fake_merged(q: torch.Tensor, v: torch.Tensor) -> Merged:
-    """As it may come: the lse (batch, rows, heads) in memory, dout expanded from one number, out in rows of a whole."""
+    """Possible layouts: lse stored as (batch, rows, heads), dout expanded from one number, out as rows of a whole."""
     batch, heads, num_rows, _ = q.shape
     out = q.new_empty(batch, heads, num_rows + 3, v.shape[-1]).narrow(2, 3, num_rows)
     lse = q.new_empty(batch, num_rows, heads, dtype=torch.float32).transpose(1, 2)
@@ -231,7 +231,7 @@ def test_which_operator_is_called_backward_and_how(kernel: CudaKernel, kind: Pie
         assert (given.get("attn_bias") is not None) == (kind is PieceKind.MASKED)
         assert given["philox_seed"].device.type == "cuda"
         if used is not EFFICIENT:
-            # A sequence length for each batch row would mean packed rows.
+            # Sequence lengths per batch row would mean packed rows.
             assert (given["cum_seq_q"], given["cum_seq_k"], given["max_q"], given["max_k"]) == (None, None, 40, 40)
 
 
@@ -244,7 +244,7 @@ def operands_backward(kernel: CudaKernel, n: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("n", [33, 64])
 def test_memory_is_as_the_forward_operators_leave_it(n: int) -> None:
-    """What they read without looking: see the kernels' file."""
+    """Layouts that the operators assume without a check; see the kernels' file."""
     (given,) = operands_backward(FLASH, n)
     assert given["logsumexp"].is_contiguous()
     (given,) = operands_backward(CUDNN, n)
@@ -285,7 +285,7 @@ def test_efficient_takes_values_of_another_width_backward() -> None:
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float) -> Partial:
-    """Attention as the fused operators compute it: 0 and lse = 0 for a row that sees nothing."""
+    """Attention as the fused operators compute it: out = 0 and lse = 0 for a row that sees no key."""
     assert {x.stride(-1) for x in (q, k, v)} == {1}
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * scale + bias
@@ -344,7 +344,7 @@ def cudnn_backward(
 def efficient_backward(dout, q, k, v, bias, out, lse, seed, offset, dropout_p, wanted, is_causal, *, scale):
     assert q.shape[1] == k.shape[1]
     batch, heads, num_rows, width = out.shape
-    # Read as the operator does: out with a stride of its own making, the lse up to a padded end.
+    # Read as the operator reads: out with its own strides, the lse with a padded end.
     out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * width, 1))
     assert lse.as_strided((batch, heads, -(-num_rows // 32) * 32), (*lse.stride()[:2], 1))[..., num_rows:].isinf().all()
     bias = causal_bias(q, k, is_causal) if bias is None else bias

@@ -1,4 +1,4 @@
-"""A cache on any number of ranks answers as one device would, whatever the conversation."""
+"""For any conversation, a cache on any number of ranks answers like one device."""
 
 import itertools
 
@@ -23,7 +23,7 @@ STORAGES = [None, "float32", "bfloat16", "float16", "int8", "float8_e4m3"]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage in blocks so short that everything lies in several, and conversions in runs of a few keys."""
+    """Use storage blocks so short that every sequence spans several, and convert a few keys at a time."""
     monkeypatch.setattr(storage, "MIN_BLOCK", 3)
     monkeypatch.setattr(arithmetic, "_CPU_SLAB_BYTES", 700)
 
@@ -64,7 +64,7 @@ def test_any_conversation(world_size: int, story: Story) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_ranks_are_level_and_become_so_again(world_size: int) -> None:
-    """Within one token per sequence; after a rollback new tokens go to the ranks that have fewest."""
+    """Ranks differ by at most one token per sequence; after a rollback new tokens go to the ranks with the fewest."""
     story = Story(1, HEADS[0], [CAUSAL]).turn({0: 37, 1: 5}).turn({0: 4, 1: 11})
     for _ in range(5):
         story.turn({0: 1, 1: 1})
@@ -100,7 +100,7 @@ def test_the_ranks_are_level_and_become_so_again(world_size: int) -> None:
 @pytest.mark.parametrize("query", ["sharded", "replicated"])
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
 def test_nothing_of_another_sequence_is_seen(query: str, algorithm: str) -> None:
-    """A neighbour full of NaN changes no bit, in the same turn or in an earlier one."""
+    """A neighbour full of NaN changes no bit, in the same turn or an earlier one."""
     options = {"query": query, "algorithm": algorithm if query == "sharded" else "auto"}
     story = Story(3, HEADS[1], [CAUSAL, WINDOW])
     story.turn({0: 9, 1: 12, 2: 4}, **options).turn({0: 1, 1: 1, 2: 1}, **options).turn({1: 7, 0: 3}, **options)
@@ -127,7 +127,7 @@ def test_nothing_of_another_sequence_is_seen(query: str, algorithm: str) -> None
 
 
 def test_blocks_are_never_moved_and_rarely_made() -> None:
-    """A thousand tokens, one at a time: few allocations, and what was written stays where it is."""
+    """A thousand tokens, one at a time: few allocations, and stored tokens are not moved."""
     cache = rs.KVCache(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4)
     x = torch.zeros(1, 1, 1, 4)
     places: list[tuple[int, ...]] = []
@@ -141,7 +141,7 @@ def test_blocks_are_never_moved_and_rarely_made() -> None:
     assert cache.nbytes <= 1.3 * 1000 * 2 * 2 * 4 * 4
 
 
-LATER_ONLY = ("sliding_window", -3, None)  # of a window that begins behind a query, the first keys are nobody's
+LATER_ONLY = ("sliding_window", -3, None)  # a window that begins after the query: no query sees the first keys
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
@@ -153,7 +153,7 @@ def test_masks_under_which_the_first_keys_are_seen_by_nobody(world_size: int, wi
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_ranks_without_a_key(wire: str | None) -> None:
-    """Three ranks and one token, then another, and a window that has left most of them."""
+    """Three ranks and one token, then another, and a window that has passed most ranks."""
     story = Story(12, HEADS[0], [CAUSAL, WINDOW], torch.float32)
     for number in (1, 1, 2, 30, 2):
         story.turn({0: number}, algorithm="pass_kv", wire=wire)
@@ -163,7 +163,7 @@ def test_ranks_without_a_key(wire: str | None) -> None:
 @pytest.mark.parametrize("modes", [(True, False), (False, True)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_turns_in_inference_mode_and_outside(world_size: int, modes: tuple[bool, bool]) -> None:
-    """Beams and all: what was made in one mode is written to in the other."""
+    """Including beams: a cache made in one mode is written to in the other."""
     first = Story(13, HEADS[0], [CAUSAL], torch.float32).turn({0: 9}, algorithm="pass_kv").select((0, 0))
     rest = Story(14, HEADS[0], first.specs, torch.float32)
     rest.held = {sequence: list(layers) for sequence, layers in first.held.items()}
@@ -180,7 +180,7 @@ def test_turns_in_inference_mode_and_outside(world_size: int, modes: tuple[bool,
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_copy_goes_on_by_itself(world_size: int) -> None:
-    """Two answers to one prompt, and then the prompt itself goes on as if there had been none."""
+    """Two answers to one prompt; then the prompt itself continues as if there had been none."""
     first = Story(15, HEADS[1], [CAUSAL, WINDOW], torch.float32).turn({0: 11, 2: 5}, algorithm="pass_kv")
     stories = []
     for seed in range(3):

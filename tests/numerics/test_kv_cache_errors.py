@@ -1,4 +1,4 @@
-"""What a cache refuses, and that it is then as it was before."""
+"""What does a cache refuse, and is it unchanged afterwards?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -128,7 +128,7 @@ def test_what_is_refused_leaves_no_trace(name: str, world_size: int) -> None:
     def refuse(group: InProcessRank) -> None:
         cache = live_through(told, group)
         before, lengths, balance = contents(cache), cache.lengths, cache.balance()
-        # A layer that fails in the middle of a turn ends the group; that is another test's.
+        # A layer that fails in the middle of a turn ends the group; another test covers that.
         if name == "a layer twice" and world_size > 1:
             return
         with pytest.raises(kind, match=text):
@@ -142,14 +142,14 @@ def test_what_is_refused_leaves_no_trace(name: str, world_size: int) -> None:
 
 
 def live_through_rest(told: Story, cache: rs.KVCache, group: InProcessRank) -> None:
-    """The cache goes on as if nothing had happened."""
+    """The cache continues as if the turn had not been."""
     rest = Story(6, HEADS, told.specs)
     rest.held, rest.lengths, rest.acts = {s: list(layers) for s, layers in told.held.items()}, [], []
     live_through(rest.turn({1: 3, 0: 2}), group, cache)
 
 
 def test_ranks_that_disagree_about_a_turn() -> None:
-    """All of them learn who wants what, and go on."""
+    """All ranks learn which rank asks for what, and the group stays usable."""
     told = story()
 
     def disagree(group: InProcessRank) -> str:
@@ -228,7 +228,7 @@ LOOKING_AHEAD = {
 
 @pytest.mark.parametrize("name", LOOKING_AHEAD)
 def test_a_token_that_would_see_those_of_a_later_turn(name: str) -> None:
-    """By the definition of the mask: a turn may go on only where no token before sees one after."""
+    """By the definition of the mask: a turn may continue only where no earlier token sees a later one."""
     mask, is_refused = LOOKING_AHEAD[name]
     assert mask.allowed(range(4), range(4, 8)).any() == is_refused
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, mask=mask)
@@ -268,7 +268,7 @@ def test_a_mask_that_ends() -> None:
 
 
 def test_a_refusal_that_others_hear_of_while_they_measure_leaves_the_group_usable() -> None:
-    """Rank 0 refuses; the others learn of it in the middle of `begin`, and say nothing of their own."""
+    """Rank 0 refuses; the others learn of it in `begin` and raise no error of their own."""
 
     def run(group: InProcessRank) -> str:
         cache = rs.KVCache(num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8, group=group)

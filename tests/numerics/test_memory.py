@@ -19,7 +19,7 @@ BATCH, HEADS, HEAD_DIM, SHARD_LEN = 2, 8, 64, 64
 
 
 class Sizes(NamedTuple):
-    """Bytes of one rank's shard."""
+    """The sizes of one rank's shard in bytes."""
 
     q: int
     kv: int
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
     sizes: Sizes
     peak: int
     largest: int
-    left: int  # alive when the call has returned, out and lse among them
+    left: int  # bytes alive after the call, including out and lse
 
 
 def measure(
@@ -43,7 +43,7 @@ def measure(
     mask: rs.Mask | None = None,
     **options: Any,
 ) -> Measured:
-    """The rank that needs most of all; zigzag shards under a causal mask unless told otherwise."""
+    """Measure the rank that needs the most; zigzag shards under a causal mask by default."""
     layout = rs.zigzag(world_size * shard_len, world_size)
 
     def on_rank(group: InProcessRank) -> Measured:
@@ -81,7 +81,7 @@ def test_the_measure_itself() -> None:
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("world_size", [3, 4, 8])
 def test_pass_kv_takes_two_kv_buffers_however_many_ranks(world_size: int, kv_heads: int, mask: rs.Mask) -> None:
-    """out + lse + 2 kv, and one piece's own out and lse before they are merged; nothing grows with seq_len."""
+    """The peak is out + lse + 2 kv, and one piece's own out and lse; nothing grows with seq_len."""
     sizes, peak, largest, left = measure(world_size, kv_heads=kv_heads, mask=mask, algorithm="pass_kv")
     assert peak <= 2 * (sizes.out + sizes.lse) + 2 * sizes.kv + slack(sizes)
     assert largest <= max(sizes.out, sizes.kv)
@@ -90,7 +90,7 @@ def test_pass_kv_takes_two_kv_buffers_however_many_ranks(world_size: int, kv_hea
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_all_gather_takes_all_foreign_keys(world_size: int) -> None:
-    """out + lse + (P - 1) kv, and one piece's out and lse. That grows with seq_len, which is why a ring exists."""
+    """The peak is out + lse + (P - 1) kv, and one piece's out and lse; it grows with seq_len, unlike a ring's."""
     sizes, peak, largest, _ = measure(world_size, algorithm="all_gather", mask=rs.full())
     formula = 2 * (sizes.out + sizes.lse) + (world_size - 1) * sizes.kv
     assert formula <= peak <= formula + slack(sizes)
@@ -101,9 +101,9 @@ def test_all_gather_takes_all_foreign_keys(world_size: int) -> None:
 def test_ulysses_takes_what_is_exchanged_twice(world_size: int) -> None:
     """At most out + lse + (P - 1)/P · (2 q + 2 kv + out + lse), and a piece's own.
 
-    Of q and kv the heads of other ranks are copied to be sent, and as much arrives; and the outputs of foreign queries
-    are made here for this rank's heads. A piece is one rank's queries for one rank's heads: 1/P of out. Nothing grows
-    with seq_len, since P shards of 1/P of the heads are one shard.
+    The heads of other ranks are copied out of q and kv to be sent, and as much arrives; this rank computes the outputs
+    of other ranks' queries for its own heads. A piece is one rank's queries for one rank's heads: 1/P of out. Nothing
+    grows with seq_len, because P shards of 1/P of the heads are one shard.
     """
     sizes, peak, largest, _ = measure(world_size, algorithm="ulysses", mask=rs.full())
     sent = (2 * sizes.q + 2 * sizes.kv + sizes.out + sizes.lse) * (world_size - 1) // world_size
@@ -114,10 +114,10 @@ def test_ulysses_takes_what_is_exchanged_twice(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_pass_q_takes_buffers_for_queries_and_for_results(world_size: int) -> None:
-    """At most out + lse + 3 q + 5 (out + lse), and a piece's own, however many ranks.
+    """At most out + lse + 3 q + 5 (out + lse), and a piece's own, for any number of ranks.
 
-    Queries: one is attended, one is on its way out, one on its way in. Results: one is being made, two are on their way
-    home, and two of this rank's own arrive.
+    Queries: one is attended, one leaves, one arrives. Results: one is computed, two travel to their owners, and two of
+    this rank's own arrive.
     """
     sizes, peak, largest, _ = measure(world_size, algorithm="pass_q", mask=rs.full())
     assert peak <= 7 * (sizes.out + sizes.lse) + 3 * sizes.q + slack(sizes)
@@ -126,13 +126,13 @@ def test_pass_q_takes_buffers_for_queries_and_for_results(world_size: int) -> No
 
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 2)])
 def test_double_ring_takes_one_buffer_more_than_a_ring_per_link(mesh: tuple[int, int]) -> None:
-    """As pass_kv, with two more kv for the block that crosses to the next node meanwhile: one leaves, one arrives."""
+    """As pass_kv, plus two kv for the block that moves to the next node: one leaves, one arrives."""
     sizes, peak, *_ = measure(8, algorithm="double_ring", mesh=mesh, mask=rs.full())
     assert peak <= 2 * (sizes.out + sizes.lse) + 4 * sizes.kv + slack(sizes)
 
 
 def test_half_types_are_widened_a_piece_at_a_time() -> None:
-    """pass_kv as above, and while a piece is computed its q, k and v in float32."""
+    """As pass_kv, and while a piece is computed its q, k and v in float32."""
     sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=torch.bfloat16)
     widened = 2 * (sizes.q + sizes.kv)
     assert peak <= 2 * (sizes.out + sizes.lse) + 2 * sizes.kv + widened + slack(sizes)
@@ -140,11 +140,11 @@ def test_half_types_are_widened_a_piece_at_a_time() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_large_pieces_are_computed_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are heads to take apart: out + lse + 2 kv, and a few slabs for what a kernel returns and widens."""
+    """If there are heads to split: out + lse + 2 kv, and a few slabs for results and conversions of a kernel."""
     slab = 2**15
     monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", slab)
     sizes, peak, *_ = measure(4, algorithm="pass_kv", mask=rs.full(), dtype=dtype)
-    final = sizes.out // 2 if dtype == torch.bfloat16 else 0  # out in its own type
+    final = sizes.out // 2 if dtype == torch.bfloat16 else 0  # out in its own dtype
     assert slab < sizes.out // 4
     assert peak <= sizes.out + final + sizes.lse + 2 * sizes.kv + 5 * slab + slack(sizes)
 

@@ -1,4 +1,4 @@
-"""What a whole model takes on a rank falls with the number of ranks: activations, keys and values, and the peaks."""
+"""The memory of a whole model per rank falls with the number of ranks: activations, keys and values, and peaks."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ class Taken(NamedTuple):
     kv_cache: int
     prefill_peak: int
     activations: int
-    train_peak: int  # less the gradients of the weights, which every rank has whole
+    train_peak: int  # without the gradients of weights, which every rank has whole
 
 
 @cache
 def measure(world_size: int) -> Taken:
-    """The rank that takes most."""
+    """The largest over the ranks."""
     tokens = torch.randint(256, (1, SETTINGS.seq_len), generator=torch.Generator().manual_seed(0))
     layout = rs.zigzag(SETTINGS.seq_len, world_size)
 

@@ -1,4 +1,4 @@
-"""The buffers of attention as the planner counts them, against live storages of the runtime."""
+"""The planner's attention buffers compared with live storages of the runtime."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ SLAB_BYTES = 2**17
     ("algorithm", "world_size"),
     [
         *((algorithm, size) for algorithm in ("pass_kv", "pass_q", "all_gather", "ulysses") for size in (2, 4)),
-        ("hybrid", 4),  # of two ranks a mesh is a plain ring, or Ulysses
+        ("hybrid", 4),  # on two ranks a mesh is a plain ring, or Ulysses
         ("double_ring", 4),
     ],
 )
 def test_peak_bytes_are_those_of_the_runtime(algorithm, world_size, kv_heads, monkeypatch):
-    """Within 10 %, float32, full mask, what a kernel returns in small slabs."""
+    """Within 10 %: float32, full mask, kernel results in small slabs."""
     inner = {"hybrid": world_size // 2, "double_ring": world_size // 2, "ulysses": world_size}.get(algorithm, 1)
     monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", SLAB_BYTES)
     options = {"mesh": (2, inner)} if algorithm in ("hybrid", "double_ring") else {}

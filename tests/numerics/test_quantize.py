@@ -1,4 +1,4 @@
-"""One byte per element: the error stays below what is stated, and everything else is as without."""
+"""One byte per element: the error is within the stated bound, and everything else is unchanged."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bytes_on_the_wire(head_dim: int) -> None:
-    """At most 27 % of float32 and 53 % of bfloat16."""
+    """At most 27 % of the bytes of float32 and 53 % of bfloat16."""
     x = torch.zeros(1, 8, 4096, head_dim)
     nbytes = sum(part.nbytes for part in quantize.encode(x, FORMATS["int8"]))
     assert nbytes <= 0.27 * 4 * x.numel()
@@ -83,7 +83,7 @@ def test_the_bound_of_the_output_holds_and_is_not_absurd(subtests: pytest.Subtes
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", *FORMAT_NAMES])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_storage_of_every_type(storage: str, world_size: int) -> None:
-    """Every answer is within what the rounding of K and V can do, whichever side travels."""
+    """Every answer is within the bound for rounded K and V, whichever side travels."""
     story = Story(8, rs.Heads(4, 2), [("causal",)], torch.float32, storage=storage)
     story.turn({0: 9, 1: 20}, algorithm="pass_kv").turn({1: 7, 0: 3}, algorithm="pass_q").truncate(1, 15)
     story.turn({0: 1, 1: 1}, query="replicated").turn({1: 1}, algorithm="pass_q").turn(
@@ -95,7 +95,7 @@ def test_storage_of_every_type(storage: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bound_holds_for_a_single_token_of_every_type(name: str, dtype: torch.dtype) -> None:
-    """Its output is v itself, so every rounding on the way shows."""
+    """Its output is v itself, so every rounding shows."""
     v = (1 + torch.arange(65) / 128).to(dtype).view(1, 1, 1, 65)
     q = torch.zeros_like(v)
     cache = rs.KVCache(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=65, dtype=dtype, storage=name)

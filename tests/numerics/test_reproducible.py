@@ -1,4 +1,4 @@
-"""The bits of `rs.attention(..., reproducible=True)`: the same for any number of ranks, however they share the work."""
+"""`rs.attention(..., reproducible=True)` has the same bits for any number of ranks, algorithm and layout."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ each_way = pytest.mark.parametrize("way", list(WAYS))
 @each_way
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_outputs_and_gradients_are_those_of_one_device(subtests: pytest.Subtests, way: str, world_size: int) -> None:
-    """All of them: every number of ranks, every way to share the work, every mask, every dtype."""
+    """All combinations: numbers of ranks, algorithms, masks, dtypes."""
     for call, layout in product(way, world_size):
         with subtests.test(call=call, layout=layout):
             got = run(call, LAYOUTS[layout](world_size, SHORT), **options_of(way, world_size))
@@ -91,7 +91,7 @@ def test_float64_and_odd_head_dims(subtests: pytest.Subtests, head_dim: int) -> 
 
 
 def test_keys_in_a_layout_of_their_own(subtests: pytest.Subtests) -> None:
-    """Cross-attention: more keys than queries, from another position on."""
+    """Cross-attention: more keys than queries, beginning at another position."""
 
     def attend(world_size: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def test_nothing_to_attend(q_len: int, kv_len: int, batch: int) -> None:
 
 @pytest.mark.parametrize("head", ["zeros", "infinity"])
 def test_odd_values_in_one_head_do_not_reach_the_bits_of_another(head: str) -> None:
-    """An lse of exactly 0, or a NaN, makes the kernel look again, at what is in the same call as well."""
+    """An lse of exactly 0, or a NaN, makes the kernel recompute other parts of the same call too."""
     call = Call("causal", heads=rs.Heads(4, 4))
     tensors = call.tensors()
     tensors[0][:, 0] = 0.0
@@ -143,7 +143,7 @@ def test_odd_values_in_one_head_do_not_reach_the_bits_of_another(head: str) -> N
 
 @pytest.fixture
 def num_threads_of_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """How many threads there were whenever the kernel was called; afterwards there is one again."""
+    """Record the number of threads at each call of the kernel; afterwards it is one again."""
     found = set()
 
     def record(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ def num_threads_of_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]
 def test_the_number_of_threads_does_not_matter(
     heads: rs.Heads, head_dim: int, num_threads_of_kernels: set[int]
 ) -> None:
-    """Products of 80 or 128 columns have other bits on several threads, so that none is computed on several."""
+    """Products of 80 or 128 columns have other bits on several threads, so none runs on several."""
     for mask in ("causal", "rows"):
         call = Call(mask, heads=heads, head_dim=head_dim, has_sinks=True, seq_len=SHORT)
         expected = alone(call)
@@ -186,7 +186,7 @@ def test_the_tiles_of_one_kernel_call_do_not_matter(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("head_dim", [64, 20])
 def test_where_the_tensors_lie_does_not_matter(subtests: pytest.Subtests, head_dim: int) -> None:
-    """A matrix product may have other bits where a row begins in the midst of a vector."""
+    """A matrix product can have other bits if a row begins in the middle of a vector."""
     call = Call("causal", torch.float64, rs.Heads(2, 2), head_dim, seq_len=SHORT)
     for place in (one_number_on, between_others):
         with subtests.test(place=place.__name__):
@@ -200,7 +200,7 @@ def test_where_the_tensors_lie_does_not_matter(subtests: pytest.Subtests, head_d
 
 
 def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere keys are converted in runs for a few queries, here of half a tile or, with half the heads, of all."""
+    """The default mode converts keys in runs for a few queries: half a tile here or, with half the heads, all."""
     call = Call("causal", torch.bfloat16, rs.Heads(4, 4))
     monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", 2**14)
     of_one = run(call, rs.contiguous(SEQ_LEN, 1))
@@ -208,7 +208,7 @@ def test_a_short_tile_is_attended_whole_whatever_the_heads(monkeypatch: pytest.M
 
 
 def test_heads_that_share_keys_are_summed_alike_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere a cell of half types is one call if it is small, as with half the heads here, else slabs of heads."""
+    """The default mode computes a small half-dtype cell in one call, as with half the heads, else in slabs of heads."""
     call = Call("causal", torch.bfloat16, rs.Heads(16, 4), seq_len=SHORT)
     monkeypatch.setattr(ringspan.runtime.arithmetic, "_CPU_SLAB_BYTES", 2 * 4 * rs.TILE * call.head_dim)  # two heads
     of_one = run(call, rs.contiguous(SHORT, 1))
@@ -253,10 +253,10 @@ def test_joins_in_order_of_arrival_have_other_bits(monkeypatch: pytest.MonkeyPat
     one, two = (run(call, LAYOUTS["contiguous"](n)) for n in (1, 2))
     assert "out" in different(one, two)
     monkeypatch.undo()
-    assert different(one, alone(call)) == []  # on one rank they come in order
+    assert different(one, alone(call)) == []  # one rank merges in order of arrival
 
 
-# What is said about it: events, bytes, nodes
+# Events, bytes and nodes
 
 
 @each_way
@@ -284,7 +284,7 @@ def test_events_and_bytes_are_those_of_the_simulator(
 
 
 def bound_bytes(problem: Problem, way: str, side: str | None) -> tuple[int, int, int]:
-    """Of the sums that travel: their bytes, those of the default mode, and the most nodes of a tile anywhere."""
+    """Return of the travelling sums: the bytes, those of the default mode, and the most nodes of a tile."""
     options, world_size = options_of(way, problem.world_size), problem.world_size
     visible = rs.schedule.visible_blocks(problem.mask, problem.layout)
     schedules = [
@@ -372,7 +372,7 @@ def refusal(layout: rs.Layout, world_size: int = 1, **options: Any) -> str:
 )
 def test_layouts_off_the_grid_are_refused_with_the_nearest_on_it(layout: rs.Layout, nearest: str) -> None:
     message = refusal(layout, 2)
-    assert message.startswith("LayoutError: reproducible=True, layout=")
+    assert message.startswith("LayoutError: layout=")
     assert "rs.TILE" in message
     assert nearest in message
 

@@ -1,4 +1,4 @@
-"""The gradients of `rs.reproducible` layers are those of the same layer on every rank; else all ranks hear why not."""
+"""Are the gradients of `rs.reproducible` layers those of the same layer on every rank? Otherwise all ranks raise."""
 
 import importlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TWO = rs.contiguous(2 * TILE, 2, align=TILE)
 
 
 class Layer(NamedTuple):
-    """A layer with one weight of two dims, applied to the tokens of one tile."""
+    """A layer with one 2-D weight, applied to the tokens of one tile."""
 
     ours: Callable[..., torch.Tensor]
     plain: Callable[[torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_in_another_order_on_one_rank_are_refused(name: str) -> None:
-    """Two like layers: in the same order each gets its own gradient, in another one nobody gets a wrong one."""
+    """Two equal layers: in the same order each gets its own gradient; in another order no rank gets a wrong one."""
 
     def run(group: Any, orders: tuple[tuple[int, int], ...]) -> dict[int, torch.Tensor]:
         leaves = [filled(3, 4).requires_grad_() for _ in range(2)]
@@ -108,7 +108,7 @@ def test_different_layers_on_different_ranks_are_refused(
 
 
 def check_two_steps(forward: Callable[..., torch.Tensor]) -> None:
-    """`forward(x, weights, group)` is two products, however they are computed: against plain ones."""
+    """`forward(x, weights, group)` is two products, computed in any way; compare with plain ones."""
 
     def run(group: Any) -> list[torch.Tensor | None]:
         weights = [
@@ -130,7 +130,7 @@ def check_two_steps(forward: Callable[..., torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(("use_reentrant", "ranks"), [(True, (0, 1)), (False, (0, 1)), (False, (0,))])
 def test_a_forward_that_runs_again_in_the_backward_pass(use_reentrant: bool, ranks: tuple[int, ...]) -> None:
-    """With torch.utils.checkpoint; where the first pass is recorded too, it may be on some ranks only."""
+    """With torch.utils.checkpoint; if the first pass is recorded too, only some ranks may use it."""
 
     def forward(x: torch.Tensor, weights: list[torch.Tensor], group: Any) -> torch.Tensor:
         for weight in weights:
@@ -154,11 +154,11 @@ def test_a_rank_may_run_layers_without_gradients_more_often_than_others() -> Non
     check_two_steps(forward)
 
 
-# What one rank does wrong
+# One rank does something wrong
 
 
 def test_a_refusal_on_one_rank_reaches_the_others_at_their_next_call() -> None:
-    """And the group stays usable, though one of them ran a layer that the other did not."""
+    """The group stays usable, although one rank ran a layer that the other did not run."""
 
     def run(group: Any) -> None:
         weight = filled(3, 4).requires_grad_()
@@ -193,7 +193,7 @@ def test_a_rank_that_fails_in_the_midst_of_a_gradient_tells_the_others(
 
     def run(group: Any) -> None:
         out = LAYERS[layer].ours(filled(3, 4).requires_grad_(), layout=TWO, group=group)
-        told = pytest.raises(rs.TransportError, match="rank 1 failed: no room")
+        told = pytest.raises(rs.TransportError, match="rank 1 failed: MemoryError: no room")
         with pytest.raises(MemoryError) if group.rank == 1 else told:
             out.sum().backward()
 

@@ -51,7 +51,7 @@ def test_the_number_of_ranks_does_not_change_a_bit(
 
 
 def test_a_plain_linear_with_an_all_reduce_does_change_bits() -> None:
-    """What is promised is no matter of course: the same sums, taken as usual."""
+    """The usual sums do not have the property: the test can fail."""
     x, dout = torch.randn(2, SEQ_LEN, 1, FEATURES, generator=torch.Generator().manual_seed(0)).unbind(0)
     whole, halves = (
         sum(layout.shard(dout, rank, 0)[:, 0].T @ layout.shard(x, rank, 0)[:, 0] for rank in range(layout.world_size))
@@ -62,7 +62,7 @@ def test_a_plain_linear_with_an_all_reduce_does_change_bits() -> None:
 
 
 def test_every_matrix_product_is_the_same_one_wherever_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product with other rows may have other bits, though not on every machine: so its shape is what is tested."""
+    """A product with other rows may have other bits, but not on every machine, so the test checks its shape."""
     shapes: list[tuple[object, ...]] = []
 
     def record(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -118,7 +118,7 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_elementwise_functions_have_the_same_bits_wherever_a_number_stands(name: str) -> None:
-    """At any place of tensors of any length, also those that several threads share; and these are torch's numbers."""
+    """At any place of tensors of any length, also lengths that threads share; the numbers are torch's."""
     fn = ACTIVATIONS[name]
     x = torch.randn(70_007, generator=torch.Generator().manual_seed(0))
 
@@ -157,14 +157,14 @@ def test_what_is_not_elementwise_is_refused() -> None:
 
 
 def test_elementwise_of_nothing_and_of_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* give one tensor or more"):
+    with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* at least one tensor"):
         rs.reproducible.elementwise(torch.sigmoid)
-    with pytest.raises(rs.ShapeError, match=r"tensors\[1\] is a float: give a tensor"):
+    with pytest.raises(rs.ShapeError, match=r"tensors\[1\]: expected a tensor, got float"):
         rs.reproducible.elementwise(torch.add, X, 1.0)
 
 
 def test_elementwise_functions_with_weights_of_their_own_are_refused() -> None:
-    """Whether or not the tensor has a gradient; without any gradient there is none to lose."""
+    """With and without a gradient of the tensor; without any gradient none can be lost."""
     beta = torch.tensor(2.0, requires_grad=True)
 
     def swish(x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_elementwise_functions_with_weights_of_their_own_are_refused() -> None:
 
 
 def plain_layers() -> dict[str, torch.Tensor]:
-    """The same layers by torch's own functions, in float64."""
+    """The same layers with torch's own functions in float64."""
     inputs = make_inputs(torch.float64)
     weights = {name: weight.requires_grad_() for name, weight in inputs.weights.items()}
     embedded = F.embedding(inputs.ids, weights["table"])
@@ -224,7 +224,7 @@ def test_autocast_around_both_passes_does_not_change_the_numbers(dtype: torch.dt
 
 @each_dtype
 def test_products_of_odd_sizes_inside_autocast(dtype: torch.dtype) -> None:
-    """Where the rows of a gradient do not begin as memory does, it is computed apart and copied."""
+    """If rows of a gradient are not contiguous, they are copied."""
     layout, generator = rs.contiguous(77, 1), torch.Generator().manual_seed(0)
     x, weight, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 77, 7), (5, 7), (2, 77, 5)))
     leaves = [x.requires_grad_(), weight.requires_grad_()]
@@ -239,7 +239,7 @@ def test_products_of_odd_sizes_inside_autocast(dtype: torch.dtype) -> None:
 
 
 def test_autocast_does_not_change_the_dtype_of_elementwise_functions() -> None:
-    """It would make float32 of this one; and fn is computed in both passes."""
+    """Autocast would make float32 of this one, and fn runs in both passes."""
 
     def squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(x, y, reduction="none")
@@ -270,7 +270,7 @@ def test_gradients_of_norms_by_finite_differences(is_centred: bool) -> None:
 @pytest.mark.parametrize("size", [1.0, 0.05, 1e-4])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_a_converted_rms_norm_without_eps_is_that_of_torch(dtype: torch.dtype, size: float, has_weight: bool) -> None:
-    """Where numbers are small, what is added to their mean square is most of it."""
+    """If numbers are small, eps is most of their mean square."""
     x, dout = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
     x, dout = (size * x).to(dtype), dout.to(dtype)
     module = torch.nn.RMSNorm(64, elementwise_affine=has_weight, dtype=dtype)
@@ -285,7 +285,7 @@ def test_a_converted_rms_norm_without_eps_is_that_of_torch(dtype: torch.dtype, s
 
 
 def test_a_default_eps_of_torch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version may add something else; none is guessed."""
+    """Another version of torch may use another eps; none is guessed."""
     plain = F.rms_norm
 
     def other(x: torch.Tensor, shape: tuple[int, ...], weight: Any = None, eps: float | None = None) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_sum_of_losses_and_no_label_at_all() -> None:
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both", "x"])
 def test_only_what_asks_for_it_has_a_gradient(frozen: str) -> None:
     layout = rs.contiguous(2 * TILE, 2, align=TILE)
-    whole = torch.randint(-9, 9, (1, 2 * TILE, 4)).float()  # whose sums are exact in any order
+    whole = torch.randint(-9, 9, (1, 2 * TILE, 4)).float()  # sums of integers are exact in any order
 
     def run(group: Any) -> tuple[torch.Tensor | None, ...]:
         x = rs.shard(whole, layout, group, dim=1).clone().requires_grad_(frozen != "x")
@@ -454,5 +454,5 @@ def test_autocast_leaves_the_dtype_alone() -> None:
 
 
 def test_the_vocabulary_is_odd() -> None:
-    """So that no row of logits ends with a full vector."""
+    """No row of logits ends with a full vector."""
     assert VOCABULARY % 8

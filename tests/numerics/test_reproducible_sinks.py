@@ -20,7 +20,7 @@ from support.reproducible_cases import LAYOUTS, Call, alone, different, run
 
 @pytest.mark.parametrize("spec", [("causal",), ("sliding_window", -2, 900)], ids=str)
 def test_every_rank_has_the_gradient_of_all(spec: MaskSpec) -> None:
-    """Also of rows that see no key, and for a sink that is none."""
+    """Also rows that see no key, and a sink of -inf."""
     layout = rs.zigzag(2 * rs.TILE + 77, 3, align=rs.TILE)
     job = make_job("sinks", spec, layout, rs.Heads(4, 2))
     sinks = torch.tensor([0.0, 1.5, -30.0, -torch.inf], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""An ordinary transformer trains to the same bits on any number of ranks; and what cannot be converted is refused."""
+"""Does an ordinary transformer train to the same bits on any number of ranks, and what does `convert` refuse?"""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ def differing(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Te
 
 
 def test_a_few_steps_end_in_the_same_weights(subtests: pytest.Subtests) -> None:
-    """Twenty are taken on processes: tests/distributed/test_gloo_reproducible.py."""
+    """Twenty steps run on processes: tests/distributed/test_gloo_reproducible.py."""
     alone = train(ALONE, None, steps=6)
     for layout in (rs.zigzag(SEQ_LEN, 2, align=TILE), rs.contiguous(SEQ_LEN, 4, align=TILE)):
         with subtests.test(layout=layout):
@@ -42,7 +42,7 @@ def test_a_few_steps_in_bfloat16(world_size: int) -> None:
 
 
 def test_without_the_mode_of_attention_the_weights_differ() -> None:
-    """So the comparison sees what it is made to see."""
+    """The comparison notices a change of one bit."""
     options = {"attend": partial(rs.attention, mask=CAUSAL), "steps": 2}
     found, expected = on_ranks(rs.zigzag(SEQ_LEN, 2, align=TILE), **options), train(ALONE, None, **options)
     assert differing(found, expected)
@@ -73,7 +73,7 @@ def test_every_rank_has_the_whole_gradient_of_the_plain_model() -> None:
 
 
 class Norm(nn.Module):
-    """As many models have one of their own."""
+    """A norm of its own, as many models have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_model_is_converted_anew_for_another_layout() -> None:
 
 
 class Scaled(nn.SiLU):
-    """An activation with a weight, which its kind has not."""
+    """An activation with a weight, unlike others of its kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Scaled(nn.SiLU):
 
 
 class Doubled(nn.SiLU):
-    """Without one, and still not what its kind is."""
+    """An activation without a weight that is not elementwise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(2 * x)
@@ -120,16 +120,16 @@ class Doubled(nn.SiLU):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Norm(), r"0 is a Norm with weights of its own; known are Linear, Embedding, LayerNorm, RMSNorm; .*`others`"),
-        (Scaled(), "0 is a Scaled with weights of its own"),
-        (nn.PReLU(), "0 is a PReLU with weights of its own"),
+        (Norm(), r"0 is a Norm with weights; supported are Linear, Embedding, LayerNorm, RMSNorm; .*`others`"),
+        (Scaled(), "0 is a Scaled with weights"),
+        (nn.PReLU(), "0 is a PReLU with weights"),
         (nn.Conv1d(2, 2, 1), "0 is a Conv1d"),
         (nn.Dropout(0.1), r"0 is Dropout\(p=0.1, inplace=False\).*set p=0"),
         (nn.LayerNorm((2, 3)), "over the last dim only"),
         (nn.Embedding(3, 2, padding_idx=0), "padding_idx is not supported"),
         (nn.Embedding(3, 2, sparse=True), "sparse is not supported"),
         (nn.SiLU(inplace=True), "inplace is not supported"),
-        (Doubled(), r"0 is Doubled\(\): its results may depend on which tokens a rank has; .*`others`"),
+        (Doubled(), r"0 is Doubled\(\): its results may depend on which tokens a rank holds; .*`others`"),
         (nn.GLU(), r"0 is GLU\(dim=-1\): its results may depend"),
         (nn.RReLU(), "0 is RReLU"),
         (nn.Softmax(dim=1), "0 is Softmax"),
@@ -164,7 +164,7 @@ def test_norms_without_weights_are_converted() -> None:
 
 
 def test_others_come_first() -> None:
-    """Also for what is known, refused or left alone otherwise."""
+    """`others` also replaces modules that are known, refused or left alone."""
 
     def negate(module: nn.Module, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return -x
@@ -196,14 +196,14 @@ def test_activations_of_transformers_have_the_same_bits_anywhere_or_are_refused(
     for name in activations.ACT2CLS:
         with subtests.test(name):
             if name in ("prelu", "xielu"):
-                with pytest.raises(rs.UnsupportedError, match="with weights of its own"):
+                with pytest.raises(rs.UnsupportedError, match="with weights"):
                     rs.reproducible.convert(activations.ACT2FN[name], layout=rs.contiguous(5, 1))
             else:
                 check_bits(activations.ACT2FN[name])
 
 
 def check_bits(module: nn.Module) -> None:
-    """Out and gradient are what they are wherever a number stands, also on several threads; and these are torch's."""
+    """out and gradient do not depend on the place in the tensor or on threads; the numbers are torch's."""
     wide = torch.randn(70_007, generator=torch.Generator().manual_seed(0)) * 2
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How the runtime runs a schedule: what it records, what it sends, and when it uses a buffer again."""
+"""How does the runtime run a schedule: what does it record and send, and when does it reuse a buffer?"""
 
 import math
 import time
@@ -112,7 +112,7 @@ def test_bytes_on_the_wire_by_hand(subtests: pytest.Subtests, counted: dict[int,
 @each_algorithm
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None:
-    """Messages are copied when both ends are posted, so a buffer used again too early would show."""
+    """Messages are copied when both ends are posted, so a buffer that is reused too early shows."""
     heads = HEADS if world_size == 2 else rs.Heads(5, 5)
     jobs = [
         make_job(str(i), spec, rs.zigzag(40, world_size), heads, **options_of(algorithm, world_size))
@@ -139,7 +139,7 @@ def test_ranks_that_dawdle_at_any_point(algorithm: str, world_size: int) -> None
                     **job.options,
                 )
             )
-            for x in qkv:  # the call is over: the inputs are the caller's again
+            for x in qkv:  # after the call the inputs belong to the caller again
                 x.fill_(math.nan)
         return results
 
@@ -168,7 +168,7 @@ def test_pieces_in_slabs_of_any_size(
 
 
 class InTypeOfKeys(Reference):
-    """Returns what it computes in the type it was given, as kernels for GPUs do."""
+    """A kernel that returns the dtype it was given, like kernels for GPUs."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, *operands: Any) -> Partial:
         out, lse = super().forward(q, k, *operands)
@@ -208,7 +208,7 @@ def test_sums_are_wide_whatever_a_kernel_returns(
 
 
 class Noting(Reference):
-    """Keeps the queries it is given."""
+    """A kernel that keeps its queries."""
 
     def __init__(self) -> None:
         self.queries: list[torch.Tensor] = []

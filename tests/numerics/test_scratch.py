@@ -1,4 +1,4 @@
-"""Copies of half types in memory that is kept: right numbers, nobody else's memory, and freed when not needed."""
+"""Copies of half dtypes in kept memory: right numbers, no shared memory, and freed when not needed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from ringspan.runtime.session import session_of
 from ringspan.transports.in_process import InProcessRank
 from support.oracle import dense_attention, dense_mask
 
-SHAPE = (2, 4, 33, 5)  # no multiple of anything
+SHAPE = (2, 4, 33, 5)  # not a multiple of any vector width
 
 ARRANGEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in order": lambda x: x,
@@ -116,7 +116,7 @@ def test_a_lot_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_call(seed: int, kernel: str = "auto") -> None:
-    """One call on one rank, against dense float64 attention."""
+    """Run one call on one rank against dense float64 attention."""
     q, k, v = (random(seed=seed + i) for i in range(3))
     allowed = dense_mask(("causal",), range(SHAPE[2]), range(SHAPE[2]))
     expected, _ = dense_attention(q.double(), k.double(), v.double(), allowed)
@@ -143,7 +143,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("default_dtype")
 def test_the_default_type_does_not_matter(dtype: torch.dtype) -> None:
-    """A copy in it would round, overflow, or leave an lse of another type than is sent."""
+    """A copy in that dtype would round, overflow, or leave an lse of another dtype than is sent."""
     x = (random(torch.float32) * 1e5).bfloat16() if dtype == torch.bfloat16 else random(dtype)
     (copy,) = Scratch().operands([x])
     assert copy.dtype == torch.float32
@@ -155,7 +155,7 @@ def test_the_default_type_does_not_matter(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(3, 0)], ids=str)
 def test_the_default_device_does_not_matter(mask: rs.Mask, reproducible: bool) -> None:
-    """Nor in the first call of its kind."""
+    """Also in the first call of its kind."""
     x, layout = random(), rs.contiguous(SHAPE[2], 1)
     tiles_at_once.cache_clear()
     session_of(None).plans.clear()
@@ -179,7 +179,7 @@ def test_nor_does_it_where_the_machine_is_measured() -> None:
 
 
 class Meeting(Reference):
-    """Begins to compute when both threads are about to."""
+    """A kernel that waits until both threads are about to compute."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=30)

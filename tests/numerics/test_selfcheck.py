@@ -1,4 +1,4 @@
-"""What `ringspan bench --selfcheck` finds when a kernel is wrong."""
+"""What `ringspan bench selfcheck` finds when a kernel is wrong."""
 
 from collections.abc import Callable
 

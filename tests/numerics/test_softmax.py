@@ -1,4 +1,4 @@
-"""Merging partial attention: the laws that let parts arrive in any order from any number of ranks."""
+"""Merging partial attention: the laws that allow parts to arrive in any order from any number of ranks."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def nothing(dtype: torch.dtype = torch.float32) -> Partial:
 
 
 def some_part(seed: int, dtype: torch.dtype = torch.float32) -> Partial:
-    """Random, with very different weights and some rows that saw nothing."""
+    """Random parts with very different weights and some rows that saw no key."""
     generator = torch.Generator().manual_seed(seed)
     lse = 20 * torch.randn(SHAPE[:-1], generator=generator, dtype=dtype)
     lse[torch.rand(lse.shape, generator=generator) < 0.2] = -torch.inf
@@ -45,7 +45,7 @@ def merged_anew(*parts: Partial) -> Partial:
 
 
 def joint_softmax(*parts: Partial) -> Partial:
-    """All parts at once in float64, by the definition."""
+    """Merge all parts at once in float64, by the definition."""
     outs, lses = (torch.stack([x.double() for x in xs]) for xs in zip(*parts, strict=True))
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - lse.masked_fill(lse.isneginf(), 0.0))
@@ -116,7 +116,7 @@ def test_the_part_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("num_parts", [2, 16, 64])
 def test_half_parts_are_summed_without_further_rounding(num_parts: int) -> None:
-    """The outputs come in rounded to bfloat16; the sum of many is as good as the inputs are, whatever their number."""
+    """The outputs come in rounded to bfloat16; for any number of parts the merge is as accurate as the inputs."""
     parts = [Partial(some_part(seed).out.bfloat16(), some_part(seed).lse) for seed in range(num_parts)]
     for found in (merged(nothing(), *parts), merged_anew(*parts)):
         assert found.out.dtype == torch.float32
@@ -124,7 +124,7 @@ def test_half_parts_are_summed_without_further_rounding(num_parts: int) -> None:
 
 
 def test_an_infinity_stays_one_and_nan_stays_nan() -> None:
-    """As in a plain weighted sum, in whatever order the parts come."""
+    """As in a plain weighted sum, for any order of the parts."""
     odd = some_part(4)
     odd.lse.zero_()
     odd.out[..., 0, 0], odd.out[..., 1, 0], odd.out[..., 2, 0] = torch.inf, -torch.inf, torch.nan
@@ -139,7 +139,7 @@ def test_an_infinity_stays_one_and_nan_stays_nan() -> None:
 @pytest.mark.parametrize("merge", [merged, merged_anew, merged_steadily])
 @pytest.mark.parametrize("value", [1e9, torch.inf])
 def test_large_numbers_of_little_weight_count(merge: Callable[..., Partial], value: float) -> None:
-    """Beside a weight of e^-17 the other one is 1 in float32, and yet they are no 0 and 1."""
+    """Next to a weight of e^-17 the other weight is 1 in float32, but they are not 0 and 1."""
     light = Partial(torch.full(SHAPE, value), torch.zeros(SHAPE[:-1]))
     heavy = Partial(torch.ones(SHAPE), torch.full(SHAPE[:-1], 17.0))
     for found in (merge(light, heavy), merge(heavy, light)):

@@ -1,4 +1,4 @@
-"""Which way do messages of a process group go? No GPU is needed for the decision, as the group here is made up."""
+"""Which backend carries the messages of a process group? The group is fake, so no GPU is needed."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from ringspan.transports.torch_distributed import TorchDistributed
 
 
 class Group:
-    """The first of two ranks; it writes down what it is asked to do."""
+    """The first of two ranks; it records its calls."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -76,7 +76,7 @@ def test_messages_go_the_way_of_their_device(
 
 
 def test_a_step_without_messages_is_no_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL takes none that is empty."""
+    """NCCL accepts no empty message."""
     posted = opened(group, "cuda:nccl", monkeypatch).exchange([], [])
     assert (posted.sends, posted.receives, group.done) == ([], [], [])
 
@@ -92,7 +92,7 @@ def test_a_step_without_messages_is_no_batch(group: Group, monkeypatch: pytest.M
 def test_a_rank_that_gives_up_ends_all_that_its_group_has(
     backends: str, timeout_s: float, done: list[str], group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gloo by a receive that nobody answers; the deadline is that of the backend by which ranks agree."""
+    """With gloo by a receive that no rank answers; the deadline is that of the backend of the agreement."""
     transport = opened(group, backends, monkeypatch)
     assert transport.timeout_s == timeout_s
     transport.abort("no more")

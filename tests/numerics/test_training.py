@@ -41,7 +41,7 @@ def test_labels_are_the_next_tokens() -> None:
 
 
 def test_labels_of_bytes_have_their_ignored_ones_too() -> None:
-    """156 is what -100 would be as a byte."""
+    """156 is -100 as a byte."""
     labels = rs.next_token_labels(torch.tensor([156, 3, 156], dtype=torch.uint8))
     assert labels.dtype == torch.int64
     assert labels.tolist() == [3, 156, IGNORED]
@@ -54,7 +54,7 @@ def test_what_has_no_labels(tokens: torch.Tensor) -> None:
 
 
 def test_tokens_that_are_no_tensor() -> None:
-    with pytest.raises(rs.ShapeError, match="tokens is a list: give a tensor"):
+    with pytest.raises(rs.ShapeError, match="tokens: expected a tensor, got list"):
         rs.next_token_labels([1, 2, 3])
 
 
@@ -124,7 +124,7 @@ def test_what_a_batch_brings_is_kept() -> None:
 
 
 def test_documents_of_a_sequence_that_does_not_begin_here() -> None:
-    """Positions 2, 3 and 4 of documents that end at 1, 3 and 5: as `position_ids` and the masks count."""
+    """Positions 2, 3 and 4 of documents that end at 1, 3 and 5, counted like `position_ids` and the masks."""
     part = rs.shard_batch(
         {"input_ids": torch.tensor([7, 8, 9])}, rs.contiguous(3, 1, start=2), document_lengths=[1, 2, 2]
     )
@@ -139,14 +139,14 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
     ("batch", "options", "message"),
     [
         ({"labels": IDS}, {}, "batch has labels; it needs input_ids"),
-        ({"input_ids": IDS, "attention_mask": IDS}, {}, "attention_mask: a rank sees a part of it only"),
+        ({"input_ids": IDS, "attention_mask": IDS}, {}, "attention_mask: a rank would see only a part of it"),
         ({"input_ids": IDS[:, :5]}, {}, "batch['input_ids'].shape=(2, 5)"),
         ({"input_ids": IDS, "weights": IDS.T}, {}, "batch['weights'].shape=(6, 2)"),
         ({"input_ids": IDS, "weights": IDS[0]}, {}, "batch['weights'].shape=(6,)"),
         ({"input_ids": IDS}, {"document_lengths": [3, 2]}, "expected a sum of 6"),
         ({"input_ids": IDS}, {"document_lengths": [6, 0]}, "at least one token"),
         ({"input_ids": IDS}, {"document_lengths": [1.5, 4.5]}, "expected a sum of 6"),
-        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids'] is a list"),
+        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids']: expected a tensor, got list"),
         ({"input_ids": IDS, "labels": IDS[:1]}, {}, "batch['labels'].shape=(1, 6)"),
         ({"input_ids": IDS, "labels": IDS[..., None]}, {}, "batch['labels'].shape=(2, 6, 1)"),
         ({"input_ids": IDS, "labels": IDS.float()}, {}, "labels are torch.float32"),
@@ -162,11 +162,11 @@ def test_batches_that_are_refused(batch: dict[str, torch.Tensor], options: dict[
 
 @pytest.mark.parametrize("ignored", [0, 1, 3])
 def test_labels_that_are_shifted_already_are_refused(ignored: int) -> None:
-    """They would be shifted once more, and a model would learn to see two tokens ahead."""
+    """Labels would be shifted twice, and a model would learn to predict two tokens ahead."""
     tokens = make_tokens(0, 2, 7)
     labels = tokens[:, 1:].clone()
     labels[:, :ignored] = IGNORED
-    with pytest.raises(rs.ShapeError, match="shifted once more"):
+    with pytest.raises(rs.ShapeError, match="shift them again"):
         rs.shard_batch({"input_ids": tokens[:, :-1], "labels": labels}, rs.zigzag(6, 1))
 
 
@@ -202,14 +202,14 @@ def test_a_batch_that_one_rank_refuses_is_refused_on_all() -> None:
         return f"{raised.type.__name__}: {raised.value}"
 
     first, second = on_ranks(2, on_rank)
-    assert first.startswith("ShapeError: batch['input_ids'] is a list")
+    assert first.startswith("ShapeError: batch['input_ids']: expected a tensor, got list")
     assert second.startswith("TransportError: the call was refused, on rank 0: ShapeError: batch['input_ids']")
 
 
 def test_layouts_for_other_groups_are_refused() -> None:
     layout = rs.zigzag(6, 2)
     for call in (partial(rs.shard_batch, {"input_ids": IDS}), rs.position_ids):
-        with pytest.raises(rs.LayoutError, match="the layout is for 2 ranks and the group has 1"):
+        with pytest.raises(rs.LayoutError, match="layout: it is for 2 ranks and the group has 1"):
             call(layout)
 
 
@@ -234,7 +234,7 @@ def test_what_is_no_layout_is_refused_as_by_attention(layout: Any) -> None:
 
 
 def random_losses(world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Uneven shards; the first rank has no valid label, with a loss there that must not count; the last has no rows."""
+    """Uneven shards: the first rank has no label, with a loss that must not count; the last rank has no rows."""
     generator = torch.Generator().manual_seed(world_size)
     lengths = [2 + 3 * rank for rank in range(world_size - 1)] + [0 if world_size > 1 else 2]
     losses = [torch.randn(2, length, generator=generator, dtype=torch.float64) for length in lengths]
@@ -277,7 +277,7 @@ def test_a_batch_without_labels_is_no_nan() -> None:
 
 
 def test_a_rank_without_gradient_is_told_of_on_all_ranks() -> None:
-    """As where a rank without labels makes up zeros: it would fail in backward(), and the others wait there."""
+    """As if a rank without labels makes up zeros: it would fail in backward() while the others wait."""
 
     def on_rank(group: InProcessRank) -> str:
         own = torch.ones(3, requires_grad=group.rank > 0)
@@ -290,7 +290,7 @@ def test_a_rank_without_gradient_is_told_of_on_all_ranks() -> None:
 
 
 def test_sums_are_wide_and_equal_to_the_bit() -> None:
-    """bf16 losses: a sum in their own type would stop growing at 256."""
+    """bf16 losses: a sum in bf16 would stop growing at 256."""
     ones = torch.ones(1000, dtype=torch.bfloat16)
     losses = on_ranks(3, lambda group: rs.cross_rank_mean_loss(ones * (group.rank + 1), ones.long(), group))
     assert all(loss.dtype == torch.float32 and loss.item() == 2.0 for loss in losses)
@@ -311,7 +311,7 @@ def test_a_mean_where_losses_are_expected_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
 def test_labels_that_cannot_be_ignored_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(rs.ShapeError, match=r"labels are torch.\w+: they must be able to be -100"):
+    with pytest.raises(rs.ShapeError, match=r"labels are torch.\w+: their dtype must be able to hold -100"):
         rs.cross_rank_mean_loss(torch.ones(3), torch.ones(3, dtype=dtype))
 
 
@@ -322,12 +322,12 @@ def test_a_loss_that_is_no_tensor_is_refused_on_all_ranks() -> None:
         return str(raised.value)
 
     own, others = on_ranks(2, on_rank)
-    assert own == "losses is a float: give a tensor"
+    assert own == "losses: expected a tensor, got float; give a tensor"
     assert own in others
 
 
 def test_in_a_compiled_function_batches_and_losses_are_as_outside() -> None:
-    """The compiler calls them as they are, or says why it cannot."""
+    """The compiler calls them unchanged, or gives the reason why it cannot."""
     tokens, layout = make_tokens(0, 2, SEQ_LEN), rs.zigzag(SEQ_LEN, 1)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -412,7 +412,7 @@ STEPS = 50
 def train(
     model: nn.Module, loss_of: Callable[[int], torch.Tensor], reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[float]:
-    """The losses of all steps."""
+    """Return the losses of all steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):

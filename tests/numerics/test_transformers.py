@@ -43,7 +43,7 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", ["Mistral", "gpt-oss", "GPT-2", "BERT"])
 def test_padding_and_documents_on_shards(name: str) -> None:
-    """Padding itself is held to the model as well: where it sees tokens, and where it sees nothing."""
+    """Padding queries are compared with the model too: where they see tokens and where they see none."""
     model, ids = FAMILIES[name].make(), tokens()
     cases = {case: {"input_ids": ids, **batch} for case, batch in batches().items()}
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_a_mask_may_have_any_type(dtype: torch.dtype) -> None:
     expected = model(**batch).logits
 
     def run(mine: PreTrainedModel, handle: Handle, group: Any) -> list[torch.Tensor]:
-        with pytest.raises(rs.UnsupportedError, match="attention_mask has other values than 0 and 1"):
+        with pytest.raises(rs.UnsupportedError, match="attention_mask has values other than 0 and 1"):
             mine(tokens(), attention_mask=2.0 * mask.to(torch.bfloat16))
         return [sharded_logits(mine, handle, group, batch), mine(**batch).logits]
 
@@ -115,7 +115,7 @@ def drop_documents(adapter: Any, run: Any) -> None:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_what_is_dropped_shows(name: str, case: str, drop: Callable[..., None]) -> None:
-    """Each part of a mask moves the logits by more than 100 times the tolerance, so no test passes without it."""
+    """Each part of a mask changes the logits by more than 100 times the tolerance, so that tests can fail."""
     model, batch = FAMILIES[name].make(), {"input_ids": tokens(), **batches()[case]}
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_what_is_dropped_shows(name: str, case: str, drop: Callable[..., None]) 
 
 
 def losses_and_gradients(model: PreTrainedModel, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """Two batches forward, then backward in one go."""
+    """Two batches forward, then both backward."""
     loss = sum(model(**batch).loss for batch in batches)
     assert isinstance(loss, torch.Tensor)
     loss.backward()
@@ -147,7 +147,7 @@ def losses_and_gradients(model: PreTrainedModel, batches: list[dict[str, Any]]) 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 @pytest.mark.parametrize("is_reentrant", [None, False, True])
 def test_training_with_and_without_checkpoints(name: str, is_reentrant: bool | None) -> None:
-    """Layers are called again in the backward pass, each for its own batch."""
+    """Layers run again in the backward pass, each for its own batch."""
     model = FAMILIES[name].make().train()
     if is_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
@@ -173,7 +173,7 @@ def test_training_with_and_without_checkpoints(name: str, is_reentrant: bool | N
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_labels_beside_padding(name: str) -> None:
-    """Labels of padding that count; and, as collators make them, those of first tokens, which padding foretells."""
+    """Labels at padding positions, and labels of first tokens that follow padding, as collators make them."""
     model, ids = FAMILIES[name].make(), tokens()
     padding = [batches()[case]["attention_mask"] for case in ("padding behind", "padding before")]
     labels = [ids, ids.masked_fill(padding[1] == 0, -100)]
@@ -240,7 +240,7 @@ LONG = 2048
 
 
 def step_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
-    """The most a training step has alive at once, ring buffers included, besides weights and their gradients."""
+    """Peak bytes alive in a training step, ring buffers included, without weights and their gradients."""
     ids = tokens(1, LONG)
     model.requires_grad_(True)
     with torch.enable_grad(), LiveStorages() as live:
@@ -249,7 +249,7 @@ def step_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
 
 
 def kv_bytes(model: PreTrainedModel, handle: Handle, group: Any) -> int:
-    """What a rank keeps of a long prompt."""
+    """Bytes of the cache that a rank keeps of a long prompt."""
     cache = DynamicCache()
     with torch.no_grad():
         model(tokens(1, 4 * LONG), past_key_values=cache, logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""Models with an encoder and a decoder on ranks in threads: two sequences, sharded each on its own."""
+"""Models with an encoder and a decoder on ranks in threads: two sequences, each sharded on its own."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from support.families import FAMILIES
 LABELS = tokens(2, 13, seed=1)
 
 
-# To verify the model and to measure the machine once is enough, which is when families are compared.
+# Verifying a model and measuring the machine once is enough; comparing the families does both.
 ONCE_IS_ENOUGH: dict[str, Any] = {"verify": False, "algorithm": "pass_kv"}
 on_ranks = partial(on_ranks_that_verify, **ONCE_IS_ENOUGH)
 
@@ -70,7 +70,7 @@ def real(case: str) -> torch.Tensor:
 
 
 def test_padding_on_shards_and_over_a_cache() -> None:
-    """Logits of shards, of whole sequences with and without a cache, and what the encoder made."""
+    """Logits of shards and of whole sequences, with and without a cache, and encoder states."""
     model = bart()
     with torch.no_grad():
         expected = {case: model(**whole(case)) for case in BATCHES}
@@ -105,7 +105,7 @@ def drop_padding_of_the_encoder(run: Any) -> None:
 def drop_padding_in_cross_attention(run: Any) -> None:
     for layer in run.layers.values():
         if layer.side == "encoder":
-            run.source.seen_by(layer)  # which stays
+            run.source.seen_by(layer)  # keep it alive
     run.source.padding = None
 
 
@@ -141,7 +141,7 @@ def test_what_is_dropped_shows(case: str, drop: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("side", ["own", "encoder"])
 @torch.no_grad()
 def test_positions_that_are_counted_by_part_show(side: str) -> None:
-    """What the model would do by itself; without `verify` this is what is left to notice it."""
+    """The model would count by itself; without `verify` only this check notices."""
     model = bart()
 
     def tell_one(wiring: Any, counters: dict[Any, str]) -> Any:
@@ -152,14 +152,16 @@ def test_positions_that_are_counted_by_part_show(side: str) -> None:
     assert difference(found, model(**whole("plain")).logits) > 100 * TOLERANCE
     with (
         mock.patch("ringspan.adapters.transformers.reference.tell_positions", tell_one),
-        pytest.raises(rs.UnsupportedError, match=r"encoder_last_hidden_state|logits on shards .* positions it counts"),
+        pytest.raises(
+            rs.UnsupportedError, match=r"encoder_last_hidden_state|logits on shards .* positions that it counts"
+        ),
     ):
         parallelize(model)
 
 
 @pytest.mark.parametrize(("is_reentrant", "layout"), [(None, "contiguous"), (False, "striped"), (True, "zigzag")])
 def test_training(is_reentrant: bool | None, layout: str) -> None:
-    """Loss and gradients, with decoder_input_ids made from labels, and with and without checkpoints."""
+    """Loss and gradients, with decoder_input_ids made from labels, with and without checkpoints."""
     model = bart().train()
     if is_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
@@ -288,7 +290,7 @@ def test_a_cache_is_cropped_reset_and_used_again() -> None:
 
 @torch.no_grad()
 def test_a_prefix_is_kept_and_copied() -> None:
-    """Both halves of a cache, and what they know of each other."""
+    """Both halves of a cache, and how they refer to each other."""
     model = bart()
 
     def ask(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -319,7 +321,7 @@ def broken(module: torch.nn.Module, error: BaseException) -> Iterator[None]:
 
 @torch.no_grad()
 def test_a_failure_leaves_no_trace_of_the_encoder() -> None:
-    """The first layer has kept its keys already when the second one fails."""
+    """The first layer has stored its keys when the second one fails."""
     model, other = bart(), IDS.flip(1)
     expected = model(input_ids=other, decoder_input_ids=LABELS).logits
     with parallelize(model):
@@ -332,7 +334,7 @@ def test_a_failure_leaves_no_trace_of_the_encoder() -> None:
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
 def test_an_interrupt_is_no_trap(part: str) -> None:
-    """No hook is called then, so the forward seems to be under way still."""
+    """No hook runs then, so the forward still seems to be in progress."""
     model = bart()
     expected = generate(model, IDS)[0]
     with parallelize(model, verify=False) as handle:
@@ -350,8 +352,8 @@ def test_an_interrupt_is_no_trap(part: str) -> None:
 
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no decoder": ({"decoder_input_ids": None}, "no decoder_input_ids: give the decoder's tokens"),
-    "rows": ({"decoder_input_ids": LABELS[:1]}, "the encoder and the decoder have as many rows"),
-    "positions": ({"position_ids": torch.arange(23)[None]}, "position_ids: what it does .* is not known"),
+    "rows": ({"decoder_input_ids": LABELS[:1]}, "the encoder and the decoder need the same number of rows"),
+    "positions": ({"position_ids": torch.arange(23)[None]}, "position_ids: its effect .* is unknown"),
     "one cache": (
         {"past_key_values": "plain"},
         "DynamicCache: a model with an encoder .* needs an EncoderDecoderCache",
@@ -359,8 +361,8 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a filled cache": ({"past_key_values": "filled"}, "an encoder's tokens, whole on this rank"),
     "another encoder": ({"past_key_values": "used"}, "sequence of 23 tokens: the cache was made with one of 7"),
     "gap": ({"attention_mask": mask(IDS.shape, (0, slice(4, 5)))}, "padding between tokens"),
-    "number of labels": ({"labels": LABELS, "num_items_in_batch": 3}, "num_items_in_batch: .* does not heed it"),
-    "weights": ({"cross_attn_head_mask": torch.ones(4)}, "cross_attn_head_mask: what it does .* is not known"),
+    "number of labels": ({"labels": LABELS, "num_items_in_batch": 3}, "num_items_in_batch: .* does not use it"),
+    "weights": ({"cross_attn_head_mask": torch.ones(4)}, "cross_attn_head_mask: its effect .* is unknown"),
     "static cache": ({"generates": True, "cache_implementation": "static"}, "leave out cache_implementation"),
     "a prompt with padding behind": (
         {"generates": True, "decoder_attention_mask": mask(LABELS.shape, (0, slice(8, None)))},
@@ -372,7 +374,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED_CALLS)
 @torch.no_grad()
 def test_what_a_call_refuses(what: str) -> None:
-    """All ranks say so, and the group is still usable."""
+    """All ranks raise, and the group is usable."""
     options, message = REFUSED_CALLS[what]
     model = bart()
 

@@ -1,4 +1,4 @@
-"""What does a forward that fails leave behind, and what do ranks learn of each other's failures?"""
+"""What does a failed forward leave behind, and what do ranks learn of each other's failures?"""
 
 import copy
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def no_room(*_: object) -> None:
 
 @torch.no_grad()
 def test_outputs_that_nobody_got_are_not_counted_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers are through, but there is no room for the logits of all tokens: the prompt may be given again."""
+    """The layers succeed, but there is no memory for the logits of all tokens: the prompt can be given again."""
     model, whole, failing = FAMILIES["Llama"].make(), Keep.whole, {0, 1}
     expected = model(IDS).logits
 
@@ -119,7 +119,7 @@ AFTERWARDS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("what", AFTERWARDS)
 @torch.no_grad()
 def test_a_cache_after_an_interrupt(what: str) -> None:
-    """Hooks are not called then, so the turn is still open: whatever is done with the cache next ends it."""
+    """Hooks do not run then, so the turn is still open: the next use of the cache ends it."""
     model = FAMILIES["Llama"].make()
 
     def converse(model: PreTrainedModel, *_: Any, is_interrupted: bool = True) -> tuple[int, torch.Tensor]:
@@ -203,7 +203,7 @@ def test_a_layer_that_is_skipped_leaves_the_cache_as_it_was() -> None:
 
 @torch.no_grad()
 def test_a_failure_within_attention_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the ranks agree on a turn: they are still in step afterwards, and the cause is what is raised."""
+    """Before the ranks agree on a turn: they are in step afterwards, and the cause is raised."""
     model, write = FAMILIES["Llama"].make(), inference._write
     expected = model(IDS).logits
     failing = {1}

@@ -58,7 +58,7 @@ def test_generate_in_many_ways(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_AND_WITHOUT_WINDOWS)
 def test_a_second_turn_on_the_same_cache(name: str) -> None:
-    """With whole inputs and with new tokens only; then some tokens are taken back."""
+    """With whole inputs and with new tokens only; then some tokens are cropped."""
     model, more = FAMILIES[name].make(), tokens(3, 6, seed=1)
 
     def converse(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ def positions_of(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def test_tokens_are_taken_back() -> None:
-    """`crop`, as assisted decoding uses it: the cache goes on as if they had never been there."""
+    """`crop`, as assisted decoding uses it: the cache continues as if the tokens had never been there."""
     model, ids = FAMILIES["Llama"].make(), tokens(2, 20)
 
     def roll_back(model: PreTrainedModel) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_a_prefix_is_kept_and_copied(name: str) -> None:
 
 
 def test_whole_sequences_without_gradients() -> None:
-    """Logits of all tokens, of the last ones, and the loss; the model's own outputs in form and number."""
+    """Logits of all tokens, of the last ones, and the loss; outputs like the model's own."""
     model, ids = FAMILIES["Gemma 3"].make(), tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0

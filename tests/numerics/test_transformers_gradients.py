@@ -1,4 +1,4 @@
-"""Training loops on ranks: gradients that are reduced, weights that part, and what a handle says of itself."""
+"""Training loops on ranks: reduced gradients, weights that drift apart, and the repr of a handle."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ def test_reduced_gradients_are_those_of_one_process(name: str) -> None:
 
     def run(mine: PreTrainedModel, handle: Handle, group: Any) -> list[torch.Tensor]:
         mine(**handle.shard(BATCH)).loss.backward()
-        if group.rank == 0:  # as of an expert that got none of its tokens
+        if group.rank == 0:  # like an expert without tokens
             mine.get_output_embeddings().weight.grad = None
         handle.reduce_gradients()
         return [x.grad for x in mine.parameters() if x.grad is not None]
 
     found = on_ranks(model, run)
-    last = len(expected) - 1  # the head: without rank 0's share
+    last = len(expected) - 1  # the head, without rank 0's share
     for i, grad in enumerate(expected[:last]):
         torch.testing.assert_close(found[0][i], grad, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
@@ -72,7 +72,7 @@ def test_an_unknown_algorithm_is_refused_at_once(algorithm: str, message: str) -
 
 
 def test_a_tokenizer_that_generate_passes_on() -> None:
-    """As with stop_strings; a forward has no use for it."""
+    """As with stop_strings; forward does not use it."""
     model = FAMILIES["Llama"].make()
     expected = model.generate(IDS, **GREEDY, max_new_tokens=3)
     with parallelize(model, verify=False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the adapter refuses."""
+"""What does the adapter for transformers refuse?"""
 
 import copy
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_what_parallelize_refuses_says_where_and_why() -> None:
     )
     assert refusal("T5") == (
         "encoder.block.0.layer.0.SelfAttention, encoder.block.1.layer.0.SelfAttention … (6 layers): position_bias: a "
-        "bias for relative positions is added to the scores, which no mask can say"
+        "bias for relative positions is added to the scores, which no mask can express"
     )
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert "model.rotary_emb: rope_type='dynamic' depends on the length" in refusal("Llama", rope_parameters=scaled)
@@ -70,7 +70,7 @@ def without_weights() -> Any:
     ],
 )
 def test_what_is_no_model_of_weights(make: Callable[[], Any], message: str) -> None:
-    """On one rank, and the other is told."""
+    """One rank refuses, and the other learns it."""
     model = FAMILIES["Llama"].make()
 
     def run(group: Any) -> str:
@@ -93,7 +93,7 @@ def test_a_refused_model_is_as_it_was() -> None:
 
 
 def test_masks_are_taken_from_what_a_model_says_far_out() -> None:
-    """Chunks of 8192 tokens look causal on a few tokens; a window of 100,000 too."""
+    """Chunks of 8192 tokens look causal on a few tokens; so does a window of 100,000."""
     with pytest.raises(rs.UnsupportedError, match=r"self_attn: its mask is neither .* \(such as chunked attention\)"):
         parallelize(MORE["Llama 4"].make(attention_chunk_size=8192))
     with parallelize(FAMILIES["Mistral"].make(sliding_window=100_000)) as handle:
@@ -101,7 +101,7 @@ def test_masks_are_taken_from_what_a_model_says_far_out() -> None:
 
 
 class Mixes(torch.nn.Module):
-    """A projection that also looks at the token before."""
+    """A projection that also reads the previous token."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -112,24 +112,24 @@ class Mixes(torch.nn.Module):
 
 
 def test_whatever_else_joins_tokens_is_noticed() -> None:
-    """A model nobody knows: tokens see each other outside of attention, or it has a pooler."""
+    """An unknown model whose tokens mix outside of attention, or that has a pooler."""
     model = FAMILIES["Llama"].make()
     model.model.layers[1].mlp = Mixes(model.model.layers[1].mlp)
-    with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* joins tokens"):
+    with pytest.raises(rs.UnsupportedError, match=r"logits on shards of a small batch differ by .* mixes tokens"):
         parallelize(model)
     parallelize(model, verify=False).restore()
     with pytest.raises(
         rs.UnsupportedError, match="BertModel fails on two ranks: UnsupportedError: BertModel returns pooler_output"
     ):
         parallelize(BertModel(FAMILIES["BERT"].make().config))
-    with pytest.raises(rs.UnsupportedError, match="nothing that has a row for each token"):
+    with pytest.raises(rs.UnsupportedError, match="no output with a row for each token"):
         parallelize(BertForSequenceClassification(FAMILIES["BERT"].make().config))
 
 
 @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "Qwen3-Next", "RoBERTa"])
 def test_half_types_are_told_by_their_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts chosen otherwise because of a rounding are no reason to refuse a model; what joins tokens is."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # for bfloat16 it may use what a CPU lacks
+    """Another choice of experts because of rounding is no reason for a refusal; mixing tokens is."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # bfloat16 may need missing instructions
     family = (FAMILIES | MORE)[name]
     model = family.make().to(torch.bfloat16)
     if family.refused:
@@ -156,12 +156,12 @@ def test_base_models_and_models_of_token_classes() -> None:
 
 REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "gradients": ({"grad": True}, "with gradients: use model.*handle.shard"),
-    "weights": ({"output_attentions": True}, "output_attentions=True: attention weights are never in one place"),
+    "weights": ({"output_attentions": True}, "output_attentions=True: no rank has all attention weights"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states of whole sequences"),
-    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q: what it does to a part .* is not known"),
+    "unknown": ({"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q: its effect on a shard .* is unknown"),
     "tuple": ({"return_dict": False}, "return_dict=False"),
     "4-D mask": ({"attention_mask": torch.ones(2, 1, 23, 23)}, r"attention_mask.shape=\(2, 1, 23, 23\)"),
-    "segments": ({"attention_mask": torch.arange(46).view(2, 23)}, "other values than 0 and 1"),
+    "segments": ({"attention_mask": torch.arange(46).view(2, 23)}, "values other than 0 and 1"),
     "gap": (
         {"attention_mask": torch.tensor([[1, 0, 1] + [1] * 20] * 2), "use_cache": False},
         "padding between tokens",
@@ -171,14 +171,14 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "another cache": ({"past_key_values": "filled"}, "has 4 tokens, whole on this rank"),
     "padding behind": (
         {"attention_mask": (torch.arange(23) < torch.tensor([[23], [14]])).long(), "logits_to_keep": 1},
-        r"attention_mask\[1\] has padding behind its tokens, .* put padding before the tokens",
+        r"attention_mask\[1\] has padding after its tokens, .* put padding before the tokens",
     ),
     "packed": (
         {"position_ids": torch.arange(23)[None] % 9, "labels": IDS},
-        "position_ids begin anew, .* say use_cache=False to keep packed documents apart",
+        "position_ids restart, .* pass use_cache=False to keep packed documents apart",
     ),
-    "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may make masks"),
-    "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels beside"),
+    "types": ({"token_type_ids": torch.zeros_like(IDS)}, "token_type_ids: a decoder may derive masks"),
+    "labels of some": ({"labels": IDS, "logits_to_keep": 2}, "labels with"),
     "kept": ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
     "kept but for the first": ({"logits_to_keep": -3}, "logits_to_keep=-3: .* use 1 or more, or 0 for all tokens"),
     "the same without a cache": ({"logits_to_keep": -3, "use_cache": False}, "logits_to_keep=-3: .* use 1 or more"),
@@ -187,7 +187,7 @@ REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED_CALLS)
 def test_what_a_call_refuses(what: str) -> None:
-    """All ranks say so, and the group is still usable."""
+    """All ranks raise, and the group is usable."""
     options, message = REFUSED_CALLS[what]
     model = FAMILIES["Llama"].make()
 
@@ -208,7 +208,7 @@ def test_what_a_call_refuses(what: str) -> None:
 
 @torch.no_grad()
 def test_rows_that_a_model_cannot_be_asked_for() -> None:
-    """transformers passes logits_to_keep over in silence, and generate() does not ask such a model."""
+    """transformers ignores logits_to_keep silently, and generate() does not pass it to such a model."""
     model = LlamaModel(FAMILIES["Llama"].make().config).eval()
     assert torch.equal(model(IDS, logits_to_keep=1).last_hidden_state, model(IDS).last_hidden_state)
     expected = model(IDS).last_hidden_state
@@ -238,7 +238,7 @@ def test_layers_are_not_called_behind_the_models_back() -> None:
 
 
 def test_what_would_be_wrong_in_silence() -> None:
-    """A copy, gradients of inputs only, layers left out, attention that was set anew, a model compiled already."""
+    """A copy, gradients of inputs only, skipped layers, changed attention, a compiled model."""
     model, batch = FAMILIES["Llama"].make(), {"input_ids": IDS, "labels": IDS}
     with parallelize(model) as handle:
         with pytest.raises(rs.UnsupportedError, match="parallelize did not see this layer attend"):
@@ -263,13 +263,13 @@ def test_what_would_be_wrong_in_silence() -> None:
 
 
 def test_labels_of_padding_where_attention_makes_something_else_of_it() -> None:
-    """Eager attention gives padding that sees nothing the mean of all values."""
+    """In eager attention a padding query that sees no key gets the mean of all values."""
     mask = torch.ones_like(IDS)
     mask[1, :6] = 0
     batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
     model = FAMILIES["Llama"].make(attn_implementation="eager")
     with parallelize(model, verify=False) as handle:
-        with pytest.raises(rs.UnsupportedError, match=r"labels\[1, 6\] .* attention_mask\[1, 5\]=0: .* set it to -100"):
+        with pytest.raises(rs.UnsupportedError, match=r"labels\[1, 6\] .* attention_mask\[1, 5\]=0: .* label to -100"):
             handle.shard(batch)
         batch["labels"][1, 6] = -100
         found = model(**handle.shard(batch)).loss.detach()
@@ -277,7 +277,7 @@ def test_labels_of_padding_where_attention_makes_something_else_of_it() -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A fresh LoRA: what it adds is 0, so what it drops does not show."""
+    """A fresh LoRA: its output is 0, so its dropout does not show."""
 
     def __init__(self, inner: torch.nn.Linear, dropout: float) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Adapted(torch.nn.Module):
 
 
 def test_dropout_that_does_not_show_yet() -> None:
-    """Of an adapter that is there already, or comes later; in evaluation, or with nothing to drop, it does no harm."""
+    """Dropout of an adapter that is there already or comes later; harmless in evaluation or at p=0."""
     message = r"random in training \(model.layers.0.mlp.up_proj.dropout and 0 more .* or call model.eval\(\)"
     model, batch = FAMILIES["Llama"].make().train(), {"input_ids": IDS, "labels": IDS}
     mlp = model.model.layers[0].mlp
@@ -311,17 +311,17 @@ def test_a_closed_handle_shards_nothing() -> None:
     with parallelize(FAMILIES["Llama"].make(), verify=False) as handle:
         handle.shard({"input_ids": IDS})
     with pytest.raises(
-        rs.UnsupportedError, match=r"closed handle: LlamaForCausalLM was restored, .* parallelize it anew"
+        rs.UnsupportedError, match=r"closed handle: LlamaForCausalLM was restored, .* parallelize it again"
     ):
         handle.shard({"input_ids": IDS})
 
 
 @torch.no_grad()
 def test_a_layer_that_is_not_causal_or_no_longer() -> None:
-    """Without padding transformers makes no mask and goes by is_causal."""
+    """Without padding transformers makes no mask and uses is_causal."""
     contrary = FAMILIES["Llama"].make()
     contrary.model.layers[1].self_attn.is_causal = False
-    with pytest.raises(rs.UnsupportedError, match=r"layers.1.self_attn: is_causal=False, where its mask is causal\(\)"):
+    with pytest.raises(rs.UnsupportedError, match=r"layers.1.self_attn: is_causal=False, but its mask is causal\(\)"):
         parallelize(contrary)
     model = FAMILIES["Llama"].make()
     with parallelize(model, verify=False) as handle:
@@ -334,7 +334,7 @@ def test_a_layer_that_is_not_causal_or_no_longer() -> None:
 
 
 def test_a_cache_is_cropped_by_a_negative_number() -> None:
-    """As transformers has it: once a positive number was the length to keep."""
+    """As in transformers, where a positive number once was the length to keep."""
     model, cache = FAMILIES["Llama"].make(), DynamicCache()
     with parallelize(model, verify=False), torch.no_grad():
         model(IDS, past_key_values=cache)
@@ -354,7 +354,7 @@ LIMITS: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_of_time_is_refused(limit: str) -> None:
-    """On one rank, and the other is told; a model that is restored has the generate() it had."""
+    """One rank refuses, and the other learns it; a restored model has its own generate() again."""
     model = FAMILIES["Llama"].make()
 
     def run(mine: PreTrainedModel, handle: Handle, group: Any) -> str:
@@ -379,19 +379,19 @@ def test_the_generate_of_a_copy_is_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
 def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
-    """num_items_in_batch is for models that heed it: BERT takes it and goes on with the mean."""
+    """num_items_in_batch is for models that use it: BERT accepts it and uses the mean."""
     model, batch = FAMILIES[name].make(), {"input_ids": IDS, "labels": IDS, "num_items_in_batch": 100}
     assert (model(**batch).loss == model(input_ids=IDS, labels=IDS).loss) == (name == "BERT")
     with parallelize(model) as handle:
         if name == "BERT":
-            with pytest.raises(rs.UnsupportedError, match="BertForMaskedLM does not heed it"):
+            with pytest.raises(rs.UnsupportedError, match="BertForMaskedLM does not use it"):
                 handle.shard(batch)
         else:
             assert difference(model(**handle.shard(batch)).loss.detach(), model_loss(name, batch)) < TOLERANCE
 
 
 def test_a_number_of_items_that_is_a_tensor() -> None:
-    """The Trainer puts it onto each rank's own device, so only its value is compared."""
+    """The Trainer moves it to each rank's device, so only its value is compared."""
     model, batch = FAMILIES["Llama"].make(), {"input_ids": IDS, "labels": IDS}
 
     def loss(mine: PreTrainedModel, handle: Handle, group: Any) -> torch.Tensor:

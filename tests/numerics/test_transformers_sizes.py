@@ -1,4 +1,4 @@
-"""Models that differ only beyond a number of tokens in their config, and other models that were wrong in silence."""
+"""Models that differ only beyond a number of tokens of their config, and models that were silently wrong."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ _FULL = {"layer_types": ["full_attention"] * 4}
 
 @pytest.mark.parametrize("name", GRANITE)
 def test_packed_documents_where_use_cache_is_passed_on(name: str) -> None:
-    """These models take use_cache through **kwargs only."""
+    """These models take use_cache only through **kwargs."""
     model, ids = GRANITE[name].make(), tokens(2, 29)
     batch = {"input_ids": ids, "position_ids": (torch.arange(29) % 11)[None]}
     with torch.no_grad():
@@ -84,8 +84,8 @@ def test_a_compression_rate_that_a_small_batch_does_not_reach() -> None:
 
 
 def test_a_temperature_that_changes_far_out() -> None:
-    """Llama 4 counts the positions itself, so a rank's count is that of its part."""
-    with pytest.raises(rs.UnsupportedError, match=r"floor_scale=8192, here made 8, .* positions it counts itself"):
+    """Llama 4 counts the positions itself, so a rank counts those of its part."""
+    with pytest.raises(rs.UnsupportedError, match=r"floor_scale=8192, here made 8, .* positions that it counts itself"):
         parallelize(MORE["Llama 4"].make(**_FULL))
     parallelize(MORE["Llama 4"].make(**_FULL, attn_temperature_tuning=False)).restore()
 
@@ -97,7 +97,7 @@ def test_a_temperature_by_given_positions_is_equal() -> None:
 
 
 def test_a_model_that_does_not_run_with_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is run at real ones, or refused."""
+    """The model runs at its real sizes, or is refused."""
 
     def fail(_: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("no copy")

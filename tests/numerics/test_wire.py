@@ -1,4 +1,4 @@
-"""K and V that travel as bytes, and algorithms chosen from the figures of a machine."""
+"""K and V sent as bytes, and algorithms chosen by the rates of a machine."""
 
 import logging
 from functools import partial
@@ -45,7 +45,7 @@ def test_attention_with_encoded_keys(wire: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_encoded_keys(counted: dict[int, CountingTransport], dtype: torch.dtype) -> None:
-    """Counted where they leave: int8 is at most 27 % of float32's bytes and 53 % of bfloat16's."""
+    """Counted where messages leave: int8 is at most 27 % of float32's bytes and 53 % of bfloat16's."""
     q, k, v = (torch.randn(1, heads, 64, 64).to(dtype) for heads in (4, 2, 2))
     layout = rs.contiguous(128, 2)
     sent = {}
@@ -76,7 +76,7 @@ def test_a_wire_that_cannot_be(options: dict[str, object], text: str) -> None:
 
 
 def test_a_wire_is_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if "auto" would leave the keys where they are, and their rounding out."""
+    """Even if "auto" would leave the keys in place without rounding."""
     monkeypatch.setattr(ringspan.runtime.plan, "choose_by_time", lambda *_: Choice("pass_q", "fewer bytes"))
     layout, kv_layout = rs.contiguous(2, 2), rs.contiguous(200, 2)
     keys = torch.randn(2, 1, 1, 100, 64, generator=torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def test_exact_turns_have_no_error() -> None:
 
 
 def test_the_choice_by_time() -> None:
-    """Few queries over many keys: pass-Q where the link is slow, pass-KV where it costs nothing."""
+    """Few queries over many keys: pass-Q on a slow link, pass-KV on a free one."""
     work = RingWork(flops=1e9, kv_bytes=10**8, q_bytes=10**5, out_bytes=10**5)
     for world_size in (2, 3, 8):
         slow = choose_by_time(work, SLOW_LINK, world_size)
@@ -190,5 +190,5 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_measured_once(caplog: pyt
     assert figures[0][0] is figures[0][1]
     *rates_and_latency, busy_s_per_byte = figures[0][0]
     assert min(rates_and_latency) > 0
-    assert busy_s_per_byte >= 0  # what a copy takes from attention may be too little to be seen
+    assert busy_s_per_byte >= 0  # a copy may take too little compute to be measured
     assert "should take" in caplog.text

@@ -1,4 +1,4 @@
-"""Parallelized models on ranks in threads, and what their tests compare them by."""
+"""Parallelized models on ranks in threads, and comparisons for their tests."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ IDS = tokens()
 def on_ranks(
     model: PreTrainedModel, fn: Callable[[PreTrainedModel, Handle, Any], Any], world_size: int = 3, **options: Any
 ) -> list[Any]:
-    """fn(model, handle, group) on every rank, with a model of its own."""
+    """Run fn(model, handle, group) on every rank, each with its own model."""
 
     def run(group: Any) -> Any:
         mine = copy.deepcopy(model)
@@ -63,7 +63,7 @@ def check_ways(
     run: Callable[[PreTrainedModel, dict[str, Any]], Generated],
     **options: Any,
 ) -> None:
-    """Every way to generate gives the same tokens from the same logits, on every rank."""
+    """Check that every way to generate gives the same tokens from the same logits, on every rank."""
     expected = {way: run(model, given) for way, given in ways.items()}
     results = on_ranks(model, lambda mine, *_: {way: run(mine, given) for way, given in ways.items()}, **options)
     for found in results:

@@ -1,6 +1,6 @@
-"""Cases of the table on tensors: what one rank is given, what it calls, and what must come out of it.
+"""Cases of the table on tensors: one rank's inputs, its call, and the expected result.
 
-Used by all tests of the runtime, whatever carries their messages: threads, gloo or MPI.
+All tests of the runtime use them, with threads, gloo or MPI.
 """
 
 import math
@@ -20,7 +20,7 @@ DOUBLE_TOLERANCE = 1e-12
 
 
 class Job(NamedTuple):
-    """Whole tensors and how they are to be attended, with the oracle's answer in float64."""
+    """Whole tensors and the options of their attention, with the oracle's result in float64."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -33,7 +33,7 @@ class Job(NamedTuple):
     lse: torch.Tensor
 
     def shards(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rank's part of q, k and v."""
+        """Return the rank's part of q, k and v."""
         q = self.layout.shard(self.q, rank, 2)
         k, v = (self.kv_layout.shard(x, rank, 2) for x in (self.k, self.v))
         return q, k, v
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     def attend(
         self, group: Any, rank: int, tensors: Sequence[torch.Tensor] | None = None, **options: Any
     ) -> rs.Attention:
-        """What the rank computes, from its shards or from tensors that stand for them."""
+        """Compute the rank's result from its shards, or from given tensors in their place."""
         result = rs.attention(
             *(tensors or self.shards(rank)),
             mask=make_mask(self.spec),
@@ -55,7 +55,7 @@ class Job(NamedTuple):
         return result
 
     def check(self, rank: int, got: rs.Attention, what: object = "") -> None:
-        """Compare with the oracle: to rounding in float64, at the defaults of assert_close else."""
+        """Compare with the oracle: up to rounding in float64, else with the defaults of assert_close."""
         tolerance = {"rtol": 0.0, "atol": DOUBLE_TOLERANCE} if self.q.dtype == torch.float64 else {}
         pairs = (("out", got.out, self.out, self.q.dtype), ("lse", got.lse, self.lse, lse_dtype(self.q.dtype)))
         for name, mine, whole, dtype in pairs:
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a rank's backward pass gives it."""
+    """The gradients of one rank."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -74,7 +74,7 @@ class Gradients(NamedTuple):
 
 
 def differentiate(job: Job, group: Any, rank: int, **options: Any) -> tuple[rs.Attention, Gradients]:
-    """What both passes give a rank, for its part of `make_dout(job)`, in which each row counts once."""
+    """Run both passes on a rank, for its part of `make_dout(job)`, in which each row counts once."""
     leaves = [x.clone().requires_grad_() for x in job.shards(rank)]
     dout = job.layout.shard(make_dout(job), rank, 2)
     if rank > 0 and job.layout.replicated:
@@ -85,19 +85,19 @@ def differentiate(job: Job, group: Any, rank: int, **options: Any) -> tuple[rs.A
 
 
 def run_both(job: Job, **options: Any) -> list[tuple[rs.Attention, Gradients]]:
-    """What both passes give all ranks, as threads of this process."""
+    """Run both passes on all ranks, as threads."""
     return rs.run_in_process(lambda group: differentiate(job, group, group.rank, **options), job.layout.world_size)
 
 
 def make_dout(job: Job) -> torch.Tensor:
-    """A gradient for every element of the output, in its type."""
+    """Return a gradient for every element of the output, in its dtype."""
     return torch.linspace(-1.0, 1.0, job.out.numel(), dtype=torch.float64).sin_().view(job.out.shape).to(job.q.dtype)
 
 
 def check_gradients(
     job: Job, of_ranks: list[Gradients], what: object = "", tolerance: dict[str, float] | None = None
 ) -> None:
-    """Compare what all ranks have with the oracle; rows that every rank holds count by their sum over the ranks."""
+    """Compare the results of all ranks with the oracle; replicated rows count by their sum over the ranks."""
     allowed = oracle.dense_mask(job.spec, job.layout.all_positions(), job.kv_layout.all_positions())
     arrays = [x.double().numpy() for x in (job.q, job.k, job.v)]
     wanted = oracle.dense_gradients(*arrays, allowed, make_dout(job).double().numpy(), job.options.get("scale"))
@@ -120,7 +120,7 @@ def check_gradients(
 
 
 def dense_sink_gradients(job: Job, sinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv and dsinks by autograd on the definition: a sink is one more column, whose weight is thrown away."""
+    """Compute dq, dk, dv and dsinks by autograd on the definition: a sink is one more column of scores."""
     positions = job.layout.all_positions()
     allowed = torch.from_numpy(oracle.dense_mask(job.spec, positions, positions))
     q, k, v, sinks = (x.clone().requires_grad_() for x in (job.q, job.k, job.v, sinks))
@@ -136,19 +136,19 @@ def dense_sink_gradients(job: Job, sinks: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def run(job: Job, **options: Any) -> list[rs.Attention]:
-    """What all ranks compute, as threads of this process."""
+    """Compute the results of all ranks, as threads."""
     return rs.run_in_process(lambda group: job.attend(group, group.rank, **options), job.layout.world_size)
 
 
 def options_of(algorithm: str, world_size: int) -> dict[str, Any]:
-    """The algorithm, with the squarest mesh there is if it takes one."""
+    """Return the algorithm, with the squarest mesh if it takes one."""
     row = next(row for row in ROWS if row.algorithm == algorithm)
     mesh = min(meshes(row, world_size), key=lambda mesh: 0 if mesh is None else abs(mesh.outer - mesh.inner))
     return {"algorithm": algorithm, "mesh": mesh}
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of the log-sum-exp for inputs of a type."""
+    """Return the dtype of the log-sum-exp for inputs of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -164,7 +164,7 @@ def make_job(
     scale: float | None = None,
     **options: Any,
 ) -> Job:
-    """Random tensors for any mask and layouts."""
+    """Make random tensors for any mask and layouts."""
     kv_layout = kv_layout or layout
     arrays = make_arrays(seed, heads, layout.num_positions, kv_layout.num_positions, batch=(batch,))
     q, k, v = (torch.from_numpy(x).to(dtype) for x in arrays[:3])
@@ -182,19 +182,19 @@ def job_of(
     kv_layout: rs.Layout,
     options: dict[str, Any],
 ) -> Job:
-    """Given whole tensors."""
+    """Make a job of given whole tensors."""
     allowed = oracle.dense_mask(spec, layout.all_positions(), kv_layout.all_positions())
     out, lse = oracle.dense_attention(*(x.double().numpy() for x in (q, k, v)), allowed, options.get("scale"))
     return Job(q, k, v, spec, layout, kv_layout, options, torch.from_numpy(out), torch.from_numpy(lse))
 
 
 def job_of_case(case: Case, dtype: torch.dtype = torch.float64) -> Job:
-    """A case of the table."""
+    """Make a job of a case of the table."""
     return make_job(str(case), case.spec, case.make_layout(), case.heads, dtype=dtype, **case.options)
 
 
 def covering_third(part: int) -> list[Case]:
-    """One third of the table out of three; in each, every algorithm, layout and mask meet at two of six world sizes."""
+    """Return one third of the table; in each third every algorithm, layout and mask meet at two of six world sizes."""
     sizes = sorted({case.world_size for case in CASES})
     combinations = list(dict.fromkeys((case.layout, case.mask) for case in CASES))
     return [

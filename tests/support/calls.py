@@ -1,4 +1,4 @@
-"""A call for tests that go wrong on purpose: its arguments, how it ended, and how to die in the middle of it."""
+"""A call for tests that fail on purpose: its arguments, how it ended, and how to die in the middle of it."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ import ringspan as rs
 
 SEQ_LEN = 48
 DEADLINE_S = 0.6
-AMPLE_S = 30.0  # for what must end long before
-MARGIN_S = 10.0  # for machines under load; far less than AMPLE_S
+AMPLE_S = 30.0  # for waits that must end long before
+MARGIN_S = 10.0  # for busy machines; far less than AMPLE_S
 
 Arguments = dict[str, Any]
 
 
 def arguments(rank: int, world_size: int) -> Arguments:
-    """A call in order."""
+    """A valid call."""
     layout = rs.zigzag(SEQ_LEN, world_size)
     generator = torch.Generator().manual_seed(0)
     tensors = [layout.shard(torch.randn(1, 12, SEQ_LEN, 8, generator=generator), rank, 2) for _ in range(3)]
@@ -36,7 +36,7 @@ def attend(given: Arguments) -> torch.Tensor:
 class Outcome(NamedTuple):
     """How one call ended on one rank."""
 
-    error: str | None  # the type's name
+    error: str | None  # the name of its type
     message: str
     seconds: float
 

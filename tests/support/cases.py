@@ -1,7 +1,7 @@
 """The one table of cases: every algorithm × layout × mask × world_size × heads × length, as plain values.
 
-A case names things; it holds no arrays and knows no array library, so simulator, runtime and transports can all be
-driven by the same table. A new algorithm is one row in ROWS, a layout one entry in LAYOUTS, a mask one in MASKS.
+A case holds names, not arrays, so simulator, runtime and transports can all be driven by the same table. A new
+algorithm is one row in ROWS, a layout one entry in LAYOUTS, a mask one in MASKS.
 
 The whole product is some sixty thousand cases. `CASES` has one of them for each algorithm × world_size × layout × mask,
 in which mesh, direction, heads, length and the side that travels backward are chosen so that, for each algorithm, every
@@ -35,7 +35,7 @@ V_HEAD_DIM = 3
 
 
 class Row(NamedTuple):
-    """An algorithm and what may be varied about it."""
+    """An algorithm and its variations."""
 
     algorithm: str
     directions: tuple[Direction | None, ...] = (None,)
@@ -66,7 +66,7 @@ MASKS: dict[str, MaskSpec] = {
 
 
 def make_mask(spec: MaskSpec) -> rs.Mask:
-    """The library's mask for the oracle's description of it."""
+    """Return the library's mask for the oracle's description."""
     match spec:
         case ("and", a, b):
             return make_mask(a) & make_mask(b)
@@ -88,7 +88,7 @@ def make_mask(spec: MaskSpec) -> rs.Mask:
 
 
 def irregular(length: int, world_size: int) -> rs.Layout:
-    """Runs of uneven length dealt crosswise, with gaps between them, one strided, and nothing for the second rank."""
+    """Uneven runs dealt crosswise with gaps between them, one strided, and no token for the second rank."""
     owners = [rank for rank in range(world_size) if rank != 1 or world_size == 1]
     spans: list[list[rs.Span]] = [[] for _ in range(world_size)]
     runs = zip(itertools.cycle((1, 5, 2, 4, 3)), itertools.cycle((0, 1, 0, 0, 2)), strict=False)
@@ -104,7 +104,7 @@ def irregular(length: int, world_size: int) -> rs.Layout:
 
 
 def replicated(length: int, world_size: int) -> rs.Layout:
-    """Zigzag chunks, but for five positions that every rank holds."""
+    """Zigzag chunks with five replicated positions."""
     copies = (rs.Span(0, 2), rs.Span(length // 2, length // 2 + 3))
     taken = {position for span in copies for position in span.positions().tolist()}
     rest = [
@@ -127,7 +127,7 @@ LAYOUTS: dict[str, Callable[[int, int, rs.Mask], rs.Layout]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to compute and how; `length` counts positions from 0, of which a layout may leave some out."""
+    """A calculation and its options; `length` counts positions from 0, some of which a layout may leave out."""
 
     algorithm: str
     world_size: int
@@ -137,7 +137,7 @@ class Case:
     mesh: rs.Mesh | None
     heads: rs.Heads
     length: int
-    backward: Side  # that travels in the backward pass
+    backward: Side  # the side that travels in the backward pass
 
     def __str__(self) -> str:
         mesh = None if self.mesh is None else f"mesh {self.mesh.outer}x{self.mesh.inner}"
@@ -149,12 +149,12 @@ class Case:
 
     @property
     def spec(self) -> MaskSpec:
-        """The mask as the oracle describes it."""
+        """The mask in the oracle's description."""
         return MASKS[self.mask]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that choose the algorithm."""
+        """The keyword arguments that select the algorithm."""
         return {"algorithm": self.algorithm, "direction": self.direction, "mesh": self.mesh}
 
     def make_schedule(self, visible: rs.Visible, backward: Side | None = None) -> rs.Schedule:
@@ -164,7 +164,7 @@ class Case:
         return LAYOUTS[self.layout](self.length, self.world_size, make_mask(self.spec))
 
     def make_arrays(self, dtype: npt.DTypeLike = np.float64) -> "Arrays":
-        """Random q, k, v and dout, the same for the same case."""
+        """Make random q, k, v and dout, equal for equal cases."""
         num_positions = self.make_layout().num_positions
         return make_arrays(str(self), self.heads, num_positions, num_positions, dtype=dtype)
 
@@ -179,7 +179,7 @@ class Arrays(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What the oracle says comes out, in float64."""
+    """The oracle's results in float64."""
 
     out: Array
     lse: Array
@@ -197,7 +197,7 @@ def make_arrays(
     batch: tuple[int, ...] = (),
     dtype: npt.DTypeLike = np.float64,
 ) -> Arrays:
-    """Random arrays; q and k of HEAD_DIM, v of V_HEAD_DIM, which differ."""
+    """Make random arrays; q and k have HEAD_DIM, v has V_HEAD_DIM."""
     rng = np.random.default_rng(zlib.crc32(seed.encode()))
     shapes = (
         (*batch, heads.num_heads, q_len, HEAD_DIM),
@@ -209,14 +209,14 @@ def make_arrays(
 
 
 def expect(spec: MaskSpec, layout: rs.Layout, kv_layout: rs.Layout, arrays: Arrays) -> Expected:
-    """The oracle's answer for arrays whose rows are the positions of the layouts."""
+    """Compute the oracle's results for arrays whose rows are the positions of the layouts."""
     allowed = oracle.dense_mask(spec, layout.all_positions(), kv_layout.all_positions())
     q, k, v, dout = arrays
     return Expected(*oracle.dense_attention(q, k, v, allowed), *oracle.dense_gradients(q, k, v, allowed, dout))
 
 
 def product_cases() -> Iterator[Case]:
-    """Every legal combination."""
+    """Yield every legal combination."""
     for row, world_size, layout, mask in itertools.product(ROWS, WORLD_SIZES, LAYOUTS, MASKS):
         yield from _variants(row, world_size, layout, mask)
 
@@ -230,24 +230,24 @@ def _variants(row: Row, world_size: int, layout: str, mask: str) -> Iterator[Cas
 
 
 def meshes(row: Row, world_size: int) -> list[rs.Mesh | None]:
-    """All (outer, inner) with the right product, if the algorithm has a mesh."""
+    """Return all (outer, inner) with the right product, if the algorithm has a mesh."""
     sizes = [inner for inner in range(1, world_size + 1) if world_size % inner == 0]
     return [rs.Mesh(world_size // inner, inner) for inner in sizes] if row.has_mesh else [None]
 
 
 def legal_heads(degree: int) -> tuple[rs.Heads, ...]:
-    """Head counts that `degree` ranks can split; 3 and 5 ranks, which do not divide 8 heads, get 15."""
+    """Return head counts that `degree` ranks can split; 3 and 5 ranks do not divide 8 heads and get 15."""
     return HEADS if 8 % degree == 0 else (rs.Heads(15, 15), rs.Heads(15, degree), rs.Heads(15, 1))
 
 
 def factor_pairs(case: Case) -> list[tuple[Any, ...]]:
-    """Every two factors of a case with their values."""
+    """Return every two factors of a case with their values."""
     values = [(field.name, getattr(case, field.name)) for field in fields(case)]
     return list(itertools.combinations(values, 2))
 
 
 def _covering_cases() -> Iterator[Case]:
-    """For each algorithm, world size, layout and mask one variant, factor by factor the value met least so far."""
+    """Choose one variant for each algorithm, world size, layout and mask: the values used least so far."""
     for row in ROWS:
         uses: Counter[tuple[Any, ...]] = Counter()
         for world_size, layout, mask in itertools.product(WORLD_SIZES, LAYOUTS, MASKS):
@@ -269,10 +269,10 @@ CASES = tuple(_covering_cases())
 
 
 def select(cases: Iterable[Case] = CASES, **values: Any) -> list[Case]:
-    """The cases with these values, such as select(algorithm="ulysses", world_size=4)."""
+    """Return the cases with these values, such as select(algorithm="ulysses", world_size=4)."""
     return [case for case in cases if all(getattr(case, name) == value for name, value in values.items())]
 
 
 def wide_from(first: int) -> list[Any]:
-    """WORLD_SIZES as parameters of a test; those from `first` on are left out of `make test-fast`."""
+    """WORLD_SIZES as parameters of a test; `make test-fast` leaves out those from `first` on."""
     return [pytest.param(size, marks=[pytest.mark.wide] if size >= first else []) for size in WORLD_SIZES]

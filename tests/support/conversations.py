@@ -1,7 +1,7 @@
-"""Conversations over a cache: what is said, what the cache does with it, and what one device would have answered.
+"""Conversations over a cache, with the answers of one device.
 
-A story is a list of acts on some sequences. Its tensors and the oracle's answers are made beforehand, from whole
-sequences in float64; then every rank lives through the story and compares its rows.
+A story is a list of acts on some sequences. Its tensors and the oracle's answers are computed first, from whole
+sequences in float64; then every rank runs the story and compares its rows.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Act:
 
 
 class Story:
-    """Acts with their tensors; `held` follows what a single device would have cached."""
+    """Acts with their tensors; `held` tracks the cache of a single device."""
 
     def __init__(
         self, seed: int, heads: rs.Heads, specs: list[MaskSpec], dtype: torch.dtype = torch.float64, **options: Any
@@ -58,7 +58,7 @@ class Story:
         self.lengths: list[dict[int, int]] = []  # after each act
 
     def turn(self, lengths: dict[int, int], kind: str = "turn", **options: Any) -> "Story":
-        """New tokens; "abort" leaves no trace of them."""
+        """Add new tokens; "abort" leaves no trace of them."""
         act = Act(kind, lengths, **options)
         held = {sequence: list(layers) for sequence, layers in self.held.items()}
         for layer, spec in enumerate(self.specs):
@@ -69,26 +69,24 @@ class Story:
         return self._add(act)
 
     def truncate(self, sequence: int, position: int) -> "Story":
-        """Roll back."""
         self.held[sequence] = [(k[:, :, :position], v[:, :, :position]) for k, v in self.held[sequence]]
         return self._add(Act("truncate", sequence=sequence, position=position))
 
     def drop(self, sequence: int) -> "Story":
-        """Forget."""
         del self.held[sequence]
         return self._add(Act("drop", sequence=sequence))
 
     def select(self, sources: tuple[int, ...]) -> "Story":
-        """Beams that move on."""
+        """Select beams."""
         self.held = {i: list(self.held[source]) for i, source in enumerate(sources)}
         return self._add(Act("select", sources=sources))
 
     def length(self, sequence: int) -> int:
-        """Of one sequence so far."""
+        """Return the tensors of one sequence so far."""
         return int(self.held[sequence][0][0].shape[2]) if sequence in self.held else 0
 
     def cache(self, group: Any, **options: Any) -> rs.KVCache:
-        """An empty cache for this story."""
+        """Make an empty cache for this story."""
         return rs.KVCache(
             num_layers=len(self.specs),
             num_heads=self.heads.num_heads,
@@ -110,7 +108,7 @@ class Story:
         return torch.from_numpy(self.random.standard_normal((1, num_heads, tokens, dim))).to(self.dtype)
 
     def _stored(self, x: torch.Tensor) -> np.ndarray:
-        """What is left of a tensor in a narrower type; what an encoding takes is for `Turn.error_bound` to say."""
+        """Round a tensor to a narrower dtype; `Turn.error_bound` covers encodings."""
         narrow = getattr(torch, self.options.get("storage") or "", x.dtype)
         return (x.to(narrow) if narrow.is_floating_point else x).double().numpy()
 
@@ -133,7 +131,7 @@ class Story:
 
 
 def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> rs.KVCache:
-    """What one rank does; every output is compared with the oracle's, encoded ones within their stated bound."""
+    """Run a story on one rank; compare every output with the oracle's, encoded ones within their bound."""
     cache = cache or story.cache(group)
     rank = 0 if group is None else group.rank
     for number, act in enumerate(story.acts):
@@ -163,7 +161,7 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
 
 
 def attend(turn: rs.Turn, qkv: list[torch.Tensor], layer: int) -> torch.Tensor:
-    """By `decode` if there is one token per sequence, else by `prefill`; (1, heads, rows, dim) either way."""
+    """Call `decode` if there is one token per sequence, else `prefill`; (1, heads, rows, dim) either way."""
     if all(part.num_new == 1 for part in turn.parts):
         out = turn.decode(*(x.permute(2, 1, 0, 3) for x in qkv), layer=layer)
         assert isinstance(out, torch.Tensor)

@@ -1,6 +1,6 @@
-"""Small models of transformers with random weights, one for each family: what the adapter is held to.
+"""Small models of transformers with random weights, one for each family, for tests of the adapter.
 
-Weights are larger than those of a fresh model, so that attention is far from uniform and tokens differ from each other.
+The weights are larger than in a fresh model, so that attention is far from uniform and tokens differ.
 """
 
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ _BOTH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and what it shows; `refused` is a part of the reason if it cannot run on ranks."""
+    """A model and the feature that it stands for; `refused` is a part of the reason if it cannot run on ranks."""
 
     model: type[PreTrainedModel]
     config: type[PreTrainedConfig]
@@ -106,7 +106,7 @@ class Family:
     generates: bool = True
 
     def make(self, **options: Any) -> PreTrainedModel:
-        """The same weights every time, in eval mode."""
+        """Build the model with the same weights every time, in eval mode."""
         config = self.config(**self.options | options)
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
@@ -205,7 +205,7 @@ FAMILIES: dict[str, Family] = {
         "encoder and decoder, cross-attention",
     ),
 }
-# Shown on threads only, which takes less time.
+# Tested on threads only, which is faster.
 MORE: dict[str, Family] = {
     "DeepSeek V3": Family(
         DeepseekV3ForCausalLM,
@@ -233,7 +233,7 @@ MORE: dict[str, Family] = {
         "experts",
     ),
     "GPT-NeoX": Family(GPTNeoXForCausalLM, GPTNeoXConfig, _decoder(attention_dropout=0.0), "attention beside the MLP"),
-    "OLMo 2": Family(Olmo2ForCausalLM, Olmo2Config, _decoder(), "norms behind the layers"),
+    "OLMo 2": Family(Olmo2ForCausalLM, Olmo2Config, _decoder(), "norms after the layers"),
     "Llama 4": Family(
         Llama4ForCausalLM,
         Llama4TextConfig,
@@ -246,7 +246,7 @@ MORE: dict[str, Family] = {
         Qwen3NextConfig,
         _decoder(**_SMALL_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=4),
         "linear attention",
-        refused="something besides attention joins tokens",
+        refused="something besides attention mixes tokens",
     ),
     "mBART": Family(MBartForConditionalGeneration, MBartConfig, _BOTH, "encoder and decoder, norms before the layers"),
     "Marian": Family(MarianMTModel, MarianConfig, _BOTH, "encoder and decoder, sinusoidal positions"),
@@ -262,7 +262,7 @@ MORE: dict[str, Family] = {
         RobertaConfig,
         _decoder(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
         "positions that depend on padding",
-        refused="positions it counts itself",
+        refused="positions that it counts itself",
         generates=False,
     ),
 }
@@ -271,7 +271,7 @@ REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 
 
 def table() -> str:
-    """What docs/transformers.md says of all of them."""
+    """Return the table of docs/transformers.md."""
     rows = [_row(name, family) for name, family in (FAMILIES | MORE).items()]
     return "\n".join(rows)
 

@@ -1,8 +1,8 @@
 """Random valid schedules with arrays to run them on, and the ways to break one: for tests of `validate`.
 
-A sample is made from a random matrix of who sees whom: one document for each query rank, holding that rank's queries
-and some keys of every rank it shall see. So any matrix at all, full or sparse, comes from plain layouts and a plain
-mask, and a schedule for it can be run and its result be compared with the dense oracle.
+A sample is made from a random matrix of visible ranks: one document per query rank with that rank's queries and some
+keys of every rank that it sees. So every matrix, full or sparse, comes from layouts and a mask, and a schedule for it
+can be run and compared with the dense oracle.
 """
 
 import random
@@ -21,7 +21,7 @@ TOLERANCE = 1e-11
 
 
 class Sample(NamedTuple):
-    """A valid schedule and all that is needed to run it or its mutants."""
+    """A valid schedule, and the inputs to run it or its mutants."""
 
     name: str
     schedule: rs.Schedule
@@ -71,7 +71,7 @@ def _make_sample(rng: random.Random) -> Sample:
 
 
 def _random_matrix(rng: random.Random, world_size: int, *, one_query: bool) -> np.ndarray:
-    """(P, P + 1), or (1, P + 1) for a query that all ranks hold; at least one pair sees each other."""
+    """Draw a matrix (P, P + 1), or (1, P + 1) for a replicated query, with at least one visible pair."""
     density = rng.choice([0.15, 0.4, 0.8, 1.0])
     rows = 1 if one_query else world_size
     matrix = np.array([[rng.random() < density for _ in range(world_size + 1)] for _ in range(rows)])
@@ -82,7 +82,7 @@ def _random_matrix(rng: random.Random, world_size: int, *, one_query: bool) -> n
 
 
 def _place(rng: random.Random, matrix: np.ndarray, *, one_query: bool) -> tuple[MaskSpec, rs.Layout, rs.Layout]:
-    """A documents mask and layouts of queries and keys that show exactly this matrix."""
+    """Return a documents mask and layouts of queries and keys that give exactly this matrix."""
     world_size = matrix.shape[1] - 1
     queries: list[list[rs.Span]] = [[] for _ in range(world_size + 1)]
     keys: list[list[rs.Span]] = [[] for _ in range(world_size + 1)]
@@ -90,7 +90,7 @@ def _place(rng: random.Random, matrix: np.ndarray, *, one_query: bool) -> tuple[
     for rank, row in enumerate(matrix):
         first = start
         for holders, owner in [(queries, world_size if one_query else rank), *((keys, j) for j in np.flatnonzero(row))]:
-            size = rng.randint(1, 2) + (holders is keys)  # with a single key dq would be 0, and an error not be seen
+            size = rng.randint(1, 2) + (holders is keys)  # with a single key dq would be 0 and hide errors
             holders[owner].append(rs.Span(start, start + size))
             start += size
         lengths.append(start - first)
@@ -99,7 +99,7 @@ def _place(rng: random.Random, matrix: np.ndarray, *, one_query: bool) -> tuple[
 
 
 def _build(rng: random.Random, algorithm: str, visible: rs.Visible) -> tuple[rs.Heads, rs.Schedule, rs.Schedule | None]:
-    """Heads, the forward schedule, and a backward one if there is any."""
+    """Return heads, the forward schedule, and a backward schedule if there is any."""
     if algorithm.endswith("decode"):
         return rs.Heads(4, 2), rs.schedule.build_decode(visible, query=algorithm.split()[0]), None
     row = next(row for row in ROWS if row.algorithm == algorithm)
@@ -112,7 +112,7 @@ def _build(rng: random.Random, algorithm: str, visible: rs.Visible) -> tuple[rs.
 
 
 def _small_heads(degree: int) -> list[rs.Heads]:
-    """Head counts that `degree` ranks can split: a KV head for each rank, for several, or for each query head."""
+    """Return head counts that `degree` ranks can split: a KV head per rank, per several ranks, or per query head."""
     return [rs.Heads(2 * degree, degree), rs.Heads(2 * degree, 1), rs.Heads(2 * degree, 2 * degree)]
 
 
@@ -125,11 +125,11 @@ def _simulate(sample: Sample, schedule: rs.Schedule) -> rs.Simulation:
 
 
 def run(sample: Sample, schedule: rs.Schedule) -> tuple[float, int]:
-    """The largest error against the oracle, and the bytes sent."""
+    """Return the largest error against the oracle, and the bytes sent."""
     if sample.forward is None:
         result = _simulate(sample, schedule)
         got, wanted, trace = (result.out, result.lse), sample.expected[:2], result.trace
-        if sample.layout.replicated:  # every rank ends with the result, and the simulator returns that of rank 0
+        if sample.layout.replicated:  # every rank has the result, and the simulator returns that of rank 0
             got += tuple(of_rank.lse for of_rank in trace[-1])
             wanted += (sample.expected.lse,) * len(trace[-1])
     else:
@@ -144,7 +144,7 @@ def _error(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def harm(sample: Sample, schedule: rs.Schedule) -> str | None:
-    """What goes wrong if the schedule is run; None if nothing does."""
+    """Return the damage of running the schedule; None if there is none."""
     try:
         error, nbytes = run(sample, schedule)
     except Exception as problem:
@@ -172,7 +172,7 @@ class Draft:
         return rng.choice(others) if others else None
 
     def all_attends(self) -> list[tuple[list[Attend], int, int]]:
-        """Each attend as the list it stands in, its index there, and its step."""
+        """Return each attend as its list, its index there, and its step."""
         return [
             (attends, i, t)
             for t, of_step in enumerate(self.attends)
@@ -187,7 +187,7 @@ class Draft:
         return [(merges, i, t) for t, merges in enumerate(self.merges) for i in range(len(merges))]
 
     def slots(self) -> list["Slot"]:
-        """Every place where a block is named."""
+        """Return every place where a block is named."""
         of_transfers = [Slot(transfers, i, None, 0) for transfers, i, _ in self.all_transfers()]
         of_attends = [
             Slot(attends, i, side, place)
@@ -232,7 +232,7 @@ def drop_transfer(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def swap_blocks(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """Two blocks of transfers, or of one side of attends, change places."""
+    """Swap two blocks of transfers, or of one side of attends."""
     side = rng.choice([None, 0, 1])
     slots = [slot for slot in draft.slots() if slot.side == side]
     if slots:
@@ -246,7 +246,7 @@ def swap_blocks(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def attend_twice(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """An attend again: in the same step or a later one, mostly on the same rank."""
+    """Repeat an attend in the same step or a later one, mostly on the same rank."""
     if places := draft.all_attends():
         attends, i, t = rng.choice(places)
         later = rng.randrange(t, draft.schedule.num_steps)
@@ -257,7 +257,7 @@ def attend_twice(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def skip_attend(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """An attend, or one of its blocks, is left out."""
+    """Remove an attend, or one of its blocks."""
     if places := draft.all_attends():
         attends, i, _ = rng.choice(places)
         side = rng.choice([0, 1])
@@ -270,7 +270,7 @@ def skip_attend(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def merge_twice(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """A sum leaves twice: again in some step, or to a second rank."""
+    """Send a sum twice: again in some step, or to a second rank."""
     sums = [place for place in draft.all_transfers() if place[0][place[1]].block.is_sum]
     if not sums and not draft.all_merges():
         return
@@ -285,7 +285,7 @@ def merge_twice(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def send_early(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """A transfer, or a merge of all, in an earlier step."""
+    """Move a transfer, or an all-merge, to an earlier step."""
     places = [place for place in (*draft.all_transfers(), *draft.all_merges()) if place[2] > 0]
     if places:
         actions, i, t = rng.choice(places)
@@ -295,7 +295,7 @@ def send_early(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def wrong_owner(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """A block of somebody else, or a transfer to or from somebody else."""
+    """Replace the owner of a block, or an end of a transfer."""
     if rng.random() < 0.4 and draft.all_transfers():
         actions, i, _ = rng.choice(draft.all_transfers())
         block, src, dst = actions[i]
@@ -309,7 +309,7 @@ def wrong_owner(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
 
 
 def wrong_heads(rng: random.Random, draft: Draft, heads: rs.Heads) -> None:
-    """A block, or a whole side of an attend, with other heads: all of them, or another range of those there are."""
+    """Replace the heads of a block, or of a whole side of an attend, by all heads or by another range."""
     if slots := draft.slots():
         slot = rng.choice(slots)
         num_heads = heads.num_kv_heads if slot.block.kind in ("kv", "dkv") else heads.num_heads
@@ -338,7 +338,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def inject(fault: Fault, rng: random.Random, sample: Sample) -> rs.Schedule | None:
-    """The sample's schedule with one fault; None if it has no place for it."""
+    """Return the sample's schedule with one fault; None if it has no place for it."""
     draft = Draft(sample.schedule)
     fault(rng, draft, sample.heads)
     mutant = draft.freeze()

@@ -15,7 +15,7 @@ SCALE = 0.3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Allowed = npt.NDArray[np.bool_]
-CUT = 400  # causal tokens of which the CPU kernel computes the last in a call of their own
+CUT = 400  # causal tokens for which the CPU kernel computes the last ones in their own call
 ODD_VALUES = [torch.nan, torch.inf, -torch.inf]
 
 SIZES = {
@@ -35,7 +35,7 @@ IN_RUNS = {PieceKind.FULL: (70, 2 * RUN + 21), PieceKind.CAUSAL: (2 * RUN + 21, 
 
 
 def take_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU kernel takes RUN keys in a call, and after the first call one KV head and those that share it."""
+    """Make the CPU kernel attend RUN keys per call, and one KV head with its query heads after the first call."""
     kinds = (PieceKind.FULL, PieceKind.CAUSAL)
     monkeypatch.setattr(sdpa_cpu, "_run_length", lambda *_: RUN)
     for name, value in (("_LEAST_RUN", RUN // 2), ("_CACHED_BYTES", 0)):
@@ -64,14 +64,14 @@ def random_qkv(
 
 
 def random_mask(n: int, m: int) -> Allowed:
-    """About half visible, the second row nothing."""
+    """About half of the pairs visible, none in the second row."""
     allowed = np.random.default_rng(n * 1000 + m).random((n, m)) < 0.5
     allowed[1:2] = False
     return allowed
 
 
 def piece_of(kind: PieceKind, n: int, m: int) -> tuple[Piece, Allowed]:
-    """A piece and the dense mask it stands for."""
+    """A piece and the equivalent dense mask."""
     allowed = np.ones((n, m), np.bool_)
     if kind is PieceKind.CAUSAL:
         assert n == m
@@ -86,7 +86,7 @@ def piece_of(kind: PieceKind, n: int, m: int) -> tuple[Piece, Allowed]:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor any operation made."""
+    """Return the elements of the largest tensor that any operation made."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random masks and positions, each mask with what it means written down a second time, one pair of tokens at a time."""
+"""Random masks and positions, each mask with its meaning written a second time, one pair of tokens at a time."""
 
 import itertools
 from collections.abc import Callable

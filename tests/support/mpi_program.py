@@ -19,12 +19,12 @@ from ringspan.errors import TransportError
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.mpi import MpiTransport, is_mpi_comm, mpi_group
 
-LONG_S = 20.0  # the deadline of waits that must not reach it
+LONG_S = 20.0  # a deadline that no wait may reach
 DTYPES = (torch.bfloat16, torch.float64, torch.bool)
 
 
 def message(src, dst, number=0, dtype=torch.float32, numel=None):
-    """What src sends to dst: both sides can make it."""
+    """Return what src sends to dst; both sides can compute it."""
     numel = 5 * src + 3 * dst if numel is None else numel
     generator = torch.Generator().manual_seed(1000 * number + 10 * src + dst)
     return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
@@ -36,7 +36,7 @@ def wait_all(posted, timeout_s=LONG_S):
 
 
 def failure(act):
-    """The text of the TransportError that must come, and whether it came long before the deadline of long waits."""
+    """Return the text of the expected TransportError, and whether it came long before the long deadline."""
     start = time.monotonic()
     try:
         act()
@@ -107,7 +107,7 @@ def check_gather(comm):
 
 
 def check_late_peer(comm):
-    """Rank 0 expects from rank 1 what rank 1 never sends; the others wait for rank 0."""
+    """Rank 0 expects a message that rank 1 never sends; the others wait for rank 0."""
     transport = MpiTransport(comm)
     buffer = torch.zeros(25)
 
@@ -129,7 +129,7 @@ def check_late_gather(comm):
 
 
 def check_abort(comm):
-    """The last rank gives up for a reason longer than a notice; others wait for a message or in a gathering."""
+    """The last rank gives up for a reason longer than a notice; others wait for a message or in a gather."""
     transport = MpiTransport(comm)
     last = transport.world_size - 1
     if transport.rank == last:
@@ -143,7 +143,7 @@ def check_abort(comm):
 
 
 def check_short_message(comm):
-    """Rank 1 expects more than rank 0 sends; rank 0 hears of it in its next wait."""
+    """Rank 1 expects more than rank 0 sends; rank 0 learns of it in its next wait."""
     transport = MpiTransport(comm)
     me = transport.rank
     if me == 0:
@@ -153,7 +153,7 @@ def check_short_message(comm):
 
 
 def check_own_communicator(comm):
-    """What the caller sends on the communicator we were given stays the caller's, whatever its tag."""
+    """Messages of the caller on the same communicator stay the caller's, for every tag."""
     me, world_size = comm.rank, comm.size
     dst, src = (me + 1) % world_size, (me - 1) % world_size
     callers = comm.isend("the caller's", dst, tag=1)

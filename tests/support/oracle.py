@@ -1,7 +1,7 @@
-"""The independent truth: dense float64 attention, its gradients and its masks, by the plain definitions.
+"""The oracle: dense float64 attention, its gradients and its masks, by the plain definitions.
 
-Nothing here comes from the library, and nothing is clever: every mask is spelled out pair by pair, the whole matrix of
-probabilities is kept, and the backward pass is the textbook one over that matrix. Masks are described by tuples:
+Nothing here comes from the library. Every mask is spelled out pair by pair, the whole matrix of probabilities is kept,
+and the backward pass is the textbook formula over that matrix. Masks are described by tuples:
 
     ("full",)  ("causal",)  ("sliding_window", left, right)  ("prefix", n)  ("documents", (length, ...))
     ("frame_causal", tokens_per_frame, start)  ("and", a, b)  ("or", a, b)  ("per_row", (spec, ...))
@@ -20,13 +20,13 @@ MaskSpec = tuple[Any, ...]
 
 
 def dense_mask(spec: MaskSpec, q_positions: npt.ArrayLike, kv_positions: npt.ArrayLike) -> Bools:
-    """Who may attend to whom: bool (q, kv), with a leading row axis if a per_row stands anywhere in the spec."""
+    """Return who may attend to whom: bool (q, kv), with a leading row axis if the spec has a per_row."""
     q, kv = np.meshgrid(np.asarray(q_positions, np.int64), np.asarray(kv_positions, np.int64), indexing="ij")
     return np.asarray(_may_attend(spec, q, kv), np.bool_)
 
 
 def _may_attend(spec: MaskSpec, q: Ints, kv: Ints) -> Any:
-    """The definitions, for arrays q and kv of one shape that hold the two positions of every pair."""
+    """The definitions, for arrays q and kv of one shape with the two positions of every pair."""
     everywhere = np.ones(q.shape, np.bool_)
     match spec:
         case ("full",):
@@ -76,7 +76,7 @@ def dense_gradients(
     dout: npt.ArrayLike,
     scale: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the shapes of q, k and v: dS = P * (dP - rowsum(dP * P)) for out = softmax(S) v = P v."""
+    """Return (dq, dk, dv): dS = P * (dP - rowsum(dP * P)) for out = softmax(S) v = P v."""
     q, k, v, dout = _float64(q, k, v, dout)
     group = _group_size(q, k)
     k_all, v_all = _repeat_heads(k, group), _repeat_heads(v, group)
@@ -89,7 +89,7 @@ def dense_gradients(
 
 
 def _probabilities(q: Array, k: Array, allowed: npt.ArrayLike, scale: float | None) -> tuple[Array, Array]:
-    """The matrix P (..., q, kv), exactly 0 where not allowed, and the log-sum-exp of each row."""
+    """Return the matrix P (..., q, kv), exactly 0 where not allowed, and the log-sum-exp of each row."""
     scores = np.where(_align(allowed, q.ndim), q @ k.swapaxes(-1, -2) * _scale(q, scale), -np.inf)
     peak = scores.max(-1, keepdims=True, initial=-np.inf)
     peak = np.where(np.isneginf(peak), 0.0, peak)
@@ -101,7 +101,7 @@ def _probabilities(q: Array, k: Array, allowed: npt.ArrayLike, scale: float | No
 
 
 def _align(allowed: npt.ArrayLike, ndim: int) -> Bools:
-    """The mask with one axis for each axis of the scores: (q, kv) as it is, rows in front of all else."""
+    """Reshape the mask to the axes of the scores: (q, kv) unchanged, rows before all other axes."""
     allowed = np.asarray(allowed, np.bool_)
     if allowed.ndim == 2:
         return allowed
@@ -120,7 +120,7 @@ def _float64(*arrays: npt.ArrayLike) -> tuple[Array, ...]:
 
 
 def _group_size(q: Array, k: Array) -> int:
-    """How many neighbouring query heads share one KV head."""
+    """Return how many neighbouring query heads share one KV head."""
     if q.ndim == 2:
         return 1
     num_heads, num_kv_heads = int(q.shape[-3]), int(k.shape[-3])
@@ -134,7 +134,7 @@ def _repeat_heads(x: Array, group: int) -> Array:
 
 
 def _sum_groups(x: Array, group: int) -> Array:
-    """The inverse of repeating: each KV head collects what its query heads sent back."""
+    """Invert the repetition: each KV head sums the gradients of its query heads."""
     if group == 1:
         return x
     *batch, heads, seq, dim = x.shape

@@ -1,11 +1,11 @@
-"""Real processes for tests: gloo ranks that are started quickly, watched, and never left behind.
+"""Real processes for tests: gloo ranks that start fast, are watched, and are never left behind.
 
 `run_ranks` forks ranks from a server that has imported torch once, so that a run costs tenths of a second. A rank that
-is through stays until all are, as in a real job, and must then exit. `run_interpreters` starts whole interpreters that
-end as a script does, the moment they are through; it is slower, and shows what no fork can: that an interpreter gets
-through its own shutdown. Both have a hard deadline, after which every rank is killed.
+is done waits for all others, as in a real job, and must then exit. `run_interpreters` starts whole interpreters that
+end like a script as soon as they are done; it is slower, and tests the shutdown of an interpreter. Both have a hard
+deadline, after which every rank is killed.
 
-The first rank serves the group's store, on a port the system gives it, so that runs at the same time never collide.
+The first rank serves the group's store on a port from the system, so that simultaneous runs never collide.
 """
 
 import functools
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 _CONTEXT = mp.get_context("forkserver")
-# Whatever ranks would import, each of them anew: assert_close imports torch.distributed.tensor.
+# Everything that ranks would import separately; assert_close imports torch.distributed.tensor.
 _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
@@ -43,11 +43,11 @@ _CONTEXT.set_forkserver_preload(
 
 _TESTS = Path(__file__).parents[1]
 _PYTHONPATH = os.pathsep.join([str(_TESTS), str(_TESTS / "distributed"), *filter(None, [os.environ.get("PYTHONPATH")])])
-_EXIT_S = 20.0  # for a rank to exit, once all are through
+_EXIT_S = 20.0  # for a rank to exit after all are done
 
 
 class Ended(NamedTuple):
-    """How one rank ended: with a value, with an error, or without a word. `seconds` is the rank's own measure of fn."""
+    """How one rank ended: with a value, an error, or neither. `seconds` is the rank's own measure of fn."""
 
     value: Any
     error: BaseException | None
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def values(ended: list[Ended]) -> list[Any]:
-    """The values of ranks that must all have ended well."""
+    """Return the values of ranks that must all have ended well."""
     for rank, end in enumerate(ended):
         assert end.error is None, f"rank {rank}: {end.error!r}\n{end.message}"
         assert end.exit_code == 0, f"rank {rank} exited with {end.exit_code}"
@@ -99,7 +99,7 @@ def values(ended: list[Ended]) -> list[Any]:
 
 @functools.cache
 def _start_server() -> None:
-    """With a path to our modules, which the fork server of Python 3.11 takes only from its environment."""
+    """Start the server with a path to our modules, which Python 3.11 takes only from the environment."""
     with mock.patch.dict(os.environ, PYTHONPATH=_PYTHONPATH):
         forkserver.ensure_running()
 
@@ -119,7 +119,7 @@ class _Rank:
         theirs.close()
 
     def receive(self, deadline: float) -> bytes | None:
-        """What the rank has to say; None if it died without a word."""
+        """Return the rank's report; None if it died without one."""
         if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"rank {self.rank} did not end in time")
         try:
@@ -147,7 +147,7 @@ def _serve(
     group_timeout_s: float,
     args: tuple[Any, ...],
 ) -> None:
-    """One rank of `run_ranks`, in its process."""
+    """Run one rank of `run_ranks`, in its process."""
     import torch.distributed as dist
 
     _join_group(
@@ -201,7 +201,7 @@ class Exited(NamedTuple):
 def run_interpreters(
     fn: Callable[[int, int], Any], world_size: int, *, timeout_s: float = 60.0, group_timeout_s: float = 30.0
 ) -> list[Exited]:
-    """Run fn(rank, world_size) as the whole of a script, one interpreter for each rank."""
+    """Run fn(rank, world_size) as a whole script, one interpreter per rank."""
     began = time.monotonic()
     command = [sys.executable, "-c", "from support import ranks; ranks._script()", fn.__module__, fn.__qualname__]
     processes: list[Any] = []
@@ -240,7 +240,7 @@ def _print_port(port: int) -> None:
 
 
 def _script() -> None:
-    """One rank of `run_interpreters`: its port comes from the first rank by way of the parent."""
+    """Run one rank of `run_interpreters`; its port comes from the first rank through the parent."""
     module, name, rank, world_size, timeout_s = sys.argv[1:]
     fn = getattr(importlib.import_module(module), name)
     _join_group(

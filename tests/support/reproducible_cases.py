@@ -1,4 +1,4 @@
-"""Calls whose bits must not depend on who computes them, and what all ranks make of them."""
+"""Calls whose bits must not depend on the ranks, and their results on all ranks."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ MASKS: dict[str, MaskSpec] = {
     "window": ("sliding_window", 700, 0),
     "documents": ("documents", (900, 600, SEQ_LEN - 1500)),
     "prefix": ("and", ("prefix", 600), ("sliding_window", 1500, 300)),
-    "rows": ("per_row", (CAUSAL, ("sliding_window", -400, 2000))),  # rows that see nothing
+    "rows": ("per_row", (CAUSAL, ("sliding_window", -400, 2000))),  # rows that see no key
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 class Call(NamedTuple):
-    """What is computed, whoever does it."""
+    """The inputs and options of a call."""
 
     mask: str
     dtype: torch.dtype = torch.float32
@@ -43,14 +43,14 @@ class Call(NamedTuple):
         return 2 if self.mask == "rows" else 1
 
     def tensors(self) -> list[torch.Tensor]:
-        """q, k, v and the gradient of the output."""
+        """Make q, k, v and the gradient of the output."""
         generator = torch.Generator().manual_seed(0)
         num = self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads, self.heads.num_heads
         shapes = [(self.batch, heads, self.seq_len, self.head_dim) for heads in num]
         return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
 
     def sinks(self) -> list[torch.Tensor]:
-        """Some of them, if any; one is no sink at all."""
+        """Make some sinks, if any; one of them is -inf."""
         values = torch.linspace(-2.0, 1.5, self.heads.num_heads)
         values[-1] = -torch.inf if self.heads.num_heads > 1 else 0.0
         return [values] if self.has_sinks else []
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 def on_rank(
     call: Call, layout: rs.Layout, group: Any, rank: int, tensors: list[torch.Tensor] | None = None, **options: Any
 ) -> list[torch.Tensor]:
-    """This rank's out, lse and gradients; the last is that of the sinks, if there are any."""
+    """Return this rank's out, lse and gradients; the last is that of the sinks, if there are any."""
     *inputs, dout = (layout.shard(x, rank, 2) for x in tensors or call.tensors())
     leaves = [x.clone().requires_grad_() for x in (*inputs, *call.sinks())]
     options = {"reproducible": True, "sinks": leaves[3] if call.has_sinks else None} | options
@@ -71,7 +71,7 @@ def on_rank(
 
 
 def run(call: Call, layout: rs.Layout, tensors: list[torch.Tensor] | None = None, **options: Any) -> list[torch.Tensor]:
-    """What all ranks make of it, put together; they are threads of this process."""
+    """Compute the results of all ranks, as threads, put together."""
 
     def attend(group: InProcessRank) -> list[torch.Tensor]:
         return on_rank(call, layout, group, group.rank, tensors, **options)
@@ -80,19 +80,19 @@ def run(call: Call, layout: rs.Layout, tensors: list[torch.Tensor] | None = None
 
 
 def together(layout: rs.Layout, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Whole tensors; of the gradient of the sinks what each rank has, (ranks, heads)."""
+    """Put the parts together; gradients of sinks stay separate, (ranks, heads)."""
     of_sinks = [torch.stack(of_ranks) for of_ranks in zip(*(part[5:] for part in parts), strict=True)]
     return [layout.unshard([part[i] for part in parts], 2) for i in range(5)] + of_sinks
 
 
 @cache
 def alone(call: Call) -> list[torch.Tensor]:
-    """What one device makes of it."""
+    """Compute the results of one device."""
     return run(call, rs.contiguous(call.seq_len, 1))
 
 
 def different(these: list[torch.Tensor], of_one: list[torch.Tensor]) -> list[str]:
-    """The names of what is not the same bits as on one device."""
+    """Return the names of results whose bits differ from those of one device."""
     assert len(these) == len(of_one)
     return [name for name, a, b in zip(NAMES, these, of_one, strict=False) if not torch.equal(a, b.expand_as(a))]
 
@@ -116,7 +116,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def options_of(way: str, world_size: int) -> dict[str, Any]:
-    """With the squarest mesh where there is one."""
+    """Return the algorithm with the squarest mesh if it takes one."""
     options = dict(WAYS[way])
     if options["algorithm"] in ("hybrid", "double_ring"):
         inner = max(n for n in range(1, world_size + 1) if world_size % n == 0 and n * n <= world_size)
@@ -125,7 +125,7 @@ def options_of(way: str, world_size: int) -> dict[str, Any]:
 
 
 def product(way: str, world_size: int) -> Iterator[tuple[Call, str]]:
-    """All masks and dtypes on short sequences; layouts, and whether there are sinks, change from one to the next."""
+    """All masks and dtypes on short sequences; layouts and sinks alternate."""
     heads = {"ulysses": rs.Heads(world_size, world_size), "hybrid": rs.Heads(2, 2)}.get(way, rs.Heads(2, 1))
     first = list(WAYS).index(way) + WORLD_SIZES.index(world_size)
     for i, (mask, dtype) in enumerate(itertools.product(MASKS, DTYPES)):
@@ -134,7 +134,7 @@ def product(way: str, world_size: int) -> Iterator[tuple[Call, str]]:
 
 
 def longer(way: str, world_size: int) -> tuple[Call, str]:
-    """One of all calls on seven tiles and more heads, another for each way and number of ranks."""
+    """A selection of calls on seven tiles and more heads, another for each algorithm and number of ranks."""
     heads = rs.Heads(world_size, world_size) if way == "ulysses" else rs.Heads(4, 2)
     every = [Call(mask, dtype, heads) for mask in MASKS for dtype in DTYPES]
     first = 5 * list(WAYS).index(way) + 7 * world_size

@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(dtype: torch.dtype) -> Inputs:
-    """The same numbers in every dtype, but for rounding."""
+    """The same numbers in every dtype, up to rounding."""
     generator = torch.Generator().manual_seed(0)
     ids, labels = torch.randint(VOCABULARY, (2, BATCH, SEQ_LEN), generator=generator)
     labels[:, ::5] = -100
@@ -41,7 +41,7 @@ def make_inputs(dtype: torch.dtype) -> Inputs:
 
 
 def run_layers(layout: rs.Layout, rank: int, group: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Loss, gradients of the weights, and what is of this rank's tokens only: those begin with "token "."""
+    """Loss, gradients of the weights, and results for this rank's tokens, whose names begin with "token "."""
     inputs = make_inputs(dtype)
     ids, labels = (layout.shard(x, rank, 1) for x in (inputs.ids, inputs.labels))
     weights = {name: weight.requires_grad_() for name, weight in inputs.weights.items()}

@@ -1,4 +1,4 @@
-"""A seeded training run of an ordinary transformer with reproducible layers, as one rank makes it."""
+"""A seeded training run of an ordinary transformer with reproducible layers, as one rank runs it."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def train(
     attend: Callable[..., torch.Tensor] = attend,
     steps: int = STEPS,
 ) -> dict[str, torch.Tensor]:
-    """The weights after some steps, and the losses of all of them."""
+    """Return the weights after some steps, and the losses of all steps."""
     on = {"layout": layout, "group": group}
     model = rs.reproducible.convert(Transformer(functools.partial(attend, **on), dtype=dtype), **on)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

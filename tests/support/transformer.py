@@ -1,4 +1,4 @@
-"""A small causal language model in plain torch (RoPE, GQA), and its training on one process: what ranks are held to.
+"""A small causal language model in plain torch (RoPE, GQA) and its training on one process: the oracle for ranks.
 
 It knows nothing of ringspan: attention is a function it is given, and by default PyTorch's own.
 """
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The same weights whatever attends."""
+    """Build the model with the same weights for any attention."""
 
     def __init__(self, attend: Attend = plain, *, layers: int = 2, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
 
 def rotate(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """RoPE: pairs of dims turned by position times a frequency of their own."""
+    """Apply RoPE: rotate pairs of dims by position times a frequency."""
     frequencies = 100.0 ** -torch.linspace(0, 1, x.shape[-1] // 2, dtype=torch.float64)
     angles = (position_ids[:, None, :, None] * frequencies).to(x.dtype)
     a, b = x.chunk(2, -1)
@@ -68,7 +68,7 @@ def rotate(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def make_tokens(seed: int, batch: int, seq_len: int) -> torch.Tensor:
-    """Sequences with something to learn: nine of ten tokens follow from the one two places before."""
+    """Make sequences with something to learn: nine of ten tokens follow from the one two places before."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (batch, seq_len), generator=generator)
     for i in range(2, seq_len):
@@ -78,7 +78,7 @@ def make_tokens(seed: int, batch: int, seq_len: int) -> torch.Tensor:
 
 
 def whole_loss(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean over all tokens that have a next one, on one process; positions are 0, 1, 2, … unless given."""
+    """Return the mean over all tokens that have a next one, on one process; positions are 0, 1, 2, … by default."""
     positions = torch.arange(tokens.shape[1]) if positions is None else positions
     logits = model(tokens, positions.expand(tokens.shape))
     return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

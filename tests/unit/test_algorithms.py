@@ -1,4 +1,4 @@
-"""What the schedules of all algorithms have in common, and what each one promises; counted here, not by `validate`."""
+"""Properties of the schedules of all algorithms, and the promises of each; counted here, not by `validate`."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ def heads_for(row: Row, world_size: int, mesh: rs.Mesh | None) -> rs.Heads:
 
 @st.composite
 def built(draw: st.DrawFn) -> tuple[Schedule, rs.Visible, rs.Heads]:
-    """Any algorithm with any options for any matrix."""
+    """Build any algorithm with any options for any matrix."""
     row = draw(st.sampled_from(ROWS))
     world_size = draw(st.integers(1, 8))
     cells = draw(st.integers(0, 2 ** (world_size * (world_size + 1)) - 1))
@@ -45,7 +45,7 @@ def built(draw: st.DrawFn) -> tuple[Schedule, rs.Visible, rs.Heads]:
 
 
 def query_heads(block: Block, heads: rs.Heads) -> range:
-    """The query heads a block stands for."""
+    """Return the query heads that a block covers."""
     if block.heads is None:
         return range(heads.num_heads)
     width = heads.group if block.kind == "kv" else 1
@@ -53,7 +53,7 @@ def query_heads(block: Block, heads: rs.Heads) -> range:
 
 
 def attended_pairs(schedule: Schedule, visible: rs.Visible, heads: rs.Heads) -> Counter[tuple[int, int, int]]:
-    """How often each visible (q owner, kv owner, query head) is computed anywhere."""
+    """Count how often each visible (q owner, kv owner, query head) is computed."""
     attends = [attend for step in schedule.steps for of_rank in step.attends for attend in of_rank]
     return Counter(
         (q.owner, kv.owner, head)
@@ -95,7 +95,7 @@ def test_sends_match_receives(case):
 @given(built())
 @settings(deadline=None, max_examples=100)
 def test_every_sum_is_brought_home(case):
-    """Each rank that adds to the sum of another sends its part on exactly once, and the owner receives at least one."""
+    """Each rank that adds to another rank's sum sends its part once, and the owner receives at least one part."""
     schedule, visible, _ = case
     made = {
         (rank, block)
@@ -154,7 +154,7 @@ def test_rings_run_backward_on_the_named_side(subtests):
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q", "all_gather"])
 @pytest.mark.parametrize(("left", "neighbours"), [(0, 0), (4, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
 def test_a_window_makes_fewer_hops(algorithm, left, neighbours):
-    """With 8 tokens a rank, a window that reaches `left` tokens back needs the blocks of so many ranks before."""
+    """With 8 tokens per rank, a window of `left` tokens needs the blocks of this many earlier ranks."""
     layout = rs.contiguous(64, 8)
     visible = rs.schedule.visible_blocks(rs.sliding_window(left, 0), layout, layout)
     schedule = build(algorithm, visible)
@@ -172,7 +172,7 @@ def test_a_window_makes_fewer_hops(algorithm, left, neighbours):
 @given(built())
 @settings(deadline=None, max_examples=100)
 def test_nobody_is_sent_what_is_not_needed(case):
-    """A received input is read: attended with something it sees, or passed on to one who does."""
+    """A received input is read: attended with a block that sees it, or forwarded to such a rank."""
     schedule, visible, _ = case
     for rank in range(schedule.world_size):
         received, used = Counter(), set()
@@ -391,7 +391,7 @@ def test_bytes_backward(algorithm, side):
 
 
 def test_bytes_of_narrow_inputs_and_wide_sums():
-    """float16 inputs travel as they are, sums in float32; every rank sends its merged part to all others."""
+    """float16 inputs travel unchanged, sums in float32; every rank sends its merged part to all others."""
     layout = rs.zigzag(24, 4)
     got = rs.simulate_attention(*arrays(np.float16), mask=rs.causal(), layout=layout, algorithm="pass_q")
     assert bytes_sent(got.trace) == HOPS * (Q_BYTES // 2 + OUT_BYTES)

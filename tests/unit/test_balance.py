@@ -11,7 +11,7 @@ from ringspan.mask import Mask, causal, documents, frame_causal, full, per_row, 
 
 @functools.cache
 def packed(kind: str, seq_len: int) -> Mask:
-    """Documents of some lengths that fill seq_len."""
+    """Draw documents that fill seq_len."""
     rng = np.random.default_rng(7)
     draw = {
         "short": lambda: rng.integers(50, 401),
@@ -46,7 +46,7 @@ def masks(seq_len: int) -> dict[str, Mask]:
 
 
 def check_promises(layout: Layout, seq_len: int, world_size: int, align: int = 1, start: int = 0) -> None:
-    """Every position once, cuts on the grid, no block below 128, token counts equal within the longest block."""
+    """Check: every position once, cuts on the grid, no block below 128, token counts within the longest block."""
     blocks = [span for spans in layout.spans_by_rank for span in spans]
     counts = [layout.shard_len(rank) for rank in range(world_size)]
     assert layout.world_size == world_size

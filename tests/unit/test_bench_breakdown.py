@@ -68,7 +68,7 @@ def test_the_bottleneck_is_named_with_the_rank_it_hits_hardest(
 def test_a_layout_is_suspected_only_where_attention_is_uneven() -> None:
     even = judge([Breakdown(60, 1, 4, 30, 5), Breakdown(62, 1, 4, 28, 5)], 60.0)
     assert even.bottleneck == "waiting"
-    assert "All spend as long on attention" in even.text
+    assert "All spend the same time on attention" in even.text
     assert "layout" not in even.text
     uneven = judge([Breakdown(50, 1, 4, 40, 5), Breakdown(90, 1, 4, 0, 5)], 90.0)
     assert "Attention takes 50 to 90 % of the time of a rank: either work is uneven" in uneven.text

@@ -1,13 +1,14 @@
-"""Every rank that is started has cores of its own, as far as there are enough."""
+"""Ranks that are started have cores of their own, as far as there are enough; signals end them in order."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
 
 import pytest
 
-from ringspan.bench.launch import keep_to_own_cores, own_cores
+from ringspan.bench.launch import _exit_on_signals, keep_to_own_cores, own_cores
 
 CORES = [3, 4, 7, 8, 10, 11, 12, 40]
 
@@ -42,3 +43,21 @@ def test_a_process_is_kept_to_its_cores():
         process.communicate(b"\n")
     assert kept == {cores[-1]}
     keep_to_own_cores(process.pid, 0, 1)  # it is gone, which is for others to say
+
+
+def test_signals_that_end_a_program_raise_and_are_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, _exit_on_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with _exit_on_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

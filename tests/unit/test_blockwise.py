@@ -1,4 +1,4 @@
-"""The arithmetic of one piece, against dense attention over the same pairs, and the laws of merging."""
+"""The arithmetic of one piece against dense attention over the same pairs, and the laws of merging."""
 
 import tracemalloc
 from typing import NamedTuple
@@ -32,7 +32,7 @@ Partial = tuple[np.ndarray, np.ndarray]
 
 @st.composite
 def partials(draw: st.DrawFn) -> Partial:
-    """(out, lse) of four queries, of which some may have seen nothing."""
+    """Draw (out, lse) of four queries, some of which may see no key."""
     out = draw(arrays(np.float64, (4, 2), elements=st.floats(-100, 100)))
     lse = draw(arrays(np.float64, (4, 1), elements=st.floats(-800, 800) | st.just(-np.inf)))
     return np.where(np.isneginf(lse), 0, out), lse
@@ -116,7 +116,7 @@ def test_merge_keeps_a_broken_row_to_itself(value: float) -> None:
 
 
 class Case(NamedTuple):
-    """A tile with one piece in it, and what is allowed in the whole tile."""
+    """A tile with one piece, and the mask of the whole tile."""
 
     piece: Piece
     allowed: np.ndarray
@@ -126,7 +126,7 @@ class Case(NamedTuple):
     dout: np.ndarray
 
     def attended(self) -> Partial:
-        """(out, lse) of the whole tile."""
+        """Attend the tile; return (out, lse)."""
         arithmetic = self.arithmetic()
         *lead, rows, _ = self.q.shape
         out = arithmetic.new_sum(OUT, ((*lead, rows, V_DIM), (*lead, rows, 1)))
@@ -134,7 +134,7 @@ class Case(NamedTuple):
         return out  # type: ignore[return-value]
 
     def gradients(self, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, ...]:
-        """(dq, dk, dv) of the whole tile."""
+        """Differentiate the tile; return (dq, dk, dv)."""
         arithmetic = self.arithmetic()
         dq = arithmetic.new_sum(DQ, (self.q.shape,))
         dkv = arithmetic.new_sum(DKV, (self.k.shape, self.v.shape))
@@ -240,7 +240,7 @@ def test_a_piece_of_some_batch_rows_leaves_the_others_alone(kind: PieceKind) -> 
 
 
 def test_pieces_add_up() -> None:
-    """A tile cut in two is attended to the same result, and its rows outside the second piece keep the first's."""
+    """A tile that is cut in two gives the same result, and rows outside the second piece keep the first piece's."""
     whole = make_case(PieceKind.FULL, 8, 10, num_heads=2)
     left, right = (whole.piece._replace(kv=slice(*ends)) for ends in ((3, 7), (7, 13)))
     arithmetic = whole.arithmetic()

@@ -55,7 +55,7 @@ def test_the_file_is_a_device(tmp_path):
     assert rate == pytest.approx(LIMIT * 8192 / (8192 + RAMP), rel=1e-3)
     assert (device.near.steals, device.node_size) == (0.5, 2)
     path.write_text("[attention]\n")
-    with pytest.raises(rs.RingspanError, match="ringspan bench --calibrate"):
+    with pytest.raises(rs.RingspanError, match="ringspan bench calibrate"):
         load_device(str(path))
 
 

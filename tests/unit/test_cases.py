@@ -1,4 +1,4 @@
-"""Every case of the table, forward and backward, against the dense oracle; then what the table does not vary."""
+"""Every case of the table, forward and backward, against the dense oracle; then inputs that it does not vary."""
 
 import numpy as np
 import pytest
@@ -33,13 +33,13 @@ each_world_size = pytest.mark.parametrize("world_size", wide_from(3))
 
 
 def options(row: Row, world_size: int) -> dict:
-    """The algorithm's options, with the squarest mesh there is if it takes one."""
+    """Return the algorithm's options, with the squarest mesh if it takes one."""
     mesh = min(meshes(row, world_size), key=lambda mesh: 0 if mesh is None else abs(mesh.outer - mesh.inner))
     return {"algorithm": row.algorithm, "mesh": mesh}
 
 
 def largest_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest difference, infinite where only one of the two is finite, or where the shapes differ."""
+    """Return the largest difference; infinite if only one side is finite, or if the shapes differ."""
     if got.shape != wanted.shape:
         return np.inf
     same = got == wanted  # -inf is equal to -inf, though their difference is NaN
@@ -55,7 +55,7 @@ def check(got: tuple, wanted: tuple, tolerance: float, what: object) -> None:
 
 
 def run(arrays: Arrays, schedule: rs.Schedule | None = None, **keywords) -> tuple:
-    """out, lse, dq, dk and dv from the simulator; `schedule` is that of the backward pass, if not the usual one."""
+    """Simulate out, lse, dq, dk and dv; `schedule` replaces the usual one of the backward pass."""
     forward = rs.simulate_attention(arrays.q, arrays.k, arrays.v, **keywords)
     gradients = forward.gradients(arrays.dout, schedule=schedule)
     return forward.out, forward.lse, gradients.dq, gradients.dk, gradients.dv
@@ -186,7 +186,7 @@ CACHES = {
 
 
 def with_new_tokens(cache: rs.Layout, layout: rs.Layout) -> rs.Layout:
-    """The cache after the queries' own keys were added where the queries are."""
+    """Return the layout of the cache after each query's own key was added on the query's rank."""
     spans = [(*old, *new) for old, new in zip(cache.spans_by_rank, layout.spans_by_rank, strict=True)]
     return rs.Layout(tuple(spans), replicated=(*cache.replicated, *layout.replicated))
 

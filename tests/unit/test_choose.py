@@ -44,7 +44,7 @@ machines = st.builds(
 
 
 def attention_s(workload, machine, algorithm, count_return=True):
-    """Exact seconds of one attention call: each message beside the compute of its step, then the return of pass-Q."""
+    """Return exact seconds of one attention call: messages overlap with their step; pass-Q returns afterwards."""
     t, s, n = workload.new_tokens, workload.num_keys, machine.world_size
     e, flops, link = (
         Fraction(x) for x in (workload.bytes_per_element, machine.compute_flops_per_s, machine.link_bytes_per_s)
@@ -329,7 +329,7 @@ def test_winners_of_table_4(rule, compute_flops_per_s, link_bytes_per_s, wrong):
 
 
 def test_printed_fit_contradicts_table_4():
-    """Why its constants are no default: always pass-Q, although pass-KV won five of the seven rows."""
+    """Its constants are not a default: they always choose pass-Q, although pass-KV won five of the seven rows."""
     winners = table_4()
     printed = {"a": -1.059, "b": 1.145, "c": 12.112}
     chosen = {t: choose.choose_fitted(turn(t, num_heads=16, num_kv_heads=1), **printed).algorithm for t in winners}

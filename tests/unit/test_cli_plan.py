@@ -114,33 +114,41 @@ def test_the_plot_is_svg_with_a_line_for_every_algorithm(tmp_path):
         (["--model", "llama-3.1-8b", "--devices", "8xh100"], "--tokens is missing"),
         (["--model", "llama3", "--devices", "8xh100", "--tokens", "1K"], "did you mean llama-3.1"),
         (["--model", "llama-3.1-8b", "--devices", "8xh10", "--tokens", "1K"], "did you mean h100"),
-        (["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "-5"], "is no number of tokens"),
+        (
+            ["--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "-5"],
+            "--tokens -5: expected a number of tokens",
+        ),
         ([*SMALL, "--batch", "-1"], "--batch"),
-        ([*SMALL, "--batch", "1" + "0" * 400], "0: use at most 1,048,576"),
-        (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "1" + "0" * 400], "0: use at most 1,000,000"),
+        ([*SMALL, "--batch", "1" + "0" * 400], "too many sequences; use at most 1,048,576"),
+        (
+            ["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "1" + "0" * 400],
+            "too large; use at most 1,000,000",
+        ),
         (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "1" + "0" * 399 + "1"], "use at most 1,000,000"),
         ([*SMALL, "--tp", "3"], "--tp 3: tensor"),
-        ([*SMALL, "--fsdp"], "--fsdp, --phase prefill: every layer's weights would be gathered"),
-        ([*SMALL, "--fsdp"], "use --tp or --weights fp8"),
-        ([*SMALL, "--phase", "decode", "--cached", "1K"], "--cached 1024, --phase decode"),
-        ([*SMALL, "--phase", "decode", "--cached", "1K"], "give the length of the cache as --tokens"),
-        ([*SMALL, "--phase", "train", "--weights", "fp8"], "--weights fp8, --phase train"),
+        ([*SMALL, "--plot", "x.png"], "'x.png': this file is written as SVG; use x.svg"),
+        ([*SMALL[:2], "--devices", "100000xh100", "--tokens", "1K"], "--devices 100000xh100: planning takes time"),
+        ([*SMALL, "--fsdp"], "--fsdp: in prefill every layer's weights would be gathered"),
+        ([*SMALL, "--fsdp"], "tensor parallelism or fp8 weights take less memory"),
+        ([*SMALL, "--phase", "decode", "--cached", "1K"], "--cached 1024: in decode all tokens but one are cached"),
+        ([*SMALL, "--phase", "decode", "--cached", "1K"], "give the length of the cache as the number of tokens"),
+        ([*SMALL, "--phase", "train", "--weights", "fp8"], "--weights fp8: training is planned with weights in bf16"),
         ([*SMALL, "--no-recompute"], "are for --phase train"),
         (["--check", "--tp", "8"], "--tp has no meaning for --check"),
         (
             ["--model", "llama-3.1-8b", "--devices", "2xx.toml", "--tokens", "1K", "--kernel", "fa2"],
             "--kernel fa2: x.toml",
         ),
-        (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "721x720"], "--size, height 721: a token"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "721x720"], "--size (height 721): a token"),
         (
             ["--model", "dense:layers=1,heads=1,head_dim=8,mlp=8,mlp_matrices=0", "--devices", "1xh100"],
             "mlp_matrices=0",
         ),
         ([*SMALL, "--network", "carrier-pigeon"], "is no link of the catalogue"),
         ([*SMALL, "--phase", "denoise"], "--phase denoise: llama-3.1-8b is a model for"),
-        ([*SMALL, "--frames", "81"], "is no video model"),
+        ([*SMALL, "--frames", "81"], "--frames: llama-3.1-8b is not a video model"),
         ([*SMALL, "--trace", "/no/such/place/x.json"], "cannot be written"),
-        (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "big"], "is no size"),
+        (["--model", "wan2.1-14b", "--devices", "8xh100", "--size", "big"], "--size big: expected a size"),
         (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "80"], "--frames 80: the VAE"),
         (["--model", "wan2.1-14b", "--devices", "8xh100", "--frames", "81", "--tokens", "9"], "give one of them"),
         (["--model", "./none.json", "--devices", "8xh100", "--tokens", "1K"], "No such file"),
@@ -291,7 +299,7 @@ def test_a_file_without_a_name_is_refused(option):
     result = run(*SMALL, option, "")
     assert result.exit_code == 2
     assert option in result.output
-    assert "is no name of a file" in result.output
+    assert "a file needs a name" in result.output
 
 
 def test_files_are_utf_8_whatever_the_locale(tmp_path):

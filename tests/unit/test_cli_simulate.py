@@ -22,7 +22,9 @@ ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
 
 
 def simulate(*args: str, **env: str) -> Result:
-    return CliRunner().invoke(main, ["simulate", *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
+    """The lesson, or JSON if that is asked for."""
+    report = () if "--json" in args else ("--lesson",)
+    return CliRunner().invoke(main, ["simulate", *report, *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
 
 
 def simulate_json(*args: str) -> dict[str, Any]:

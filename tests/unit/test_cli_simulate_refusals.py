@@ -17,9 +17,13 @@ from ringspan.mask import causal
 from ringspan.simulate import Simulation, simulate_attention
 from ringspan.simulate.lesson import LayoutChoice, Settings, decode, prefill
 
+SIZE_FORMS = {"--heads": r"(\d+) heads", "--tokens": r"(\d+) tokens", "--head-dim": r"head_dim of (\d+)"}
+
 
 def simulate(*args: str, **env: str) -> Result:
-    return CliRunner().invoke(main, ["simulate", *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
+    """The lesson, or JSON if that is asked for."""
+    report = () if "--json" in args else ("--lesson",)
+    return CliRunner().invoke(main, ["simulate", *report, *args], env={"COLUMNS": "100", "NO_COLOR": None, **env})
 
 
 @pytest.mark.parametrize(
@@ -28,44 +32,45 @@ def simulate(*args: str, **env: str) -> Result:
         ("--devices 0", "'--devices': 0 is not in the range 1<=x<=64"),
         ("--devices -3", "-3 is not in the range"),
         ("--devices 1000000", "1000000 is not in the range"),
-        ("--tokens 0", "'--tokens': '0' is no number of tokens; use one of at least 1"),
-        ("--tokens 99999999999999999999", "is no number of tokens"),
-        ("--tokens 64K", "'--tokens': '64K' is 65,536 tokens; use at most 8,192"),
-        ("--tokens 8K", "--tokens 8192, --heads 8: the dense reference would compute 536,870,912 scores"),
-        ("--tokens 8K", "more than 268,435,456; use --heads 4 or --tokens 5792\n"),
+        ("--tokens 0", "--tokens 0: expected a number of tokens of at least 1; use a number such as 4096"),
+        ("--tokens 99999999999999999999", "expected a number of tokens"),
+        ("--tokens 64K", "--tokens 64K: 65,536 tokens are too many here; use at most 8,192"),
+        ("--tokens 8K", "--tokens 8192: with 8 heads the dense reference would compute 536,870,912 scores"),
+        ("--tokens 8K", "more than 268,435,456; use 4 heads or 5792 tokens\n"),
         (
             "--tokens 1024 --heads 128 --head-dim 1024",
-            "more than 16,777,216; use --heads 16, --tokens 128 or --head-dim 128\n",
+            "more than 16,777,216; use 16 heads, 128 tokens or a head_dim of 128\n",
         ),
         (
             "--heads 6 --kv-heads 4",
-            "--heads 6, --kv-heads 4: every KV head serves the same number of query heads; "
-            "use --kv-heads 1, 2, 3 or 6\n",
+            "--kv-heads 4: every KV head serves the same number of query heads, and there are 6; use 1, 2, 3 or 6\n",
         ),
-        ("--heads 7 --kv-heads 2", "use --kv-heads 1 or 7\n"),
-        ("--heads 1 --kv-heads 2", "use --kv-heads 1\n"),
+        ("--heads 7 --kv-heads 2", "use 1 or 7\n"),
+        ("--heads 1 --kv-heads 2", "use 1\n"),
         ("--heads 99999999999999 --kv-heads 7", "is not in the range"),
         ("--head-dim 0", "'--head-dim': 0 is not in the range"),
         ("--head-dim 100000000000", "is not in the range"),
         ("--seed text", "'--seed': 'text' is not a whole number (see 'ringspan simulate --help')"),
         ("--seed", "Option '--seed' requires an argument (see 'ringspan simulate --help')"),
         ("--seed -1", "-1 is not in the range x>=0"),
-        ("--mask nonsense", "'--mask': 'nonsense' is no mask; use full, causal, window:LEFT[:RIGHT], prefix:N"),
-        ("--mask causal&", "'' is no mask"),
-        ("--mask window:x", "'window:x' is no mask"),
+        ("--mask nonsense", "--mask nonsense: there is no such mask; use full, causal, window:LEFT[:RIGHT], prefix:N"),
+        ("--mask " + "&".join(["causal"] * 1200), ": 1,200 masks are joined here, and 100 is the limit"),
+        ("--lesson --json", "--lesson and --json are two reports"),
+        ("--mask causal&", "--mask '': there is no such mask"),
+        ("--mask window:x", "--mask window:x: there is no such mask"),
         ("--mask prefix:-1", "n counts tokens"),
         (
             "--mask documents:10,20",
             "--mask: its documents have 30 tokens, but --tokens is 64; add a document of 34, or",
         ),
-        ("--layout foo", "'--layout': 'foo' is no layout; use contiguous, zigzag, striped[:BLOCK] or balanced"),
-        ("--layout zigzag:2", "'zigzag:2' is no layout"),
-        ("--layout striped:0", "'--layout': 'striped:0': blocks of tokens are dealt to the ranks"),
+        ("--layout foo", "--layout foo: there is no such layout; use contiguous, zigzag, striped[:BLOCK] or balanced"),
+        ("--layout zigzag:2", "--layout zigzag:2: there is no such layout"),
+        ("--layout striped:0", "--layout striped:0: a block has at least 1 token; use striped:1"),
         (
             "--mesh 3x5",
             "--mesh 3x5: pass-kv and pass-q have no mesh; leave it out, or use --algorithm hybrid or double-ring",
         ),
-        ("--mesh two", "'--mesh': 'two' is no mesh; use OUTERxINNER"),
+        ("--mesh two", "--mesh two: expected a mesh; use OUTERxINNER"),
         (
             "--mesh 3x5 --algorithm hybrid",
             "--mesh 3x5: outer × inner must be the 4 ranks of the group; use one of 4x1, 2x2, 1x4",
@@ -112,7 +117,8 @@ def test_each_smaller_size_that_a_refusal_names_would_do(sizes: dict[str, int]) 
 
     with pytest.raises(ShapeError) as refused:
         check(sizes)
-    ways = re.findall(r"(--[a-z-]+) (\d+)", str(refused.value).split("; use ")[1])
+    remedy = refused.value.remedy or ""
+    ways = [(option, found[1]) for option, form in SIZE_FORMS.items() if (found := re.search(form, remedy))]
     assert ways
     for option, value in ways:
         check(sizes | {option: int(value)})

@@ -16,7 +16,10 @@ SMALL = ("--heads", "2", "--kv-heads", "2", "--head-dim", "4")
 
 
 def simulate(*args: str, width: int = 100) -> Result:
-    return CliRunner().invoke(main, ["simulate", *SMALL, *args], env={"COLUMNS": str(width), "NO_COLOR": "1"})
+    """The lesson, or JSON if that is asked for."""
+    report = () if "--json" in args else ("--lesson",)
+    words = ["simulate", *report, *SMALL, *args]
+    return CliRunner().invoke(main, words, env={"COLUMNS": str(width), "NO_COLOR": "1"})
 
 
 def simulate_json(*args: str) -> dict[str, Any]:
@@ -48,9 +51,9 @@ def test_the_bits_are_those_of_one_device_for_any_number_and_algorithm() -> None
 
 
 def test_nodes_and_bytes() -> None:
-    """Two nodes wait on one device before the fourth tile comes; the default mode's bytes are those it sends itself."""
+    """Three nodes wait on one device before the eighth tile comes; default bytes are those that mode sends."""
     (alone, _) = simulate_json("--reproducible", "--devices", "1")["prefill"]["runs"]
-    assert alone["bits"]["pending_nodes"] == 2
+    assert alone["bits"]["pending_nodes"] == 3
     on_the_grid = ("--tokens", "2048", "--devices", "4", "--layout", "contiguous", "--mask", "full")
     default, reproducible = (simulate_json(*on_the_grid, *mode) for mode in ((), ("--reproducible",)))
     assert [run["bits"] for run in default["prefill"]["runs"]] == [None, None]
@@ -71,7 +74,7 @@ def test_the_page_says_so_at_any_width() -> None:
         assert max(map(len, result.stdout.splitlines())) <= width
         assert "✓ The bits of one device: pass-KV, pass-Q." in result.stdout
         words = " ".join(result.stdout.split())
-        assert "2,048 tokens" in words
+        assert "4,096 tokens" in words
         assert "The same bits on any number of devices" in words
         assert "Decoding has no reproducible mode" in words
     assert result.stdout.count("✓ the same") == 2
@@ -100,7 +103,7 @@ def test_other_bits_end_in_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--layout striped", "--reproducible, --layout striped: no tile of 512 tokens may be on two ranks;"),
+        ("--layout striped", "--reproducible, --layout striped: a tile of 512 tokens must lie on one rank;"),
         ("--layout striped", "; use --layout striped:512 (see"),
         ("--layout striped:1400", "; use --layout striped:1536 (see"),
         ("--algorithm ulysses --devices 4", "over more ranks than the 2 KV heads"),

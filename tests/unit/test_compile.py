@@ -16,7 +16,7 @@ SIDES = (None, "kv", "q")
 
 
 def all_seeing_schedules() -> dict[str, Schedule]:
-    """Every algorithm, forward and backward, where every rank sees every other and the keys that all hold."""
+    """Every algorithm, forward and backward, where every rank sees every rank and the replicated keys."""
     schedules = {}
     for row in ROWS:
         for world_size in WORLD_SIZES:
@@ -36,7 +36,7 @@ def all_seeing_schedules() -> dict[str, Schedule]:
 
 @pytest.fixture(scope="module")
 def schedules() -> dict[str, Schedule]:
-    """Those of `all_seeing_schedules`, and random ones in which little is seen."""
+    """The schedules of `all_seeing_schedules`, and random ones with few visible pairs."""
     samples = enumerate(make_samples(3, 60))
     return all_seeing_schedules() | {f"{i} {sample.name}": sample.schedule for i, sample in samples}
 
@@ -48,14 +48,14 @@ def programs(schedules: dict[str, Schedule]):
 
 
 def place_of(program: Program) -> dict[object, int]:
-    """Where each instruction stands; there are no two alike."""
+    """Return the index of each instruction; no two are equal."""
     places = {instruction: i for i, instruction in enumerate(program)}
     assert len(places) == len(program)
     return places
 
 
 def posts_of(program: Program) -> list[int]:
-    """Where the Post of each step stands."""
+    """Return the index of each step's Post."""
     return [i for i, instruction in enumerate(program) if isinstance(instruction, Post)]
 
 
@@ -70,7 +70,7 @@ def receives_of(program: Program) -> list[tuple[int, Transfer]]:
 
 
 def is_held_as(name: Block, block: Block) -> bool:
-    """Whether `block` is read from what was received as `name`."""
+    """Whether `block` is read from the received block `name`."""
     return name in (block, block.whole)
 
 
@@ -120,7 +120,7 @@ def test_an_input_is_waited_for_at_its_first_reader(schedules):
 
 
 def test_every_sum_that_arrives_is_merged_within_two_steps(schedules):
-    """And before a transfer takes it away; what arrives of one sum is merged in the order of the schedule."""
+    """Also before a transfer takes it away; parts of one sum merge in the order of the schedule."""
     for name, schedule, _, program in programs(schedules):
         places, posts = place_of(program), posts_of(program)
         waits: dict[Block, list[int]] = {}
@@ -138,7 +138,7 @@ def test_every_sum_that_arrives_is_merged_within_two_steps(schedules):
 
 
 def test_every_send_is_waited_for_once_and_in_time(schedules):
-    """Before the receives of the step after its first reader's are posted; what is held anyway, in the end."""
+    """Before the receives of the step of its first reader are posted; a rank's own blocks, at the end."""
     for name, schedule, rank, program in programs(schedules):
         places, posts = place_of(program), posts_of(program)
         waits = [i for i in program if isinstance(i, Sent)]
@@ -154,7 +154,7 @@ def test_every_send_is_waited_for_once_and_in_time(schedules):
 
 
 def first_read(schedule: Schedule, t: int, transfer: Transfer) -> int:
-    """The step in which the receiver first reads what arrives in step t."""
+    """Return the step in which the receiver first reads a block that arrives in step t."""
     program = compile_rank(schedule, transfer.dst)
     return next(program[i].step for i in readers_of(program, transfer.block) if program[i].step > t)
 
@@ -174,7 +174,7 @@ def test_every_received_input_is_dropped_after_its_last_reader(schedules):
 
 
 def most_buffers(program: Program) -> int:
-    """The most inputs that are received or being received at one time: what a transport needs buffers for."""
+    """Count the largest number of inputs received or in flight at once, which is the number of buffers."""
     now = most = 0
     for instruction in program:
         if isinstance(instruction, Post):
@@ -201,7 +201,7 @@ def test_a_ring_needs_two_buffers(subtests, algorithm, direction, backward):
 @pytest.mark.parametrize("backward", SIDES)
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (4, 2), (3, 3)], ids=str)
 def test_a_transfer_between_nodes_has_a_whole_phase(mesh, backward):
-    """Neither the sender nor the receiver waits for it before the last step of the phase has been computed."""
+    """Neither sender nor receiver waits for it before the last step of the phase has been computed."""
     outer, inner = mesh
     world_size = outer * inner
     visible = rs.Visible.of(np.ones((world_size, world_size)))
@@ -247,7 +247,7 @@ def bound_programs():
 
 
 def test_only_a_tile_that_nothing_came_before_is_first():
-    """Head by head: not after another tile of the same queries, nor after a part has arrived."""
+    """Per head: not after another tile of the same queries, nor after a part has arrived."""
     num_first = 0
     num_begun: Counter[str] = Counter()
     for name, heads, program in bound_programs():

@@ -1,4 +1,4 @@
-"""An error carries its parts as fields, and they survive the way to another process."""
+"""An error carries its parts as fields, and they survive pickling to another process."""
 
 import pickle
 

@@ -22,7 +22,7 @@ def held(layout: Layout) -> list[list[int]]:
 
 
 def from_owners(owners: list[int], world_size: int, first: int = 0) -> Layout:
-    """owners[i] holds position first + i; world_size means replicated, -1 means nobody."""
+    """owners[i] holds position first + i; world_size means replicated, -1 means that no rank holds it."""
     spans = [
         [Span(first + i, first + i + 1) for i, owner in enumerate(owners) if owner == rank]
         for rank in range(world_size + 1)
@@ -244,7 +244,7 @@ def test_replicated_rows_come_from_rank_0() -> None:
         (lambda layout: layout.unshard([np.zeros((4, 2)), np.zeros((4, 3))], 0), r"parts\[1\].*expected \(4, 2\)"),
         (
             lambda layout: layout.unshard([np.zeros(4, int), np.full(4, 0.5)], 0),
-            r"parts\[1\]\.dtype=float64: .* int64; give all parts in one type",
+            r"parts\[1\]\.dtype=float64: .* int64; give all parts the same dtype",
         ),
         (lambda layout: layout.unshard([np.zeros(4)] * 2, -2), r"dim=-2: parts\[0\] has 1 dims"),
     ],

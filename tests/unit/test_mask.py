@@ -1,5 +1,8 @@
 import copy
+import functools
+import operator
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -7,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringspan.errors import MaskError
-from ringspan.mask import Coverage, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
+from ringspan.mask import (
+    MOST_BANDS,
+    Coverage,
+    Mask,
+    causal,
+    documents,
+    frame_causal,
+    full,
+    per_row,
+    prefix,
+    sliding_window,
+)
 from ringspan.span import Span
 from support.mask_cases import NUM_POSITIONS, MaskCase, basic_masks, masks
 
@@ -168,6 +182,72 @@ def test_repr_puts_brackets_only_where_precedence_demands() -> None:
     assert repr(sliding_window(None, 3)) == "sliding_window(None, 3)"
 
 
+def test_a_product_of_unions_stays_small() -> None:
+    """24 factors would be 2 ** 24 bands if each were multiplied out."""
+    mask = full()
+    for i in range(24):
+        mask = mask & (sliding_window(40 - i, 0) | sliding_window(2, i))
+    assert len(mask.bands([0])) <= 25
+    positions = np.arange(60)
+    factors = [(sliding_window(40 - i, 0), sliding_window(2, i)) for i in range(24)]
+    allowed = [a.allowed(positions, positions) | b.allowed(positions, positions) for a, b in factors]
+    np.testing.assert_array_equal(mask.allowed(positions, positions), np.logical_and.reduce(allowed))
+    union = np.zeros((60, 60), dtype=bool)
+    for lo, hi in mask.bands(positions):
+        union |= (lo[:, None] <= positions) & (positions < hi[:, None])
+    np.testing.assert_array_equal(union, np.logical_and.reduce(allowed))
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_bands"),
+    [
+        (causal() | causal(), 1),
+        (causal() | full(), 1),
+        (causal() & (prefix(4) | sliding_window(3, 3)), 1),
+        (documents([3, 5]) & causal() | documents([3, 5]), 1),
+        (sliding_window(4, 0) | sliding_window(-1, 3), 1),  # they touch
+        (sliding_window(4, 0) | sliding_window(-2, 3), 2),  # and here they do not
+        (sliding_window(4, 0) | sliding_window(-2, 3) | sliding_window(0, 1), 1),
+        (sliding_window(9, -8) & sliding_window(-8, 9), 1),  # nothing is visible
+        (frame_causal(4) | documents([20]) & causal(), 2),
+        (prefix(3) | sliding_window(2, 2), 2),
+    ],
+    ids=repr,
+)
+def test_as_many_bands_as_are_needed(mask: Mask, num_bands: int) -> None:
+    assert len(mask.bands([0])) == num_bands
+
+
+def test_more_bands_than_the_bound_are_refused_with_the_number() -> None:
+    mask = sliding_window(0, 0)
+    for i in range(1, MOST_BANDS):
+        mask = mask | sliding_window(3 * i, -3 * i)
+    with pytest.raises(MaskError, match=rf"more than {MOST_BANDS} bands.*; combine fewer masks"):
+        mask | sliding_window(900, -900)
+    assert len(mask.bands([0])) == MOST_BANDS
+    with pytest.raises(MaskError, match=f"more than {MOST_BANDS} bands"):
+        mask & (documents([500]) | frame_causal(7))
+
+
+@pytest.mark.parametrize("combine", [operator.and_, operator.or_])
+def test_a_long_chain_is_a_value_like_any_other(combine: Callable[[Mask, Mask], Mask]) -> None:
+    mask = functools.reduce(combine, [sliding_window(2 + i % 7, i) for i in range(5000)])
+    twin = functools.reduce(combine, [sliding_window(2 + i % 7, i) for i in range(5000)])
+    assert (mask, hash(mask), repr(mask)) == (twin, hash(twin), repr(twin))
+    assert pickle.loads(pickle.dumps(mask)) == copy.deepcopy(mask) == mask
+    assert mask.allowed([9], range(6, 12)).tolist() in ([[False, True, True, True, False, False]], [[True] * 6])
+    assert mask.coverage(Span(8, 9), Span(8, 9)) is Coverage.FULL
+
+
+def test_brackets_within_brackets_are_refused_before_they_overflow_the_stack() -> None:
+    mask = causal()
+    for i in range(32):
+        mask = prefix(i) | (mask & full())
+    assert repr(mask).count("(") > 64
+    with pytest.raises(MaskError, match=r"more than 64 levels of brackets.*; combine its parts in a chain"):
+        prefix(40) | mask
+
+
 def test_equal_parts_are_not_equal_combinations() -> None:
     assert causal() & prefix(3) != causal() | prefix(3)
     assert prefix(0) != causal()
@@ -179,7 +259,7 @@ def test_masks_do_not_change() -> None:
     with pytest.raises(AttributeError):
         mask.n = 4  # type: ignore[attr-defined]
     with pytest.raises(AttributeError):
-        (mask & causal()).a = causal()  # type: ignore[attr-defined]
+        (mask & causal()).terms = ()  # type: ignore[attr-defined]
 
 
 def test_numpy_integers_and_generators_are_welcome() -> None:

@@ -64,7 +64,7 @@ def test_unknown_masks_and_positions_past_the_documents_are_refused():
 
 
 def attend_by_loops(q, k, v, allowed, scale):
-    """Attention of one batch entry and one head at a time, one number at a time; allowed is (batch, q, kv)."""
+    """Attend one batch entry and one head at a time, one number at a time; allowed is (batch, q, kv)."""
     batch, heads, q_len, dim = q.shape
     group = heads // k.shape[1]
     out = np.zeros((batch, heads, q_len, v.shape[-1]))
@@ -83,7 +83,7 @@ def attend_by_loops(q, k, v, allowed, scale):
 
 
 def random_case(kv_heads=2, batch=2, q_len=4, kv_len=5):
-    """Four heads, dim 3 and v_dim 2; the second query of the first batch entry sees no key at all."""
+    """Four heads, dim 3 and v_dim 2; the second query of the first batch entry sees no key."""
     rng = np.random.default_rng(RNG_SEED)
     q = rng.standard_normal((batch, 4, q_len, 3))
     k = rng.standard_normal((batch, kv_heads, kv_len, 3))
@@ -150,7 +150,7 @@ def test_masks_and_heads_that_do_not_fit_are_refused():
 
 
 def central_differences(loss, x, step=1e-5):
-    """The gradient of loss() in x, by moving one number of x at a time and back."""
+    """Differentiate loss() numerically: move one number of x at a time and back."""
     gradient = np.zeros_like(x)
     for index in np.ndindex(x.shape):
         value = x[index]

@@ -55,7 +55,7 @@ def times_painted(pieces: tuple[Piece, ...], q: Positions, kv: Positions) -> np.
 
 
 def visible_and_covered(pieces: tuple[Piece, ...]) -> tuple[int, int]:
-    """Pairs that are visible, and pairs a kernel computes that skips only the other half of CAUSAL and ANTICAUSAL."""
+    """Count visible pairs, and pairs of a kernel that skips only the other half of CAUSAL and ANTICAUSAL."""
     visible = sum(int(allowed_in(piece).sum()) for piece in pieces)
     covered = sum(int(allowed_in(p).sum()) if p.kind.is_triangle else allowed_in(p).size for p in pieces)
     return visible, covered
@@ -67,7 +67,7 @@ def shapes(pieces: tuple[Piece, ...]) -> list[tuple[PieceKind, int, int, int, in
 
 @pytest.fixture(params=[(1, 1), (2, 3), (4, 2), (8, 8), (128, 32)], ids=lambda sizes: f"leaf{sizes[0]}-jump{sizes[1]}")
 def _leaf_sizes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Small limits, so that tiles of 64 tokens are cut as deeply as long ones are."""
+    """Set small limits, so that tiles of 64 tokens are cut as deeply as long ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ringspan.program.pieces, "LEAF", request.param[0])
         patch.setattr(ringspan.program.pieces, "JUMP", request.param[1])

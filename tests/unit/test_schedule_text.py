@@ -1,4 +1,4 @@
-"""A schedule and its grid are the same thing: they turn into each other, and the grids of tests/golden are as drawn.
+"""A schedule and its grid convert into each other, and the grids of tests/golden do not change.
 
 `PYTHONPATH=tests python tests/unit/test_schedule_text.py` writes the golden grids anew; look at what changed first.
 """
@@ -80,7 +80,7 @@ attends = st.lists(st.builds(Attend, sides, sides), max_size=2)
 
 @st.composite
 def schedules(draw: st.DrawFn) -> rs.Schedule:
-    """Anything that can be written, valid or not."""
+    """Any schedule that can be written, valid or not."""
     world_size = draw(st.integers(1, 12))
     ranks = st.integers(0, world_size - 1)
     transfers = st.lists(st.builds(Transfer, blocks, ranks, ranks), max_size=3)
@@ -155,12 +155,12 @@ WRONG_TEXTS = {
     "marked step": (TWO + "▶ 0 │ q0×kv0 │ q1×kv1", "found step '▶ 0'"),
     "unknown kind": (
         TWO + "0 │ query0×kv0 │ ",
-        "'query0' is no block; a block is a kind .dkv, dq, kv, out, q, q_grad.",
+        "'query0' is not a block; a block is a kind .dkv, dq, kv, out, q, q_grad.",
     ),
-    "no owner": (TWO + "0 │ q×kv0 │ ", "'q' is no block"),
-    "bad heads": (TWO + "0 │ q0[1]×kv0 │ ", "'q0.1.' is no block"),
-    "no block": (TWO + "0 │ ×kv0 │ ", "'' is no block"),
-    "no action": (TWO + "0 │ q0 │ ", "'q0' is no action; an action is like 'q0×kv3', 'kv3→1' or 'out.↔all'"),
+    "no owner": (TWO + "0 │ q×kv0 │ ", "'q' is not a block"),
+    "bad heads": (TWO + "0 │ q0[1]×kv0 │ ", "'q0.1.' is not a block"),
+    "no block": (TWO + "0 │ ×kv0 │ ", "'' is not a block"),
+    "not an action": (TWO + "0 │ q0 │ ", "'q0' is not an action; an action is like 'q0×kv3', 'kv3→1' or 'out.↔all'"),
     "no rank to send to": (TWO + "0 │ kv0→x │ ", "kv0→x"),
     "nobody to send to": (TWO + "0 │ kv0→ │ ", "kv0→"),
     "merge by some": (TWO + "0 │ out*↔1 │ out*↔1", "out.↔1"),

@@ -1,4 +1,4 @@
-"""The simulator itself: what its trace tells, what it computes in, what it refuses, and how much memory it takes."""
+"""The simulator: its trace, its arithmetic, its refusals, and its memory."""
 
 import tracemalloc
 from collections import Counter
@@ -80,7 +80,7 @@ def test_held_blocks_of_a_ring():
 
 
 def test_coverage_and_pairs_of_tiles():
-    """Contiguous causal: the diagonal is partial, below it all is visible; pairs are those of Layout.work."""
+    """Contiguous causal: the diagonal is partial, below it all pairs are visible; counts are those of Layout.work."""
     layout = rs.contiguous(LENGTH, 4)
     got = simulate(layout)
     pairs = np.zeros((4, 4), np.int64)
@@ -153,7 +153,7 @@ def test_a_backward_trace_has_no_lse():
 
 @ALGORITHMS
 def test_inputs_are_left_alone(options):
-    """Also where a shard is a view of them: a contiguous layout, or a single rank."""
+    """Also if a shard is a view: a contiguous layout, or a single rank."""
     q, k, v, dout = arrays = make_arrays("inputs", HEADS, LENGTH, LENGTH)
     copies = [x.copy() for x in arrays]
     for layout in (rs.zigzag(LENGTH, 4), rs.contiguous(LENGTH, 4)):
@@ -176,7 +176,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("algorithm", ["pass_kv", "pass_q"])
 def test_float16_accumulates_in_float32(algorithm):
-    """Sums of thousands of ones, which the 11 bits of a float16 could not hold, and outputs as good as it can write."""
+    """Sums of thousands of ones exceed the 11 bits of float16; outputs are as accurate as float16 can be."""
     length = 6000
     q, k = (np.zeros((length, 1), np.float16) for _ in range(2))
     rng = np.random.default_rng(0)

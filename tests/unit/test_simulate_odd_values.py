@@ -1,4 +1,4 @@
-"""NaN and infinity in the input of a simulation: they reach what sees them, nothing else, and warn of nothing.
+"""NaN and infinity in the input of a simulation reach only the rows that see them, without a warning.
 
 Warnings are errors in all tests. The truth is each row by itself over just the keys it sees, so that nothing can reach
 it from anywhere else.

@@ -1,4 +1,4 @@
-"""The two functions for lessons."""
+"""The two teaching functions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A sum over tiles has one shape, whoever holds which tiles: checked against the binary tree written as a recursion."""
+"""A sum over tiles has one shape for any distribution of tiles: compared with a recursive binary tree."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from ringspan.program.reproducible.tree import Join, Node, Tree
 
 
 def nested(tiles: list[int], low: int, high: int) -> object:
-    """The tree over all numbers in [low, high), a power of two long, in which a missing tile is nothing."""
+    """The tree over [low, high), whose length is a power of two; a missing tile is None."""
     if high - low == 1:
         return low if low in tiles else None
     middle = (low + high) // 2
@@ -17,14 +17,14 @@ def nested(tiles: list[int], low: int, high: int) -> object:
 
 @st.composite
 def shares(draw: st.DrawFn) -> list[list[int]]:
-    """The tiles of some ranks, each in the order in which the rank comes by them."""
+    """Deal tiles to ranks, each in the order in which the rank gets them."""
     tiles = draw(st.lists(st.integers(0, 63), unique=True, min_size=1))
     owners = draw(st.lists(st.integers(0, 4), min_size=len(tiles), max_size=len(tiles)))
     return [[tile for tile, owner in zip(tiles, owners, strict=True) if owner == rank] for rank in range(5)]
 
 
 def take_together(tree: Tree, values: dict[Node, object], node: Node, value: object) -> None:
-    """Hold one more value; join all that can be joined."""
+    """Add a value and join all pairs that can be joined."""
     held = set(values)
     values[node] = value
     for left, right in tree.add(held, node):

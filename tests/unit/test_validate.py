@@ -21,7 +21,7 @@ LOCAL_AND_ALL = ((1, 0, 1), (0, 1, 1))  # and the keys that all ranks hold
 
 
 def grid(text: str) -> rs.Schedule:
-    """A schedule from its header and the cells of its steps."""
+    """Parse a schedule from its header and the cells of its steps."""
     header, *rows = text.splitlines()
     columns = " │ ".join(["step", *(f"rank {rank}" for rank in range(int(header.split()[0])))])
     return rs.schedule.parse_schedule("\n".join([header, columns, *(f"{t} │ {row}" for t, row in enumerate(rows))]))
@@ -34,7 +34,7 @@ def refusal(schedule: rs.Schedule, matrix: tuple) -> str:
 
 
 def check_place(message: str) -> None:
-    """The message names step and rank, and the grid below it points at that step and no other."""
+    """Check that the message names step and rank, and that the grid below it marks that step only."""
     first, *lines = message.splitlines()
     named = re.match(r"step (\d+): .*\brank", first)
     assert named, f"no step or no rank in {first!r}"
@@ -72,7 +72,7 @@ REFUSALS = {
         "2 ranks\nq0×kv0 kv7→1 │ q1×kv1", "step 0: kv7→1 from rank 0: owner 7 is not one of the 2 ranks"
     ),
     "send to itself": Refusal(
-        "2 ranks\nq0×kv0 kv0→0 │ q1×kv1", "step 0: rank 0 sends kv0 to itself; it holds it already"
+        "2 ranks\nq0×kv0 kv0→0 │ q1×kv1", "step 0: rank 0 sends kv0 to itself; remove the transfer"
     ),
     "send what is not held": Refusal(
         "2 ranks\nq0×kv0 kv1→1 │ q1×kv1", "step 0: rank 0 sends kv1, which has not been received"
@@ -93,22 +93,22 @@ REFUSALS = {
     ),
     "receive one's own": Refusal(
         "2 ranks\nq0×kv0 kv0→1 │ q1×kv1\n │ q1×kv0 kv0→0",
-        "step 1: rank 0 receives kv0 from rank 1, but it has it already; do not send it twice",
+        "step 1: rank 0 receives kv0 from rank 1, but holds it already; send it once",
         CAUSAL,
     ),
     "receive what all hold": Refusal(
         "2 ranks\nq0×kv0 kv*→1 │ q1×kv1",
-        "step 0: rank 1 receives kv* from rank 0, but it has it already; do not send it twice",
+        "step 0: rank 1 receives kv* from rank 0, but holds it already; send it once",
         LOCAL_AND_ALL,
     ),
     "receive twice": Refusal(
         "2 ranks\nq0×kv0 │ q1×kv1 kv1→0\nq0×kv1 │ kv1→0",
-        "step 1: rank 0 receives kv1 from rank 1, but it has it already; do not send it twice",
+        "step 1: rank 0 receives kv1 from rank 1, but holds it already; send it once",
         AHEAD,
     ),
     "receive some heads twice": Refusal(
         "2 ranks, heads 4/2\n │ q1×kv1 kv1[0:1]→0\nq0[0:2]×kv1[0:1] │ kv1→0",
-        "step 1: rank 0 receives kv1 from rank 1, but it has it already; do not send it twice",
+        "step 1: rank 0 receives kv1 from rank 1, but holds it already; send it once",
         AHEAD,
     ),
     "receive and never read": Refusal(
@@ -131,23 +131,23 @@ REFUSALS = {
         "step 0: rank 0 attends q0[0:2],q1[2:4]×kv0; the blocks of one side of an attend have the same heads",
     ),
     "attend a block twice at once": Refusal(
-        "2 ranks\nq0×kv0,kv0 │ q1×kv1", "step 0: rank 0 attends q0×kv0,kv0; a block stands there twice"
+        "2 ranks\nq0×kv0,kv0 │ q1×kv1", "step 0: rank 0 attends q0×kv0,kv0; a block appears twice"
     ),
     "attend the wrong KV heads": Refusal(
         "2 ranks, heads 4/2\nq0[0:2]×kv0[1:2] │ q1×kv1",
-        "step 0: rank 0 attends q0[0:2]×kv0[1:2]; the KV heads are not those of the query heads",
+        "step 0: rank 0 attends q0[0:2]×kv0[1:2]; the KV heads do not belong to the query heads",
     ),
     "attend too many KV heads": Refusal(
         "2 ranks, heads 4/2\nq0[0:2]×kv0 q0[2:4]×kv0 │ q1×kv1",
-        "step 0: rank 0 attends q0[0:2]×kv0; the KV heads are not those of the query heads",
+        "step 0: rank 0 attends q0[0:2]×kv0; the KV heads do not belong to the query heads",
     ),
     "attend parts of two groups": Refusal(
         "2 ranks, heads 8/2\nq0[0:1]×kv0[0:1] q0[1:5]×kv0 q0[5:8]×kv0[1:2] │ q1×kv1",
-        "step 0: rank 0 attends q0[1:5]×kv0; the KV heads are not those of the query heads",
+        "step 0: rank 0 attends q0[1:5]×kv0; the KV heads do not belong to the query heads",
     ),
     "attend what sees nothing": Refusal(
         "2 ranks\nq0×kv0 kv0→1 │ q1×kv1\n │ q1×kv0",
-        "step 1: rank 1 attends q1×kv0, but q1 has nothing visible there; leave it out",
+        "step 1: rank 1 attends q1×kv0, but q1 has no visible pair there; leave it out",
     ),
     "attend twice": Refusal(
         "2 ranks\nq0×kv0 q0×kv0 │ q1×kv1", "step 0: rank 0 attends q0×kv0, but out0 there has kv0 already"
@@ -196,10 +196,10 @@ REFUSALS = {
         LOCAL_AND_ALL,
     ),
     "merge an input": Refusal(
-        "2 ranks\nq0×kv0 kv*↔all │ q1×kv1 kv*↔all", "step 0: kv*↔all: only a sum that every rank holds"
+        "2 ranks\nq0×kv0 kv*↔all │ q1×kv1 kv*↔all", "step 0: kv*↔all: an AllMerge takes a sum that every rank holds"
     ),
     "merge one rank's sum": Refusal(
-        "2 ranks\nq0×kv0 out0↔all │ q1×kv1 out0↔all", "step 0: out0↔all: only a sum that every rank holds"
+        "2 ranks\nq0×kv0 out0↔all │ q1×kv1 out0↔all", "step 0: out0↔all: an AllMerge takes a sum that every rank holds"
     ),
     "merge nothing": Refusal("2 ranks\nq*×kv0 out*↔all │ q*×kv1 out*↔all\nout*↔all │ out*↔all", "step 0: ", FULL),
     "merge all twice": Refusal(
@@ -228,7 +228,7 @@ REFUSALS = {
     ),
     "add up what stays in parts": Refusal(
         "2 ranks\nq_grad0×kv0 q_grad0×kv* │ q_grad1×kv1 q_grad1×kv*\ndkv*↔all │ dkv*↔all",
-        "step 1: rank 1 adds to dkv* what another rank has added already",
+        "step 1: rank 1 adds pairs to dkv* that another rank has added already",
         LOCAL_AND_ALL,
     ),
 }
@@ -253,12 +253,12 @@ def test_src_that_is_no_rank():
 
 def test_a_step_for_other_ranks():
     message = refusal(rs.Schedule.of_steps(2, None, [LOCAL_STEP, Step([()])]), LOCAL)
-    assert message.startswith("step 1: the step has attends for 1 ranks; there are 2")
+    assert message.startswith("step 1: the step has attends for 1 ranks; the schedule has 2")
 
 
 def test_a_schedule_for_other_ranks():
     schedule = rs.Schedule.of_steps(2, None, [LOCAL_STEP])
-    assert "for 2 ranks and visible for 3" in refusal(schedule, ((1,) * 3,) * 3)
+    assert "2 ranks and visible has 3" in refusal(schedule, ((1,) * 3,) * 3)
 
 
 def test_no_steps_at_all():
@@ -293,7 +293,7 @@ def mutants(samples: list[Sample]) -> Iterator[tuple[str, Sample, rs.Schedule]]:
 
 
 def verdict(mutant: rs.Schedule, visible: rs.Visible) -> str | None:
-    """The message of the refusal; None if it is accepted."""
+    """Return the message of the refusal; None if the schedule is accepted."""
     try:
         validate(mutant, visible)
     except rs.ScheduleError as error:
@@ -302,7 +302,7 @@ def verdict(mutant: rs.Schedule, visible: rs.Visible) -> str | None:
 
 
 def explanation(sample: Sample, mutant: rs.Schedule, message: str) -> str | None:
-    """Why it is right to refuse a schedule though it gives the right result for no more bytes; None if it is not."""
+    """Return why a schedule with a right result and no extra bytes is refused; None without a reason."""
     if unnamed_heads(mutant, sample.heads) == unnamed_heads(sample.schedule, sample.heads):
         return "all heads, by a name that does not fit those of the other blocks"
     reasons = {
@@ -314,7 +314,7 @@ def explanation(sample: Sample, mutant: rs.Schedule, message: str) -> str | None
 
 
 def unnamed_heads(schedule: rs.Schedule, heads: rs.Heads) -> rs.Schedule:
-    """The schedule with all heads written as None."""
+    """Replace ranges of all heads by None."""
     draft = Draft(schedule)
     for slot in draft.slots():
         num_heads = heads.num_kv_heads if slot.block.kind in ("kv", "dkv") else heads.num_heads
@@ -335,7 +335,7 @@ def test_samples_are_valid_and_various(samples):
 
 
 def test_faults(samples, monkeypatch):
-    """What is accepted does no harm; what is refused does, or there is a reason to refuse it all the same."""
+    """Accepted schedules do no harm; refused ones do, or there is another reason to refuse them."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
     wrong = []
     for name, sample, mutant in mutants(samples):

@@ -1,12 +1,12 @@
-"""Whole models of other libraries on ranks. An adapter is loaded when it is first used, with the library it is for."""
+"""Models of other libraries on ranks. An adapter and its library are loaded when the adapter is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringspan.adapters import transformers
+    from ringspan.adapters import diffusers, transformers
 
-__all__ = ["transformers"]
+__all__ = ["diffusers", "transformers"]
 
 
 def __getattr__(name: str) -> object:

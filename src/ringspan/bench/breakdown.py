@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ringspan.bench.result import Activity, Breakdown
 
-MOST = 0.9  # of the time: with as much, attention is the bottleneck, as it should be
-EVEN = 1.1  # times as long on one rank as on another: up to here attention is called even
+MOST = 0.9  # share of the time from which on attention is the bottleneck, as it should be
+EVEN = 1.1  # ratio between two ranks up to which their attention time counts as equal
 
 
 class Interval(NamedTuple):
@@ -22,7 +22,7 @@ class Interval(NamedTuple):
 
 
 def break_down(activities: Sequence[Activity], calls: Sequence[Interval]) -> tuple[Breakdown, ...]:
-    """Each rank's time; `calls` are by rank."""
+    """The breakdown of each rank's time; `calls` holds one interval per rank."""
     begin_s, finish_s = min(call.start_s for call in calls), max(call.end_s for call in calls)
     sent_at = {_message(it): it.start_s for it in activities if it.kind == "send"}
     by_rank: list[list[Activity]] = [[] for _ in calls]
@@ -55,17 +55,17 @@ def _message(it: Activity) -> tuple[object, ...]:
 
 
 class Verdict(NamedTuple):
-    """What takes longest of all that should not be there, or attention if little else is; and a sentence about it."""
+    """The largest loss, or attention if the losses are small, and a sentence about it."""
 
     bottleneck: str
     text: str
 
 
 def judge(ranks: Sequence[Breakdown], ideal_s: float) -> Verdict:
-    """Name the bottleneck and the way out; `ideal_s` is how long attention takes if nothing else is done."""
+    """Name the bottleneck and the remedy; `ideal_s` is the time of attention when nothing else runs."""
     attention = [rank.attention_s / rank.total_s for rank in ranks]
     losses = {name: [getattr(rank, f"{name}_s") / rank.total_s for rank in ranks] for name in _LOSSES}
-    # Part of attention_s, not beside it: what attention takes longer than alone.
+    # A part of attention_s: how much longer attention takes than alone.
     losses["contention"] = [max(0.0, rank.attention_s - ideal_s) / rank.total_s for rank in ranks]
     name = max(losses, key=lambda name: sum(losses[name]))
     shares = losses[name]
@@ -79,15 +79,15 @@ def judge(ranks: Sequence[Breakdown], ideal_s: float) -> Verdict:
 
 
 def _why_waiting(least: float, most: float) -> str:
-    """What the ranks' shares of attention say of it. Their speeds are not known, so work is never the only guess."""
+    """The likely reason. The speeds of the ranks are unknown, so uneven work is never named alone."""
     if most <= EVEN * least:
         return (
-            " All spend as long on attention, so they hold each other up, or other programs do: see that every rank "
-            "has a core of its own."
+            " All spend the same time on attention, so they delay each other, or other programs do: give every rank "
+            "its own core."
         )
     return (
         f" Attention takes {100 * least:.0f} to {100 * most:.0f} % of the time of a rank: either work is uneven, which "
-        "another layout (zigzag, balanced) mends, or some ranks are slower; see that every rank has a core of its own."
+        "another layout (zigzag, balanced) corrects, or some ranks are slower; give every rank its own core."
     )
 
 
@@ -101,7 +101,7 @@ _SENTENCES = {
         "More tokens, fewer ranks, fewer KV heads or a faster link hide them."
     ),
     "waiting": (
-        "The bottleneck is waiting: rank {rank} stands still {share} of the time, until others begin, send or finish."
+        "The bottleneck is waiting: rank {rank} is idle for {share} of the time, until others begin, send or finish."
     ),
     "other": (
         "The bottleneck is overhead outside kernels and messages: {share} of the time on rank {rank}. "

@@ -1,4 +1,4 @@
-"""How fast is this machine, in the planner's terms? The curves of one rank, measured while all ranks are at work.
+"""How fast is this machine, in the planner's terms? The curves of one rank, measured while all ranks compute.
 
 Tiles run through the runtime's own arithmetic, so slabs and copies count as they will in a call; all ranks compute at
 the same time, since cores share memory and power. Messages go both ways at once, as in a ring.
@@ -17,7 +17,7 @@ import torch
 from ringspan.bench.calibration import Calibration, fit_attention, fit_link
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
-from ringspan.bench.settings import Job, Settings
+from ringspan.bench.settings import CalibrationSettings, Job
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Request
 from ringspan.planner.cost import RINGSPAN
@@ -30,26 +30,27 @@ from ringspan.transports.base import Handle, Receive, Send
 TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)
 MESSAGE_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
 STOLEN_FROM = 2048  # tokens of the tile that is computed while a message travels
-REPEATS = 5  # at least
+REPEATS = 5  # the least number
 MOST_REPEATS = 25
-BUDGET_S = 1.0  # for more than that
+BUDGET_S = 1.0  # per measurement, for repeats beyond REPEATS
 
 
 class _Here(NamedTuple):
-    settings: Settings
+    job: Job
+    settings: CalibrationSettings
     session: Session
     device: torch.device
     arithmetic: TorchArithmetic
 
 
 def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Calibration | None:
-    """One rank's part; the curves are on rank 0, None on the others."""
-    assert job.settings is not None
-    settings, session = job.settings, session_of(group)
+    """Measure on this rank. Returns the curves on rank 0, None on the others."""
+    assert job.calibration is not None
+    settings, session = job.calibration, session_of(group)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     kernel = choose_kernel(settings.kernel, Request(device, dtype, settings.head_dim, settings.head_dim))
     like = torch.empty(1, dtype=dtype, device=device)
-    here = _Here(settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
+    here = _Here(job, settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
     lengths = [n for n in TILE_LENGTHS if n <= max(settings.seq_len, TILE_LENGTHS[0])]
     total = 2 * len(lengths) + len(MESSAGE_BYTES) + 2
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -64,7 +65,7 @@ def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Prog
         messages.append((nbytes, _message_s(here, nbytes)))
     report(Progress(total - 1, total, "a tile while a message travels"))
     stolen_s = _stolen_s(here) if session.transport.world_size > 1 else [0.0]
-    everyone = gather_values(session.transport, (seconds, merging_s, messages, stolen_s), settings.timeout_s)
+    everyone = gather_values(session.transport, (seconds, merging_s, messages, stolen_s), job.timeout_s)
     if session.transport.rank:
         return None
     return _conclude(here, kernel.name, lengths, everyone)
@@ -88,29 +89,29 @@ def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequen
         memory_bytes_per_s=_read_bytes_per_s(here.device),
         dense_flops_per_s=_matmul_flops_per_s(here.device),
         node_size=len(everyone),
-        about=f"{settings.dtype}, head_dim {settings.head_dim}, {len(everyone)} ranks over {settings.carrier}",
+        about=f"{settings.dtype}, head_dim {settings.head_dim}, {len(everyone)} ranks over {here.job.carrier}",
         tiles=tuple((kind, n, slowest[kind, n]) for kind, n in slowest),
         messages=tuple(messages),
     )
 
 
 def _slowest(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Of every repeat the slowest rank counts, for which the others wait; of the repeats the middle one."""
+    """The median over repeats of the slowest rank, for which the others wait."""
     return float(statistics.median(max(seconds) for seconds in zip(*of_ranks, strict=True)))
 
 
 def _time(here: _Here, call: Callable[[], object]) -> list[float]:
-    """Seconds of every repeat, all ranks beginning together; the first two are not counted."""
+    """Seconds of every repeat. All ranks begin together; two warm-up runs are not counted."""
     seconds: list[float] = []
     num_repeats = 2 + REPEATS
     while len(seconds) < num_repeats:
-        meet(here.session.transport, here.settings.timeout_s)
+        meet(here.session.transport, here.job.timeout_s)
         start_s = time.perf_counter()
         call()
         _finish(here.device)
         seconds.append(time.perf_counter() - start_s)
         if len(seconds) == 2:
-            told = gather_values(here.session.transport, seconds[1], here.settings.timeout_s)
+            told = gather_values(here.session.transport, seconds[1], here.job.timeout_s)
             num_repeats = 2 + max(REPEATS, min(MOST_REPEATS, int(BUDGET_S / max(told))))
     return seconds[2:]
 
@@ -145,21 +146,21 @@ def _merge_s(here: _Here, n: int) -> list[float]:
 
 
 def _stolen_s(here: _Here) -> list[float]:
-    """How much longer a tile takes while the largest message travels both ways, by pairs of repeats."""
+    """How much longer a tile takes while the largest message travels both ways, for each pair of repeats."""
     q, kv, out = _operands(here, STOLEN_FROM)
     piece = Piece(slice(0, STOLEN_FROM), slice(0, STOLEN_FROM), PieceKind.FULL, None, None)
     exchange = _exchange(here, MESSAGE_BYTES[-1])
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * MOST_REPEATS):
         is_sending = bool(i % 2)
-        meet(here.session.transport, here.settings.timeout_s)
+        meet(here.session.transport, here.job.timeout_s)
         handles = exchange() if is_sending else ()
         start_s = time.perf_counter()
         here.arithmetic.attend(piece, q, kv, out, True)
         _finish(here.device)
         seconds[is_sending].append(time.perf_counter() - start_s)
         for handle in handles:
-            handle.wait(here.settings.timeout_s)
+            handle.wait(here.job.timeout_s)
     return [busy - free for free, busy in zip(seconds[False], seconds[True], strict=True)]
 
 
@@ -168,13 +169,13 @@ def _message_s(here: _Here, nbytes: int) -> list[float]:
 
     def wait() -> None:
         for handle in exchange():
-            handle.wait(here.settings.timeout_s)
+            handle.wait(here.job.timeout_s)
 
     return _time(here, wait)
 
 
 def _exchange(here: _Here, nbytes: int) -> Callable[[], Sequence[Handle]]:
-    """Starts a message to the next rank and one from the rank before."""
+    """Return a call that sends a message to the next rank and receives one from the previous rank."""
     transport = here.session.transport
     rank, size = transport.rank, transport.world_size
     sent, buffer = (torch.zeros(nbytes, dtype=torch.uint8, device=here.device) for _ in range(2))

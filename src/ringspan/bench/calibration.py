@@ -77,10 +77,10 @@ def _solve(
 
 
 def format_calibration(calibration: Calibration) -> str:
-    """As TOML, for `ringspan plan --devices 2xFILE`."""
+    """As TOML, for `ringspan plan`."""
     rate, latency_s = calibration.link
     lines = [
-        "# Written by ringspan bench --calibrate. SI units; what one rank reaches while the others are busy too.",
+        "# Written by ringspan bench calibrate. SI units; what one rank reaches while the others are busy too.",
         f'about = "{calibration.about}"',
         *(
             f"{name} = {getattr(calibration, name):.6g}"

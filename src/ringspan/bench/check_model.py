@@ -16,21 +16,21 @@ from ringspan.bench.one_device import largest_error
 from ringspan.bench.result import Check
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-TIMES = 2  # as far off as one process in a half type
+TIMES = 2  # error allowed in a half type, relative to that of one process in the same type
 
 Answer = list[torch.Tensor]
 """The logits (batch, vocabulary) after the prompts and after each token that follows."""
 
 
 class Outcome(NamedTuple):
-    """What a model gave."""
+    """What one run of the model computed."""
 
     answer: Answer
     trained: Trained
 
 
 class Checked(NamedTuple):
-    """Errors by what they are of, and how many of the tokens that ranks chose are right."""
+    """Errors of logits, loss and gradients, and how many of the tokens that the ranks chose are right."""
 
     checks: dict[str, Check]
     right_tokens: int
@@ -44,14 +44,14 @@ def check_model(
     of_ranks: Outcome,
     chosen: Sequence[Sequence[Sequence[int]]],
 ) -> Checked:
-    """`chosen` are the tokens (batch,) that every rank found likeliest, after the prompts and after each given one."""
+    """Compare the ranks with one process. `chosen` holds, for every rank, its likeliest token after each step."""
     dtype = alone.model.embedding.dtype
     name, exact = "one process", of_one_process
     tolerances = dict.fromkeys(_errors(exact, exact), TOLERANCE.get(dtype, 0.0))
     if dtype not in TOLERANCE:
         name, exact = "one process in float32", _in_float32(alone, given)
         tolerances = {what: TIMES * error for what, error in _errors(of_one_process, exact).items()}
-        tolerances["loss"] = tolerances["logits"]  # a mean may be right by chance
+        tolerances["loss"] = tolerances["logits"]  # the loss is a mean, which can be right by chance
     found = _errors(of_ranks, exact)
     checks = {what: Check(error if isfinite(error) else None, tolerances[what], name) for what, error in found.items()}
     tokens = [
@@ -69,7 +69,7 @@ def _in_float32(alone: OneProcess, given: Sequence[torch.Tensor]) -> Outcome:
 
 
 def _errors(found: Outcome, right: Outcome) -> dict[str, float]:
-    """Of logits and loss |difference| / max(1, |value|); of gradients in the largest of the same weights."""
+    """Errors of logits and loss are |difference| / max(1, |value|); those of gradients are relative to the largest."""
     (answer, trained), (right_answer, right_trained) = found, right
     gradients = zip(trained.gradients, right_trained.gradients, strict=True)
     scaled = [((x.double() - y.double()).abs().max() / y.double().abs().max()).item() for x, y in gradients]
@@ -81,6 +81,6 @@ def _errors(found: Outcome, right: Outcome) -> dict[str, float]:
 
 
 def _is_likeliest(logits: torch.Tensor, sequence: int, token: int, tolerance: float) -> bool:
-    """Two logits that differ by less than both may be off are equally likely."""
+    """Two logits count as equal if they differ by less than the sum of their tolerances."""
     likeliest = logits[sequence].max().item()
     return logits[sequence, token].item() >= likeliest - 2 * tolerance * max(1.0, abs(likeliest))

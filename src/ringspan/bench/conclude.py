@@ -1,4 +1,4 @@
-"""What do the ranks' notes say together? Rank 0 makes the result of them."""
+"""How does rank 0 combine what the ranks have measured into one result?"""
 
 import os
 import platform
@@ -25,7 +25,7 @@ from ringspan.bench.settings import Settings
 
 
 class Dissected(NamedTuple):
-    """One run under the watch, on one rank. All ranks had met just before it began."""
+    """One recorded run on one rank. All ranks passed a barrier just before it."""
 
     host: str
     call: Interval
@@ -34,7 +34,7 @@ class Dissected(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one rank has found, by repeat. The times of one device are those of rank 0; the others were idle then."""
+    """The measurements of one rank, by repeat. Times of one device come from rank 0 while the others are idle."""
 
     one_device_s: list[float]
     ideal_s: list[float]
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 def conclude(
     settings: Settings, kernel: str, method: str, device: torch.device, everyone: Sequence[Found], checked: Check
 ) -> Measured:
-    """The result, from what each rank has found."""
+    """The result of the measurements of all ranks."""
     alone = Timing.of(everyone[0].one_device_s)
     ideal, ranks = (
         Timing.of([max(seconds) for seconds in zip(*of_ranks, strict=True)])
@@ -79,7 +79,7 @@ def conclude(
 
 
 def on_one_clock(run: Sequence[Dissected]) -> list[Dissected]:
-    """Processes of one machine share a clock. Those of several share the moment at which they had met."""
+    """Clocks agree on one machine. Across machines, the barrier before the run is the common moment."""
     if len({one.host for one in run}) == 1:
         return list(run)
 
@@ -92,7 +92,7 @@ def on_one_clock(run: Sequence[Dissected]) -> list[Dissected]:
 
 
 def middle_run(runs: Sequence[list[Dissected]]) -> list[Dissected]:
-    """The run that took the middle time."""
+    """The run with the median time."""
 
     def total_s(run: list[Dissected]) -> float:
         return max(one.call.end_s for one in run) - min(one.call.start_s for one in run)
@@ -127,5 +127,5 @@ def _parameters(settings: Settings, kernel: str) -> Parameters:
 def machine_of(device: torch.device) -> Machine:
     """Where this process runs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    version = str(torch.__version__)  # as a plain string; its own type would make the parent load torch to read it
+    version = str(torch.__version__)  # unpickling torch's own type would load torch in the parent
     return Machine(platform.platform(), os.cpu_count() or 1, name, platform.python_version(), version)

@@ -1,4 +1,4 @@
-"""What do the ranks' notes of a whole model say together? Rank 0 makes the result of them."""
+"""How does rank 0 combine what the ranks have measured of a model into one result?"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from ringspan.bench.settings import Job
 from ringspan.bench.transformer_result import ANSWER, PHASES, ModelMemory, Phase, PhaseResult, TransformerResult
 
 Times = dict[tuple[Phase, str], list[float]]
-"""Seconds of every repeat, by what was run and by whom: "one", "ranks" or "ideal"."""
+"""Seconds of every repeat, by phase and by who ran it: "one", "ranks" or "ideal"."""
 
 
 class Found(NamedTuple):
-    """What one rank has found. The times of one process are those of rank 0; the others were idle then."""
+    """The measurements of one rank. Times of one process come from rank 0 while the others are idle."""
 
     seconds: Times
     cpu_seconds: Times
@@ -36,7 +36,7 @@ def conclude_transformer(
     one_process: ModelMemory,
     checked: Checked,
 ) -> TransformerResult:
-    """The result, from what each rank has found."""
+    """The result of the measurements of all ranks."""
     assert job.transformer is not None
     return TransformerResult(
         settings=job.transformer,
@@ -73,14 +73,13 @@ def _conclude_phase(job: Job, phase: Phase, everyone: Sequence[Found]) -> PhaseR
 
 
 def _slowest(phase: Phase, who: str, everyone: Sequence[Found]) -> Timing | None:
-    """By repeat, of all ranks."""
     if (phase, who) not in everyone[0].seconds:
         return None
     return Timing.of([max(seconds) for seconds in zip(*(found.seconds[phase, who] for found in everyone), strict=True)])
 
 
 def _share_of_cpu(phase: Phase, everyone: Sequence[Found]) -> Ratio | None:
-    """Of the processor time of all ranks."""
+    """The ratio in processor time, summed over the ranks."""
     if (phase, "ideal") not in everyone[0].cpu_seconds:
         return None
     ideal, ranks = (

@@ -1,4 +1,4 @@
-"""A dense decoder, to be measured: plain torch, random weights, and attention as a function it is given.
+"""What model is measured? A dense decoder in plain torch with random weights; attention is a function passed in.
 
 It has what the planner's `dense:` line counts: per layer four projections, two norms and an MLP of two matrices, with
 no biases. Queries and keys are turned by their global positions, so any part of a sequence can be computed anywhere.
@@ -22,7 +22,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Decoder(nn.Module):
-    """The same weights for the same settings, on whatever rank."""
+    """A dense decoder; equal settings give equal weights on every rank."""
 
     def __init__(self, settings: TransformerSettings, device: torch.device) -> None:
         super().__init__()
@@ -48,17 +48,17 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In float32 at least."""
+        """The logits of hidden states, computed in float32 or wider."""
         return _project(hidden, self.unembedding).to(torch.promote_types(hidden.dtype, torch.float32))
 
     @property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return sum(x.nbytes for x in self.parameters())
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each behind a norm and beside a residual."""
+    """Attention and an MLP, each with a norm before it and a residual around it."""
 
     def __init__(self, number: int, settings: TransformerSettings, new: Callable[[int, int], nn.Parameter]) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class Layer(nn.Module):
         self.down = new(settings.width, settings.mlp_size)
 
     def forward(self, x: torch.Tensor, turn: "_Turn", attend: Attend) -> torch.Tensor:
-        """Some tokens, x (batch, seq, width), wherever in their sequences they are."""
+        """Run tokens x (batch, seq, width), which may stand anywhere in their sequences."""
         heads = torch.unflatten(_project(self.norm(x), self.qkv), -1, (-1, self.head_dim)).transpose(1, 2)
-        # Copied once, so that every head is contiguous, as messages and kernels want it.
+        # Copied once, so that every head is contiguous for messages and kernels.
         q, k, v = torch.split(heads.contiguous(), self.num_heads, dim=1)
         out = attend(self.number, turn(q), turn(k), v)
         x = x + _project(out.transpose(1, 2).flatten(2), self.out)
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
 
 class _Turn:
-    """RoPE: turns pairs of dims by position times a frequency of their own; the angles serve all layers."""
+    """RoPE: rotates each pair of dimensions by position times its frequency; all layers share the angles."""
 
     def __init__(self, positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
         pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
@@ -95,7 +95,7 @@ class _Turn:
 
 
 def _project(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply by weights. Few CPUs multiply half types fast, or at all: there it is done in float32, and rounded."""
+    """Multiply by weights. On CPUs, half types are multiplied in float32 and rounded, because few CPUs support them."""
     if x.device.type == "cpu" and x.dtype in _HALVES:
         return linear(x.float(), weights.float()).to(x.dtype)
     return linear(x, weights)

@@ -1,6 +1,6 @@
-"""How a rank finds its group, and what ranks tell each other beside attention.
+"""How does a rank open its group, and how do ranks exchange values and meet?
 
-All goes through the transport, so that gloo, NCCL, MPI and threads are measured by the same code.
+Everything goes through the transport, so that gloo, NCCL, MPI and threads are measured by the same code.
 """
 
 import functools
@@ -32,7 +32,7 @@ def open_group(
 
 
 def meet(transport: Transport, timeout_s: float) -> None:
-    """Return when all ranks are here; who waits, waits without using its core."""
+    """A barrier. A waiting rank does not use its core."""
     transport.all_gather_bytes(b".", timeout_s)
 
 
@@ -46,7 +46,7 @@ def gather_values(transport: Transport, value: object, timeout_s: float) -> list
 
 
 def sum_over_ranks(transport: Transport, tensors: Sequence[torch.Tensor], timeout_s: float) -> list[torch.Tensor]:
-    """The sums of every rank's tensors on all ranks, added in rank order: each rank adds a part and passes it round."""
+    """The sums of every rank's tensors, on all ranks: reduce-scatter in rank order, then all-gather."""
     sizes = [x.numel() for x in tensors]
     world_size, rank = transport.world_size, transport.rank
     part = -(-sum(sizes) // world_size)
@@ -54,7 +54,7 @@ def sum_over_ranks(transport: Transport, tensors: Sequence[torch.Tensor], timeou
     torch.cat([x.reshape(-1) for x in tensors], out=flat[: sum(sizes)])
     flat[sum(sizes) :] = 0
     parts = flat.view(world_size, part)
-    mine = [own if peer == rank else torch.empty_like(own) for peer, own in enumerate(parts)]  # by every rank
+    mine = [own if peer == rank else torch.empty_like(own) for peer, own in enumerate(parts)]  # this part of every rank
     _exchange(transport, parts, mine, timeout_s)
     wide = torch.promote_types(flat.dtype, torch.float32)
     parts[rank] = functools.reduce(torch.add, (x.to(wide) for x in mine))

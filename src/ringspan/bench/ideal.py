@@ -1,4 +1,4 @@
-"""What would a call cost if ranks had nothing to do but attention: no messages, nothing merged?
+"""What would a call cost if ranks computed only attention, without messages and merging?
 
 Every rank computes the pieces its own program gives it, with the kernel of the call. Whose values they are makes no
 difference to the time, so one q, one k and so on of each shape serves for all blocks. But q is not k: a core finds one
@@ -22,7 +22,7 @@ from ringspan.schedule import Block
 
 
 class Operands(NamedTuple):
-    """What a kernel takes for one piece; `merged` only in the backward pass."""
+    """The operands of a kernel for one piece; `merged` only in the backward pass."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -45,7 +45,7 @@ def own_pieces(prepared: Prepared[Problem], inputs: Inputs) -> Iterator[Operands
         if block.kind == "q":
             return None
         _, dout, out, lse = problem.block_shapes(block)
-        # About the lse of so many random keys: weights of another size are cheaper or dearer to compute.
+        # About the lse of this many random keys: other magnitudes change the time of exp.
         typical = torch.full(
             lse[:-1], math.log(problem.kv_layout.num_positions), dtype=accumulator_dtype(inputs.q.dtype)
         )
@@ -61,7 +61,7 @@ def own_pieces(prepared: Prepared[Problem], inputs: Inputs) -> Iterator[Operands
 
 
 def attend_pieces(kernel: Kernel, scale: float, pieces: Sequence[Operands]) -> None:
-    """Compute them, one after the other, and forget the results."""
+    """Compute the pieces one after the other and discard the results."""
     for q, k, v, merged, piece in pieces:
         if merged is None:
             kernel.forward(q, k, v, piece, scale)

@@ -1,4 +1,4 @@
-"""One rank measures a cache: time to first token over miss rates, time per token over contexts, each checked.
+"""How long do prefill and decode with a cache take? One rank's part: every point is timed and checked.
 
 The ways run in turn, so that what drifts slowly meets all of them. Outputs are compared with attention in float64, by
 the definition, for a few rows of every point.
@@ -41,7 +41,7 @@ QUERIES: dict[str, Query] = {Q_RING: "sharded", "one_shot": "replicated"}
 def measure_inference(
     job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]
 ) -> InferenceResult:
-    """All points of a job on this rank; the times are those of the slowest rank."""
+    """Measure all points of a job. Times are those of the slowest rank."""
     settings = job.inference
     assert settings is not None
     bench = _Bench(settings, group, device)
@@ -77,7 +77,7 @@ class _Bench:
         self.rank = self.transport.rank
 
     def prefill_point(self, miss: int) -> PrefillPoint:
-        """New tokens against a cache, every way."""
+        """Time new tokens against a cache, with every algorithm."""
         num_new = max(1, self.settings.seq_len * miss // 100)
         cached = self.settings.seq_len - num_new
         q, k, v = self._tensors(1, self.settings.seq_len, miss)
@@ -86,7 +86,7 @@ class _Bench:
             self._store(cache, {0: cached}, k[:, :, :cached], v[:, :, :cached])
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         error, picked = 0.0, ("", "")
-        for number in range(self.settings.repeats + 1):  # the first is to warm up
+        for number in range(self.settings.repeats + 1):  # the first is a warm-up
             for way in WAYS:
                 turn, out, took = self._timed_turn(cache, {0: num_new}, [x[:, :, cached:] for x in (q, k, v)], way)
                 if number:
@@ -101,7 +101,7 @@ class _Bench:
         return PrefillPoint(miss, num_new, cached, times, algorithm, reason, self._largest_error(error))
 
     def decode_point(self, context: int, batch: int) -> DecodePoint:
-        """One token per sequence: the parts alone, then the whole in both forms."""
+        """Time one token per sequence: the parts alone, then whole steps of both kinds."""
         cache = self._cache()
         q, k, v = self._tensors(batch, context + 1, context)
         for sequence in range(batch):
@@ -201,7 +201,7 @@ class _Bench:
                     arithmetic.begin(_full(rows[0].shape[2]), (q[sequence : sequence + 1],), rows)
 
     def _exchange(self, x: torch.Tensor, peers: list[int]) -> None:
-        """Send x to some ranks, and receive as much from as many."""
+        """Send x to some ranks, and receive tensors of its size from as many."""
         world_size = self.transport.world_size
         sources = [(2 * self.rank - peer) % world_size for peer in peers if peer != self.rank]
         posted = self.transport.exchange(
@@ -236,7 +236,6 @@ class _Bench:
         return worst if math.isfinite(worst) else None
 
     def _largest(self, value: float) -> float:
-        """Of all ranks."""
         everyone = self.transport.all_gather_bytes(value.hex().ljust(32).encode(), self.transport.timeout_s)
         return max(float.fromhex(one.decode().strip()) for one in everyone)
 
@@ -246,7 +245,7 @@ def _full(num_keys: int) -> Piece:
 
 
 def _difference(out: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest of all elements; what is not a number is infinitely wrong."""
+    """The largest element; NaN counts as infinite."""
     worst = float((out.double().cpu() - exact).abs().max())
     return math.inf if math.isnan(worst) else worst
 

@@ -1,4 +1,4 @@
-"""What is to be measured of a cache, and what was found: plain data, without torch."""
+"""What is measured of a cache, as plain data? Needs no torch."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from ringspan.bench.settings import InferenceSettings
 MISS_RATES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 75, 100)  # percent of all tokens that are new
 WAYS = (*RINGS, "auto")
 PARTS = ("attention", "sendrecv", "all_to_all", Q_RING, "one_shot")
-"""Of decode: a rank's part of the cache, a block of queries to the next rank, partial results to all others; and the
-whole, with the queries sharded by sequence and with all of them on every rank."""
+"""The parts of a decode step (attention over a rank's part of the cache, a block of queries to the next rank, partial
+results to all others) and two whole steps: queries sharded by sequence, and all queries on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class PrefillPoint:
 
     @property
     def over_better(self) -> float:
-        """How much longer than the better one the pick of auto took."""
+        """How much longer the automatic choice took than the faster algorithm, as a ratio above 0."""
         *rings, auto = (self.times[way].median_s for way in WAYS)
         return auto / min(rings) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """Time per token of one layer: its parts, each measured alone, and the whole of it."""
+    """Time per token of one layer: its parts, each measured alone, and whole steps."""
 
     context: int
     batch: int
@@ -44,7 +44,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """Everything."""
+    """All points of a measurement."""
 
     settings: InferenceSettings
     world_size: int

@@ -1,4 +1,4 @@
-"""Random tensors that do not depend on how they are sharded, made without ever holding the whole on one rank."""
+"""Which random tensors are measured? They do not depend on the layout, and no rank ever holds the whole sequence."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from ringspan.bench.settings import Settings
 from ringspan.span import Positions
 
-_CHUNK = 1024  # positions drawn at a time, each chunk from a generator of its own
+_CHUNK = 1024  # positions per random generator
 
 
 class Inputs(NamedTuple):
@@ -20,14 +20,14 @@ class Inputs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a measurement is about; `dout`, the gradient of the output, only if there is a backward pass."""
+    """The operands of a measurement. `dout`, the gradient of the output, is None without a backward pass."""
 
     inputs: Inputs
     dout: torch.Tensor | None
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(x.nbytes for x in (*self.inputs, self.dout) if x is not None)
 
 

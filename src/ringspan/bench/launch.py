@@ -1,8 +1,8 @@
-"""Who starts the ranks, watches them, and sees to it that none is left behind?
+"""Who starts the ranks, watches them, and ensures that no process and no folder is left behind?
 
 The parent loads no torch: it starts processes, hands each a job on its standard input, and reads messages from its
-standard output. Every way of ending ends the ranks: a result, an error, the time limit and Ctrl-C, because the parent
-kills them on its way out; and its own sudden death, because then their standard input closes, and they look for that.
+standard output. On a result, an error, the time limit, Ctrl-C, SIGTERM and SIGHUP it kills the ranks and removes its
+folder on the way out. If it is killed itself, the standard input of the ranks closes; they remove the folder and end.
 """
 
 import os
@@ -14,25 +14,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from ringspan.bench.settings import Job
+from ringspan.errors import RingspanError, ShapeError, UnsupportedError
 
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Else glibc gives freed memory back and asks for it again, page by page, which takes 2 to 6 % of a call.
+    # By default glibc returns freed memory to the system; faulting it in again takes 2 to 6 % of a call.
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
 }
-_GRACE_S = 3.0  # for other ranks to say what happened, after the first has failed
+_GRACE_S = 3.0  # after the first rank has failed, for the others to report why
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: ", as is done when memory runs out",
+    signal.SIGKILL: ", as the system does when memory runs out",
     signal.SIGILL: (
-        ", an instruction this CPU lacks; if a virtual machine promises more than it has, "
+        ", an instruction this CPU lacks; if a virtual machine reports instructions that it lacks, "
         "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment helps with half types"
     ),
 }
@@ -44,11 +45,15 @@ class RanksFailed(Exception):  # noqa: N818
 
 
 class RanksRefused(RanksFailed):
-    """The job asks for something that cannot be computed here."""
+    """The job asks for something that cannot be computed here; `refusal` is the error that the ranks raised."""
+
+    def __init__(self, refusal: RingspanError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class Progress(NamedTuple):
-    """How far a job is."""
+    """How much of a job is done."""
 
     done: int
     total: int
@@ -62,18 +67,22 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A rank has not. Transport errors are often only the echo of another rank's failure."""
+    """A rank has failed. A transport error is often only the consequence of another rank's failure.
+
+    `refusal` is the error itself if the reason is "refused".
+    """
 
     reason: Literal["refused", "error", "transport"]
     text: str
+    refusal: RingspanError | None = None
 
 
 class Ended(NamedTuple):
-    """A rank's process will say no more."""
+    """A rank's process has closed its output."""
 
 
 class Launched(NamedTuple):
-    """This process is a rank that somebody else has started."""
+    """This process is a rank that a launcher has started."""
 
     by: Literal["torchrun", "mpirun"]
     rank: int
@@ -81,19 +90,62 @@ class Launched(NamedTuple):
 
 
 def find_launcher(env: Mapping[str, str]) -> Launched | None:
-    """Whether torchrun or mpirun has started this process."""
+    """The launcher that has started this process, or None.
+
+    Raises:
+        ShapeError: if its variables are not a rank and a number of ranks.
+        UnsupportedError: under srun with several tasks, each of which would otherwise run a bench of its own.
+    """
     for by, rank, world_size in (
         ("torchrun", "RANK", "WORLD_SIZE"),
         ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("mpirun", "PMI_RANK", "PMI_SIZE"),
     ):
         if rank in env and world_size in env and (by == "mpirun" or "MASTER_ADDR" in env):
-            return Launched("torchrun" if by == "torchrun" else "mpirun", int(env[rank]), int(env[world_size]))
+            size = _read_count(env, world_size, least=1)
+            number = _read_count(env, rank, least=0)
+            if number >= size:
+                raise ShapeError(
+                    f"ranks count from 0 to {world_size} - 1 = {size - 1}",
+                    argument=rank,
+                    value=env[rank],
+                    remedy=_UNSET,
+                )
+            return Launched("torchrun" if by == "torchrun" else "mpirun", number, size)
+    _refuse_srun(env)
     return None
 
 
+_UNSET = "unset it, or start the ranks with torchrun or mpirun"
+
+
+def _read_count(env: Mapping[str, str], name: str, least: int) -> int:
+    text = env[name]
+    if not (text.isascii() and text.isdigit()) or int(text[:9]) < least:
+        raise ShapeError(
+            f"this environment variable must be a whole number of at least {least}",
+            argument=name,
+            value=text,
+            remedy=_UNSET,
+        )
+    return int(text[:9])
+
+
+def _refuse_srun(env: Mapping[str, str]) -> None:
+    """A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but only srun sets SLURM_STEP_NUM_TASKS."""
+    is_other_task = env.get("SLURM_PROCID", "0") != "0"
+    num_tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "several") if is_other_task else "1")
+    if "SLURM_PROCID" in env and num_tasks != "1":
+        raise UnsupportedError(
+            f"srun has started {num_tasks} tasks, and each would run a bench of its own",
+            argument="SLURM_PROCID",
+            value=env["SLURM_PROCID"],
+            remedy="let srun start one torchrun per node, use mpirun, or run a single task with srun -n1",
+        )
+
+
 def count_gpus() -> int:
-    """GPUs that torch can use; it is not loaded where there is no driver."""
+    """The number of GPUs that torch can use; torch is not loaded where there is no driver."""
     if not any(Path(path).exists() for path in _GPU_DRIVERS):
         return 0
     import torch
@@ -107,32 +159,36 @@ def count_cores() -> int:
 
 
 def keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
-    """Let a process that was just started use its share of the cores only.
+    """Pin a process that was just started to its share of the cores.
 
-    Left to the scheduler, a rank that waited is now and then woken on the core where another computes, and stands there
-    for milliseconds.
+    Without pinning, a waiting rank is now and then rescheduled onto its peer's core and waits there for milliseconds.
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        with suppress(OSError):  # it is dead already, or may not be told where to run: then it runs anywhere
+        with suppress(OSError):  # the process is dead, or pinning is not permitted
             os.sched_setaffinity(pid, own_cores(cores, rank, num_ranks))
 
 
 def own_cores(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
-    """A rank's share of the cores; where ranks outnumber them, one that it shares, but not with its neighbours."""
+    """A rank's share of the cores. Ranks that outnumber the cores share one each, but not with their neighbours."""
     if num_ranks > len(cores):
         return [cores[rank % len(cores)]]
     return cores[rank * len(cores) // num_ranks : -(-(rank + 1) * len(cores) // num_ranks)]
 
 
 def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:
-    """Start the ranks of a job and return the value of rank 0; no rank is left when this returns or raises."""
+    """Start the ranks of a job and return the value of rank 0. No rank and no file is left when this returns or raises.
+
+    Raises:
+        RanksRefused: if the ranks refuse the job.
+        RanksFailed: if a rank dies or fails, or the time limit is reached.
+    """
     inbox: queue.Queue[tuple[int, object]] = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="ringspan-") as directory:
+    with _exit_on_signals(), tempfile.TemporaryDirectory(prefix="ringspan-") as directory:
         ranks: list[_Rank] = []
         try:
             for rank in range(job.num_processes):
-                ranks.append(_Rank(rank, job, Path(directory), inbox))  # noqa: PERF401 - those begun must be ended
+                ranks.append(_Rank(rank, job, Path(directory), inbox))  # noqa: PERF401 - the ranks started so far must be killed
             return _collect(ranks, inbox, time.monotonic() + job.timeout_s, job, progress)
         finally:
             for it in ranks:
@@ -141,8 +197,30 @@ def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:
                 it.process.wait()
 
 
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that `finally` and `with` clean up. Main thread only.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class _Rank:
-    """A process that was started, and the thread that listens to it."""
+    """A process that was started, and the thread that reads its messages."""
 
     def __init__(self, rank: int, job: Job, directory: Path, inbox: "queue.Queue[tuple[int, object]]") -> None:
         self.rank = rank
@@ -158,7 +236,7 @@ class _Rank:
         keep_to_own_cores(self.process.pid, rank, job.num_processes)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with suppress(BrokenPipeError):  # it is dead already, and the listener will find out
+        with suppress(BrokenPipeError):  # it is dead already; the reading thread reports that
             self.process.stdin.write(pickle.dumps(job))
             self.process.stdin.flush()
         threading.Thread(target=_listen, args=(rank, self.process.stdout, inbox), daemon=True).start()
@@ -200,7 +278,7 @@ def _collect(
                 break
             raise RanksFailed(
                 f"no result within {job.timeout_s:g} s, while {at}; the ranks were ended; "
-                "allow more time with --timeout, or measure less"
+                "allow a longer timeout, or measure less"
             ) from None
         match message:
             case Progress():
@@ -220,11 +298,11 @@ def _collect(
 
 
 def _failure(ranks: "list[_Rank]", failures: dict[int, Failed], dead: set[int]) -> RanksFailed:
-    """The cause: a rank that died, else one that failed by itself, else whoever complained."""
+    """The cause: a rank that died, else a rank that failed by itself, else any that reported a failure."""
     if dead:
         return RanksFailed("; ".join(ranks[rank].last_words() for rank in sorted(dead)))
     order = ("error", "refused", "transport")
     rank, failure = min(failures.items(), key=lambda item: (order.index(item[1].reason), item[0]))
-    if failure.reason == "refused":
-        return RanksRefused(failure.text)  # every rank says the same
+    if failure.refusal is not None:
+        return RanksRefused(failure.refusal)  # all ranks raise the same
     return RanksFailed(f"rank {rank}: {failure.text}" if failure.reason == "error" else failure.text)

@@ -39,11 +39,11 @@ from ringspan.transports.counting import CountingTransport
 
 T = TypeVar("T")
 
-DISSECTED = 3  # runs under the watch, at most
+DISSECTED = 3  # recorded runs, at most
 
 
 class _Bench(NamedTuple):
-    """All that one rank needs."""
+    """What one rank needs to measure."""
 
     settings: Settings
     group: Any
@@ -63,7 +63,7 @@ class _Bench(NamedTuple):
 
 
 def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> Measured | None:
-    """One rank's part in a measurement. The result is on rank 0, None on the others."""
+    """Measure on this rank. Returns the result on rank 0, None on the others."""
     assert job.settings is not None
     bench = _prepare(job.settings, group, device)
     settings, is_first = bench.settings, bench.rank == 0
@@ -98,7 +98,7 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
 
 
 class Steps:
-    """Counts what is begun."""
+    """Reports progress, one step at a time."""
 
     def __init__(self, report: Callable[[Progress], None], total: int) -> None:
         self._report = report
@@ -106,7 +106,7 @@ class Steps:
         self._done = 0
 
     def __call__(self, what: str) -> None:
-        """Something is begun."""
+        """Report that the next step begins."""
         self._report(Progress(self._done, self._total, what))
         self._done += 1
 
@@ -133,7 +133,6 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
 
 
 def _call(bench: _Bench) -> Results:
-    """What a user calls."""
     settings = bench.settings
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -158,7 +157,7 @@ def _call(bench: _Bench) -> Results:
 
 
 def _first_call(bench: _Bench) -> Memory:
-    """The first call of a process shows best what it needs: nothing lies about yet that it could use again."""
+    """Memory is measured in the first call, before the allocator holds blocks to reuse."""
     input_bytes = bench.drawn.nbytes
     _, (peak, above) = measure_peak(bench.device, lambda: _call(bench))
     if bench.settings.carrier == "threads":
@@ -167,7 +166,7 @@ def _first_call(bench: _Bench) -> Memory:
 
 
 def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:
-    """Call when all ranks are ready."""
+    """Time a call that begins after a barrier."""
     meet(bench.session.transport, bench.settings.timeout_s)
     _finish(bench.device)
     start_s = time.perf_counter()
@@ -178,7 +177,7 @@ def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:
 
 
 def _idle() -> None:
-    """Rank 0 is busy; this rank goes to the next meeting."""
+    """Do nothing: only rank 0 computes; this rank continues to the next barrier."""
 
 
 def _finish(device: torch.device) -> None:
@@ -187,7 +186,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _dissect(bench: _Bench) -> Dissected:
-    """The programs of the call under the watch."""
+    """Run the programs of the call and record them."""
     watch = Watch(bench.rank, bench.device)
     transport = CountingTransport(bench.session.transport)
     q = bench.drawn.inputs.q
@@ -215,7 +214,7 @@ def _dissect(bench: _Bench) -> Dissected:
 
 
 def _scheduled_bytes(bench: _Bench) -> int:
-    """What the schedules have this rank send."""
+    """Bytes that the schedules make this rank send."""
     return sum(
         message.nbytes
         for prepared in bench.passes

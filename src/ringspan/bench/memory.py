@@ -23,14 +23,14 @@ _PROC = Path("/proc/self")
 
 
 class Peak(NamedTuple):
-    """In bytes, of the process or the device."""
+    """Memory of the process or device, in bytes."""
 
     peak_bytes: int
     above_bytes: int
 
 
 def measure_peak(device: torch.device, call: Callable[[], T]) -> tuple[T, Peak]:
-    """What a call returns, and its peak."""
+    """Run a call; returns its value and its peak memory."""
     before = _reset(device)
     value = call()
     peak = _high_water_mark(device)
@@ -38,7 +38,7 @@ def measure_peak(device: torch.device, call: Callable[[], T]) -> tuple[T, Peak]:
 
 
 def _reset(device: torch.device) -> int:
-    """Begin anew; returns what is in use now."""
+    """Reset the peak; returns what is in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -66,7 +66,7 @@ def _status(field: str) -> int:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Bytes of the storages made by operations of this thread that are still alive, and the most there ever were."""
+    """Counts bytes of live storages that operations of this thread made: now, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor):
-                self._seen.add(x.untyped_storage()._cdata)  # made elsewhere, or counted already
+                self._seen.add(x.untyped_storage()._cdata)  # made before the count began, or counted already
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):

@@ -50,7 +50,7 @@ def _unwrapped(attend: Attend) -> Attend:
 
 
 class OneProcess:
-    """The whole of it by PyTorch's own attention."""
+    """The whole model in one process, with PyTorch's own attention."""
 
     def __init__(self, settings: TransformerSettings, model: Decoder, tokens: torch.Tensor) -> None:
         self.settings = settings
@@ -62,7 +62,7 @@ class OneProcess:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values, with room for an answer."""
+        """Bytes of keys and values, including room for the answer."""
         return sum(k.nbytes + v.nbytes for k, v in self._cache)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class OneProcess:
         return self.model.logits(hidden[:, -1])
 
     def train(self, at_turn: Callable[[], None] = lambda: None) -> Trained:
-        """The mean over all tokens that have a next one; `at_turn` is called between forward and backward pass."""
+        """A training step: the mean loss over tokens with a next one. `at_turn` is called before the backward pass."""
         hidden = self.model(self.tokens, self.positions, self._attend)
         logits = self.model.logits(hidden)
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), self.tokens[:, 1:].flatten())
@@ -106,7 +106,7 @@ class OneProcess:
 
 
 class OnRanks:
-    """This rank's part, by the public calls. `wrap` may put something around attention, such as a watch."""
+    """This rank's part, through the public calls. `wrap` may wrap attention, for example to record it."""
 
     def __init__(
         self, settings: TransformerSettings, model: Decoder, tokens: torch.Tensor, layout: Layout, group: Any
@@ -120,7 +120,7 @@ class OnRanks:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values on this rank, with the room that is kept for more."""
+        """Bytes of keys and values on this rank, including room for more."""
         assert self._cache is not None
         return self._cache.nbytes
 
@@ -142,7 +142,7 @@ class OnRanks:
             transport = session_of(self.group).transport
             own = turn.layout.shard(self.tokens.view(1, -1), transport.rank, 1)
             hidden = self.model(own, turn.positions, wrap(_of_turn(turn.prefill)))[0]
-            # Whoever has the last token of a sequence tells the others what follows.
+            # The rank that holds the last token of a sequence sends its logits to the others.
             lasts = np.arange(1, s.batch + 1) * s.seq_len - 1
             rows = {int(position): row for row, position in enumerate(turn.layout.positions(transport.rank))}
             logits = torch.zeros(s.batch, VOCABULARY, dtype=torch.float64, device=own.device)
@@ -160,7 +160,7 @@ class OnRanks:
             return self.model.logits(hidden[:, -1])
 
     def train(self, wrap: Wrap = _unwrapped, at_turn: Callable[[], None] = lambda: None) -> Trained:
-        """The mean over the labels of all ranks; gradients are summed over them."""
+        """A training step: the mean loss over the labels of all ranks; gradients are summed over the ranks."""
         s = self.settings
         batch = shard_batch({"input_ids": self.tokens}, self.layout, self.group)
 
@@ -187,7 +187,7 @@ class OnRanks:
 
 
 class Ideal:
-    """This rank's part with no messages."""
+    """This rank's part without messages."""
 
     def __init__(self, ranks: OnRanks, kernel: Kernel) -> None:
         s, layout = ranks.settings, ranks.layout
@@ -213,11 +213,11 @@ class Ideal:
 
     @torch.no_grad()
     def prefill(self) -> None:
-        """Some rank computes the last logits; here all do."""
+        """Prefill; every rank computes logits, which is no less work than any rank has."""
         self.model.logits(self.model(self.batch["input_ids"], self.positions, self._attend)[:, -1])
 
     def train(self) -> None:
-        """Nobody's gradients are summed."""
+        """A training step whose gradients are not summed over ranks."""
         hidden = self.model(self.batch["input_ids"], self.positions, self._attend_and_back)
         _differentiate(_losses(self.model, hidden, self.batch["labels"]).mean(), self.model)
 
@@ -230,12 +230,12 @@ class Ideal:
         return out
 
     def attend(self, pieces: Sequence[Operands]) -> None:
-        """Compute some pieces."""
+        """Run the kernel on every piece."""
         attend_pieces(self.kernel, self.scale, pieces)
 
 
 class _AttendPieces(torch.autograd.Function):
-    """The work of attention and of its gradients; values and gradients are other tensors of the right shapes."""
+    """The work of attention and of its gradients; the values are meaningless, the shapes are right."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, _: torch.Tensor, ideal: Ideal) -> torch.Tensor:
@@ -251,7 +251,7 @@ class _AttendPieces(torch.autograd.Function):
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """PyTorch's own; on a CPU in float32 at least, as the ranks' kernels do it."""
+    """PyTorch's own attention; on a CPU in float32 or wider, like the kernels of the ranks."""
     dtype = q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))

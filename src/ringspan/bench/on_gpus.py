@@ -1,4 +1,4 @@
-"""What would the same model take on GPUs? The planner's answer, for context parallelism alone. Needs no torch."""
+"""How long would the same model take on GPUs? The planner's answer, for context parallelism alone. Needs no torch."""
 
 from ringspan.bench.settings import TransformerSettings
 from ringspan.bench.transformer_result import PHASES, Predicted
@@ -9,7 +9,7 @@ DEVICES = "16xh100"
 
 
 def predict_on_gpus(settings: TransformerSettings) -> tuple[Predicted, ...]:
-    """Prefill, training step and token, each split in the way that should be fastest; training keeps activations."""
+    """Predict prefill, training step and token, each with its fastest setup; training keeps activations."""
     s = settings
     sizes = f"layers={s.layers},heads={s.num_heads},kv_heads={s.num_kv_heads},head_dim={s.head_dim},mlp={s.mlp_size}"
     model, cluster = load_model(f"dense:{sizes}"), parse_devices(DEVICES)

@@ -1,8 +1,8 @@
-"""What does one device make of it: how fast, and which numbers are right?
+"""How fast is one device, and which results are right?
 
-The fair opponent is PyTorch's own `scaled_dot_product_attention`. It knows "full" and "causal"; any other mask it takes
-only as a dense matrix, and then computes every pair, visible or not. So for other masks the opponent is this library on
-one rank, which is faster, and the dense matrix, a few rows at a time, serves to check the numbers.
+The fair comparison is PyTorch's `scaled_dot_product_attention`. It supports full and causal masks. Any other mask it
+takes as a dense matrix, and then computes every pair, visible or not. So other masks are compared with this library on
+one rank, which is faster; the dense matrix, a few rows at a time, checks the numbers.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from ringspan.transports.single import ALONE
 SDPA = "scaled_dot_product_attention"
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Of |difference| / max(1, |value|): four roundings of a half type; long sums in the others take more room."""
+"""Largest accepted |difference| / max(1, |value|): four roundings of a half type; room for long sums in the others."""
 
 _DENSE_ROWS = 256  # of the dense mask in memory at a time
 
 Results = tuple[torch.Tensor, ...]
-"""out, and dq, dk and dv if there is a backward pass, each as long as the sequence it is about."""
+"""out, and with a backward pass dq, dk and dv."""
 
 
 class OneDevice(NamedTuple):
-    """How one device computes the whole."""
+    """A way to compute the whole call on one device."""
 
     method: str
     run: Callable[[], Results]
@@ -57,7 +57,7 @@ def one_device(settings: Settings, drawn: Drawn) -> OneDevice:
 
 
 def _alone(settings: Settings, drawn: Drawn) -> Results:
-    """By this library, in the same mode."""
+    """This library on one rank, in the same mode."""
     layout = contiguous(settings.seq_len, 1)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Res
     dtype, wide = drawn.inputs.q.dtype, accumulator_dtype(drawn.inputs.q.dtype)
     name = SDPA if dtype == wide else f"{SDPA} in {str(wide).removeprefix('torch.')}"
     given = drawn
-    if dtype != wide:  # the operator's own gradients of half types are further off than ours may be
+    if dtype != wide:  # in half types the operator's own gradients have larger errors than the tolerance
         drawn = Drawn(Inputs(*(x.to(wide) for x in drawn.inputs)), None if drawn.dout is None else drawn.dout.to(wide))
     if not _is_plain(settings):
         name, expected = f"{name} with a dense mask", _with_dense_mask(settings, drawn)
@@ -113,7 +113,7 @@ def _plain(settings: Settings, drawn: Drawn) -> Results:
 
 
 def _with_dense_mask(settings: Settings, drawn: Drawn) -> Results:
-    """Some rows at a time. Those of out and dq are put together, those of dk and dv added up."""
+    """Compute a few rows at a time: out and dq are concatenated, dk and dv are summed."""
     positions = np.arange(settings.seq_len)
     (q, k, v), dout = drawn
     by_rows: list[Results] = []
@@ -122,7 +122,7 @@ def _with_dense_mask(settings: Settings, drawn: Drawn) -> Results:
         rows = slice(first, min(first + _DENSE_ROWS, settings.seq_len))
         allowed = torch.from_numpy(settings.mask.allowed(positions[rows], positions)).to(q.device)
         sees = allowed.any(-1, keepdim=True)
-        # A row that sees nothing would be NaN. It is let see everything, and then counts for nothing.
+        # A row without visible keys would be NaN: it attends everything, and its result is set to 0.
         attend = partial(_sdpa, settings, attn_mask=allowed | ~sees)
         part = Drawn(Inputs(q[:, :, rows], k, v), None if dout is None else dout[:, :, rows] * sees)
         out, *gradients = with_gradients(attend, part)

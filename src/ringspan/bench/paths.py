@@ -1,7 +1,7 @@
-"""Which paths does a self-check walk, and who starts them?
+"""Which paths does a self-check run, and in which processes?
 
-Kernels and threads are checked in one process, gloo and NCCL in two that are started for it, and MPI as a user would:
-this very command under mpirun, which prints its rows as JSON.
+Kernels and threads are checked in one process, gloo and NCCL in two processes, and MPI by running this command under
+mpirun, which prints its rows as JSON.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ _FEW_GPUS = f"needs {NUM_PROCESSES} GPUs"
 
 
 def check_paths(timeout_s: float, progress: Callable[[Progress], None]) -> list[PathCheck]:
-    """Every path, checked or with the reason why it cannot be."""
+    """The result of every path, or the reason why it cannot run here."""
     return list(_check_all(timeout_s, progress))
 
 
@@ -67,7 +67,7 @@ def _missing_for_mpi() -> str | None:
 
 
 def _run_mpi(timeout_s: float) -> list[PathCheck]:
-    arguments = ["bench", "--selfcheck", "--json", "--timeout", str(timeout_s)]
+    arguments = ["bench", "selfcheck", "--json", "--timeout", str(timeout_s)]
     try:
         report = json.loads(_run_mpirun(arguments, NUM_PROCESSES, timeout_s))
         return [PathCheck(**path) for path in report["paths"]]

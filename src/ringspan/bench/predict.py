@@ -1,4 +1,4 @@
-"""What would the planner have said about a measurement? The same schedule, on a calibrated device. Needs no torch."""
+"""What does the planner predict for a measured call? The same schedule on a calibrated device. Needs no torch."""
 
 from ringspan.bench.settings import Settings
 from ringspan.planner.catalog import Device
@@ -8,7 +8,7 @@ from ringspan.program.prepare import ProgramOptions, build
 
 
 def predict_timeline(settings: Settings, device: Device) -> Timeline:
-    """Of one forward call, in the usual mode: nothing here knows of gradients or of the grid of reproducible ones."""
+    """The timeline of one forward call in the default mode; gradients and the reproducible mode are not covered."""
     problem = settings.problem()
     shapes = problem.shapes
     shard = Shard(

@@ -1,4 +1,4 @@
-"""What does one rank do: find its group, do its job, and never outlive whoever started it.
+"""What does one rank do: find its group, do its job, and never outlive the process that started it.
 
 Run as a module it is a process of `launch.py`: `python -m ringspan.bench.rank RANK STORE`. The job comes on standard
 input, which stays open as long as the parent lives; messages go to what was standard output, and whatever libraries
@@ -7,10 +7,12 @@ print goes to standard error.
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from ringspan.algorithms import register_entry_points
@@ -23,12 +25,12 @@ Report = Callable[[Progress], None]
 
 def main() -> None:
     """A rank that `launch.py` has started."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     rank, store = int(sys.argv[1]), sys.argv[2]
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     job: Job = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(Path(store).parent,), daemon=True).start()
 
     def report(progress: Progress) -> None:
         if rank == 0:
@@ -39,13 +41,13 @@ def main() -> None:
         _tell(channel, Done(_run(job, rank, f"file://{store}", rank, report)))
     except BaseException as error:
         _tell(channel, _failed(error))
-    # Not through the interpreter's exit: a group that was aborted may take its time to be torn down.
+    # The interpreter's own exit would wait for an aborted group to be torn down.
     sys.stderr.flush()
     os._exit(0)
 
 
 def run_here(job: Job, launched: Launched, report: Report) -> Any:
-    """A rank that torchrun or mpirun has started; the value is that of rank 0, None on the others."""
+    """Run a job as a rank that torchrun or mpirun has started; returns rank 0's value, None on the others."""
     local_rank = int(os.environ.get("LOCAL_RANK", launched.rank))
     return _run(job, launched.rank, "env://", local_rank, report if launched.rank == 0 else lambda _: None)
 
@@ -100,8 +102,17 @@ def _failed(error: BaseException) -> Failed:
     if isinstance(error, TransportError):
         return Failed("transport", str(error))
     if isinstance(error, RingspanError):
-        return Failed("refused", str(error))
+        return Failed("refused", str(error), _portable(error))
     return Failed("error", describe(error))
+
+
+def _portable(error: RingspanError) -> RingspanError:
+    """The error, or one with the same text if the value it carries cannot be pickled."""
+    try:
+        pickle.dumps(error)
+    except Exception:
+        return type(error)(str(error))
+    return error
 
 
 def describe(error: BaseException) -> str:
@@ -110,10 +121,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _end_with_parent() -> None:
-    """Nothing more is ever sent: reading returns when the parent's end is closed, that is when it is gone."""
+def _end_with_parent(folder: Path) -> None:
+    """End when the parent is gone, and remove the folder that it can no longer remove.
+
+    The parent sends nothing after the job, so reading returns only when its end of the pipe is closed.
+    """
     while os.read(0, 1):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

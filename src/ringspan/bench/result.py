@@ -1,4 +1,4 @@
-"""What a measurement found, as plain data: it turns into JSON as it is, and any report can be made of it."""
+"""What is the result of a measurement, as plain data? It converts to JSON as it is."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 
 class Activity(NamedTuple):
-    """One thing a rank did, and when. `send` starts a message, `receive` and `sent` wait for one."""
+    """One action of a rank, and when. `send` starts a message, `receive` and `sent` wait for one."""
 
     rank: int
     step: int  # of a message: the one in which it was started
@@ -22,7 +22,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of every repeat, and their middle and ends."""
+    """Seconds of every repeat, with median, fastest and slowest."""
 
     median_s: float
     fastest_s: float
@@ -31,13 +31,13 @@ class Timing:
 
     @classmethod
     def of(cls, runs_s: Sequence[float]) -> "Timing":
-        """The summary of some runs."""
+        """Summarise the runs."""
         return cls(statistics.median(runs_s), min(runs_s), max(runs_s), tuple(runs_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as fast, repeat by repeat: the middle and the ends of the quotients."""
+    """Ratios of times, repeat by repeat: median, lowest and highest."""
 
     median: float
     lowest: float
@@ -45,7 +45,7 @@ class Ratio:
 
     @classmethod
     def of(cls, slow: Timing, fast: Timing) -> "Ratio":
-        """Repeats are interleaved, so each is compared with its neighbour; what drifts slowly cancels out."""
+        """Compare repeat by repeat: repeats are interleaved, so slow drift cancels."""
         ratios = [a / b for a, b in zip(slow.runs_s, fast.runs_s, strict=True)]
         return cls(statistics.median(ratios), min(ratios), max(ratios))
 
@@ -62,18 +62,18 @@ class Breakdown:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.attention_s + self.merge_s + self.communication_s + self.waiting_s + self.other_s
 
     def divided_by(self, number: int) -> "Breakdown":
-        """Of one of so many."""
+        """The breakdown divided by a number of calls."""
         parts = (self.attention_s, self.merge_s, self.communication_s, self.waiting_s, self.other_s)
         return Breakdown(*(part / number for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a rank's process or device, in the first call. None where ranks share a process."""
+    """Memory of a rank's process or device in the first call. None where ranks share a process."""
 
     input_bytes: int
     peak_bytes: int | None
@@ -95,7 +95,7 @@ class RankResult:
 class Check:
     """The result against the one of a single device: the largest |difference| / max(1, |value|).
 
-    `same_bits` says of the reproducible mode that all are, to the bit, those of one rank in that mode; else None.
+    `same_bits`: in the reproducible mode, whether the results equal those of one rank bit by bit; else None.
     """
 
     max_error: float | None  # None: not finite
@@ -105,13 +105,13 @@ class Check:
 
     @property
     def is_passed(self) -> bool:
-        """Whether it is close enough, and the same bits where that is promised."""
+        """Whether the error is accepted, and the bits are equal where that is promised."""
         return self.max_error is not None and self.max_error <= self.tolerance and self.same_bits is not False
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The settings in words and numbers."""
+    """The settings of a measurement."""
 
     world_size: int
     seq_len: int
@@ -135,7 +135,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured."""
+    """The machine of a measurement."""
 
     platform: str
     cores: int
@@ -146,7 +146,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The whole of it."""
+    """Everything a measurement found."""
 
     parameters: Parameters
     machine: Machine
@@ -174,7 +174,7 @@ class Result:
 
 
 class Measured(NamedTuple):
-    """A result, and what the ranks did in the run it was broken down from."""
+    """A result, and the recorded actions behind its breakdown."""
 
     result: Result
     activities: tuple[Activity, ...]
@@ -182,7 +182,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PathCheck:
-    """One way of computing, and whether it gives the right numbers on this machine."""
+    """One combination of kernel or transport and algorithm, and whether it is right on this machine."""
 
     path: str
     status: Literal["ok", "failed", "not available"]

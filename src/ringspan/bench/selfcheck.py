@@ -1,4 +1,4 @@
-"""Which ways of computing give the right numbers on this machine?
+"""Which kernels and transports compute the right numbers on this machine?
 
 Every kernel with every type it takes, and every algorithm on every transport, forward and backward, small and against
 dense attention in float64. What cannot be run here is listed too, with the reason, so that a table from another machine
@@ -31,12 +31,12 @@ from ringspan.runtime.api import attention
 from ringspan.runtime.engine import Attention
 from ringspan.runtime.session import session_of
 
-_HEADS, _KV_HEADS, _ROWS, _KEYS, _HEAD_DIM = 8, 4, 200, 200, 64  # so many rows that operators must pad
+_HEADS, _KV_HEADS, _ROWS, _KEYS, _HEAD_DIM = 8, 4, 200, 200, 64  # row counts that make operators pad
 _SCALE = 1 / math.sqrt(_HEAD_DIM)
 
 
 def check_alone(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> list[PathCheck]:
-    """Every kernel, on the CPU and on a GPU if there is one; on the first rank of threads, then the threads."""
+    """Check every kernel on rank 0, on the CPU and on a GPU if there is one; then the transport of threads."""
     report(Progress(0, 2, "kernels"))
     kernels = list(_check_kernels()) if group.rank == 0 else []
     report(Progress(1, 2, "threads"))
@@ -97,13 +97,13 @@ def _piece(kind: PieceKind) -> tuple[Piece, torch.Tensor]:
         allowed = np.tri(_ROWS, _KEYS, dtype=np.bool_).T
     elif kind is PieceKind.MASKED:
         allowed = np.random.default_rng(0).random((_ROWS, _KEYS)) < 0.5
-        allowed[1] = False  # a row that sees nothing
+        allowed[1] = False  # a row without visible keys
     own = allowed if kind is PieceKind.MASKED else None
     return Piece(slice(0, _ROWS), slice(0, _KEYS), kind, own, None), torch.from_numpy(allowed)
 
 
 def check_group(job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> list[PathCheck]:
-    """Every algorithm on a group; the rows are the same on all ranks."""
+    """Check every algorithm on a group. Returns the same rows on all ranks."""
     transport = session_of(group).transport
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     paths: list[PathCheck] = []
@@ -118,7 +118,7 @@ def check_group(job: Job, group: Any, device: torch.device, report: Callable[[Pr
             except UnsupportedError as refusal:  # such as heads that cannot be split over so many ranks
                 paths.append(PathCheck(path, "not available", note=str(refusal)))
             except Exception as failure:
-                return [*paths, PathCheck(path, "failed", note=describe(failure))]  # the group may be of no more use
+                return [*paths, PathCheck(path, "failed", note=describe(failure))]  # the group may be unusable now
     return paths
 
 
@@ -203,5 +203,5 @@ def _largest(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 def _judged(path: str, errors: Sequence[float], dtype: torch.dtype) -> PathCheck:
     error, limit = float(np.max(errors)), TOLERANCE[dtype]
     if not math.isfinite(error):
-        return PathCheck(path, "failed", note="not finite, or a row that sees nothing is taken for one that does")
+        return PathCheck(path, "failed", note="not finite, or a row without visible keys has a result")
     return PathCheck(path, "ok" if error <= limit else "failed", error, "" if error <= limit else f"limit {limit:.1e}")

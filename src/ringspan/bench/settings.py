@@ -1,4 +1,4 @@
-"""What is to be measured? Checked, as far as possible without torch, before any rank is started."""
+"""What is to be measured? Settings are checked, as far as possible without torch, before any rank is started."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,7 +22,7 @@ class _Sizes(NamedTuple):
 
 
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""As the planner and most papers write them."""
+"""Names as the planner and most papers write them."""
 
 DTYPES = {
     "float64": _Sizes(8, 8),
@@ -50,9 +50,19 @@ class InferenceSettings:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         if self.phase == "prefill" and self.seq_len < 128:
-            raise ShapeError(f"--tokens {self.seq_len}: 1 % of them must be something; use 128 or more")
+            raise ShapeError(
+                "prefill measures miss rates from 1 %",
+                argument="seq_len",
+                value=self.seq_len,
+                remedy="use at least 128 tokens",
+            )
         if self.phase == "decode" and self.seq_len < 16:
-            raise ShapeError(f"--tokens {self.seq_len}: the shortest context is a 16th of them; use 16 or more")
+            raise ShapeError(
+                "decode measures contexts down to a 16th of the longest",
+                argument="seq_len",
+                value=self.seq_len,
+                remedy="use at least 16 tokens",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +85,23 @@ class TransformerSettings:
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim % 2:
-            raise ShapeError(f"--head-dim {self.head_dim}: RoPE turns dims in pairs; use an even number")
+            raise ShapeError(
+                "RoPE rotates dimensions in pairs",
+                argument="head_dim",
+                value=self.head_dim,
+                remedy="use an even number",
+            )
         if self.seq_len < 2:
-            raise ShapeError(f"--tokens {self.seq_len}: a label is a next token; use 2 or more")
+            raise ShapeError(
+                "a training step needs a next token as label",
+                argument="seq_len",
+                value=self.seq_len,
+                remedy="use 2 or more",
+            )
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
+        """Width of the residual stream."""
         return self.num_heads * self.head_dim
 
 
@@ -132,9 +152,25 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class CalibrationSettings:
+    """Tiles of up to `seq_len` tokens, and the heads and dtype of their tensors."""
+
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kernel: str
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What ranks are started for: to measure calls, a cache or a model, to calibrate, or to check what runs here, on
-    one process or on a group.
+    one process or on a group. Only the settings that belong to `name` are given.
     """
 
     name: Literal["measure", "inference", "transformer", "calibrate", "check_alone", "check_group"]
@@ -144,12 +180,15 @@ class Job:
     settings: Settings | None = None
     inference: InferenceSettings | None = None
     transformer: TransformerSettings | None = None
+    calibration: CalibrationSettings | None = None
 
     def __post_init__(self) -> None:
         if self.transformer is not None and self.transformer.seq_len < self.world_size:
             raise ShapeError(
-                f"--tokens {self.transformer.seq_len}, --ranks {self.world_size}: a rank has at least one token of "
-                "every sequence; use more tokens, or fewer ranks"
+                f"each of the {self.world_size} ranks needs at least one token of every sequence",
+                argument="seq_len",
+                value=self.transformer.seq_len,
+                remedy="use more tokens, or fewer ranks",
             )
 
     @property

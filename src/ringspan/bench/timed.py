@@ -59,7 +59,7 @@ class Watch:
         self._begun = self.now(), self.message_s
 
     def end_attention(self, name: str) -> None:
-        """It is over: what it took beside messages was attention."""
+        """End attention: its time without messages is recorded."""
         start_s, message_s = self._begun
         end_s = self.now() - (self.message_s - message_s)
         self.activities.append(Activity(self._rank, self._step, "attend", name, start_s, end_s))
@@ -73,14 +73,14 @@ class Watch:
         end_s: float,
         nbytes: int = 0,
     ) -> None:
-        """A message was started, or waited for."""
+        """Record a message that was started or waited for."""
         block, src, dst = transfer
         step += self.first_step
         self.activities.append(Activity(self._rank, step, kind, str(block), start_s, end_s, src, dst, nbytes))
 
 
 class TimedKernel:
-    """A kernel under the watch."""
+    """A kernel that records its calls."""
 
     def __init__(self, kernel: Kernel, watch: Watch) -> None:
         self.kernel = kernel
@@ -88,7 +88,7 @@ class TimedKernel:
         self.name = kernel.name
 
     def refuses(self, request: Request) -> str | None:
-        """The kernel's own answer."""
+        """As the kernel itself."""
         return self.kernel.refuses(request)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
@@ -109,7 +109,7 @@ class TimedKernel:
 
 
 class TimedArithmetic(TorchArithmetic):
-    """The runtime's arithmetic under the watch of its kernel."""
+    """The runtime's arithmetic with a recording kernel."""
 
     def __init__(self, kernel: TimedKernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
         super().__init__(kernel, scale, like, scratch)
@@ -122,30 +122,30 @@ class TimedArithmetic(TorchArithmetic):
         self.watch.computed("merge", str(block), start_s)
 
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool) -> None:
-        """Forward: what comes after the kernel is the merge."""
+        """Attend and merge: the time after the kernel is recorded as merging."""
         super().attend(piece, q, kv, out, is_first)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
 
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
     ) -> tuple[Value, Value]:
-        """Backward: what comes after the kernel is the sum."""
+        """Attend and add: the time after the kernel is recorded as merging."""
         sums = super().attend_grad(piece, q_grad, kv, dq, dkv)
         self.watch.computed("merge", self.watch.tile, self.watch.activities[-1].end_s)
         return sums
 
 
 class TimedSteadyArithmetic(TimedArithmetic, SteadyArithmetic):
-    """That of the reproducible mode under the watch of its kernel."""
+    """The arithmetic of the reproducible mode with a recording kernel."""
 
 
 class TimedWire(TransportWire):
-    """The runtime's wire under a watch, which must be set before it is used."""
+    """The runtime's wire, recording its messages; `watch` must be set before use."""
 
     watch: Watch
 
     def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
-        """Start the messages of a step; they start together, and share the time that takes."""
+        """Start the messages of a step; they share the time that this takes."""
         start_s = self.watch.now()
         super().post(step, sends, receives)
         each_s = (self.watch.now() - start_s) / max(1, len(sends))

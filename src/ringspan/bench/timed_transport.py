@@ -1,4 +1,4 @@
-"""How long is a rank in its messages? A transport under the watch, for a group whose calls are left as they are.
+"""How long does a rank spend in messages? A recording transport for a group whose calls are unchanged.
 
 `watched` lends a group a session with such a transport, so that everything that is public runs as for a user: its
 messages, and what ranks say to agree on a call.
@@ -21,7 +21,7 @@ _EVERYONE = -1
 
 @contextmanager
 def watched(group: Any, watch: Watch) -> Iterator[Transport]:
-    """The transport that the group uses meanwhile."""
+    """Replace the group's transport by a recording one inside the `with`."""
     session = session_of(group)
     transport = TimedTransport(session.transport, watch)
     contract = replace(session.contract, transport=transport)
@@ -30,7 +30,7 @@ def watched(group: Any, watch: Watch) -> Iterator[Transport]:
 
 
 class TimedTransport(WrappedTransport):
-    """`inner`, with all that this rank sends and waits for among the watch's activities.
+    """`inner`, recording every message that this rank starts or waits for.
 
     Messages between two ranks arrive in order, so a number and the two ranks are enough to tell which is which.
     """
@@ -41,7 +41,7 @@ class TimedTransport(WrappedTransport):
         self._numbers: Counter[tuple[int, int]] = Counter()
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Start all messages; they start together, and share the time that takes."""
+        """Start all messages; they share the time that this takes."""
         start_s = self.watch.now()
         posted = self.inner.exchange(sends, receives)
         each_s = (self.watch.now() - start_s) / max(1, len(sends))
@@ -56,7 +56,7 @@ class TimedTransport(WrappedTransport):
         return Posted(outgoing, incoming)
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """A message to everyone that arrives once the last rank has sent its own: of all sends the latest counts."""
+        """Recorded as one message from all to all, which arrives when the last rank has sent."""
         start_s = self.watch.now()
         everyone = self.inner.all_gather_bytes(payload, timeout_s)
         number = self._count(_EVERYONE, _EVERYONE)
@@ -67,7 +67,7 @@ class TimedTransport(WrappedTransport):
     def note(
         self, kind: Literal["send", "receive", "sent"], number: int, src: int, dst: int, start_s: float, end_s: float
     ) -> None:
-        """Write something down."""
+        """Record an activity."""
         self.watch.message_s += end_s - start_s
         self.watch.activities.append(Activity(self.rank, number, kind, "message", start_s, end_s, src, dst))
 
@@ -92,7 +92,7 @@ class _TimedHandle:
         self.message = number, src, dst
 
     def wait(self, timeout_s: float) -> None:
-        """Wait, and write down how long."""
+        """Wait, and record how long."""
         start_s = self.transport.watch.now()
         self.inner.wait(timeout_s)
         self.transport.note(self.kind, *self.message, start_s, self.transport.watch.now())

@@ -1,8 +1,8 @@
-"""How fast is a whole model on these ranks, beside one process and beside the ideal, and is it right?
+"""How fast is a whole model on these ranks, compared with one process and with the ideal, and is it right?
 
 Everything is timed in turn, repeat by repeat: one process (rank 0 alone, the others idle), the ideal and the ranks, for
-prefill, decode and a training step. A few more runs are taken apart under a watch. Answers are not left to themselves:
-every rank is given the tokens that one process chose, so that all logits can be compared.
+prefill, decode and a training step. A few more runs are taken apart under a watch. Every rank continues
+with the tokens that one process chose, so that all logits can be compared.
 """
 
 import socket
@@ -34,13 +34,13 @@ from ringspan.runtime.session import session_of
 
 T = TypeVar("T")
 
-DISSECTED = 2  # runs under the watch, at most
+DISSECTED = 2  # recorded runs, at most
 
 
 def measure_transformer(
     job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]
 ) -> TransformerResult | None:
-    """One rank's part in a measurement. The result is on rank 0, None on the others."""
+    """Measure on this rank. Returns the result on rank 0, None on the others."""
     bench = _Bench(job, group, device, report)
     memory, one_memory, expected = bench.first_calls()
     for number in range(bench.settings.repeats):
@@ -57,7 +57,7 @@ def measure_transformer(
 
 
 class _Bench:
-    """All that one rank needs, and what it notes."""
+    """What one rank needs, and what it records."""
 
     def __init__(self, job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> None:
         assert job.transformer is not None
@@ -83,10 +83,10 @@ class _Bench:
         self.cpu_seconds: defaultdict[tuple[Phase, str], list[float]] = defaultdict(list)
         self.dissected: defaultdict[Phase, list[Dissected]] = defaultdict(list)
         self.given: list[torch.Tensor] = []
-        self.outcome: Outcome | None = None  # of the ranks, the last time
+        self.outcome: Outcome | None = None  # of the last run on ranks
 
     def first_calls(self) -> tuple[ModelMemory, ModelMemory | None, Outcome | None]:
-        """What a process needs shows best in its first calls; and what one process answers is what all are given."""
+        """Measure memory before the allocator holds blocks to reuse; give all ranks the tokens of one process."""
         self.tell("the first calls, one process")
         one_memory, expected = (None, None) if self.alone is None else self._call_first(self.alone)
         tokens = [] if expected is None else [logits.argmax(-1).tolist() for logits in expected.answer[:-1]]
@@ -98,7 +98,7 @@ class _Bench:
         return memory, one_memory, expected
 
     def repeat(self, number: int) -> None:
-        """Everything once."""
+        """Run everything once."""
         of = f"{number + 1} of {self.settings.repeats}"
         alone, ranks, ideal = self.alone, self.ranks, self.ideal
         self.tell(f"prefill and decode, one process, {of}")
@@ -129,7 +129,7 @@ class _Bench:
             self._dissect(train=lambda watch: ranks.train(_watching(watch)))
 
     def _in_turn(self, number: int, ideal: Callable[[], object], ranks: Callable[[], T]) -> T:
-        """What the ranks give; who goes first alternates, so that a drifting machine favours neither."""
+        """Run both and return the ranks' value. The order alternates, so that drift favours neither."""
         if number % 2:
             value = ranks()
             ideal()
@@ -143,7 +143,7 @@ class _Bench:
         return [first, *others]
 
     def _time(self, phase: Phase, who: str, call: Callable[[], T]) -> T:
-        """Call when all ranks are ready."""
+        """Time a call that begins after a barrier."""
         meet(self.transport, self.settings.timeout_s)
         self._finish()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -159,7 +159,7 @@ class _Bench:
             torch.cuda.synchronize(self.device)
 
     def _dissect(self, **calls: Callable[[Watch], object]) -> None:
-        """Phases that belong together, one after the other, under one watch."""
+        """Record phases that belong together, one after the other."""
         watch = Watch(self.rank, self.device)
         with watched(self.group, watch) as transport:
             for phase, call in calls.items():
@@ -172,7 +172,7 @@ class _Bench:
                 self.dissected[cast("Phase", phase)].append(dissected)
 
     def _call_first(self, runs: OneProcess | OnRanks) -> tuple[ModelMemory, Outcome]:
-        """What the first calls take, and what they give: an answer that is not told what to say."""
+        """The memory and the results of the first calls; the answer continues with its own tokens."""
         with LiveStorages() as live:
             answer = [runs.prefill()]
         prefill_peak, kv_cache = live.peak, runs.cache_bytes
@@ -193,11 +193,11 @@ class _Bench:
 
 
 def _idle(*_: object) -> Any:
-    """Rank 0 is busy; this rank goes to the next meeting."""
+    """Do nothing: only rank 0 computes; this rank continues to the next barrier."""
 
 
 def _watching(watch: Watch) -> Callable[[Attend], Attend]:
-    """Attention under the watch, forward and backward: what is left of its time beside messages."""
+    """Record attention, forward and backward: its time without messages."""
 
     def wrap(attend: Attend) -> Attend:
         def timed(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

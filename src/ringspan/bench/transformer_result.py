@@ -1,4 +1,4 @@
-"""What was found of a whole model, as plain data, without torch."""
+"""What is the result of measuring a model, as plain data? Needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +20,7 @@ class PhaseResult:
     it would be another amount of work.
     """
 
-    num_tokens: int  # in so many seconds
+    num_tokens: int  # processed in the measured time
     one_process: Timing
     ranks: Timing
     ideal: Timing | None
@@ -31,25 +31,25 @@ class PhaseResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """On the ranks."""
+        """Tokens per second on the ranks."""
         return self.num_tokens / self.ranks.median_s
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Of one rank, or of one process, in bytes. Counted in tensors, but for the process's own high-water mark."""
+    """Memory of one rank or process in bytes, counted in tensors except for `process_peak`."""
 
     weights: int
     kv_cache: int  # after the prefill
-    prefill_peak: int  # above the weights, the cache among it
+    prefill_peak: int  # above the weights, including the cache
     activations: int  # kept for the backward pass
-    train_peak: int  # above the weights, their gradients among it
+    train_peak: int  # above the weights, including their gradients
     process_peak: int | None  # in a training step; None where ranks share a process
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the planner expects of the same shape on other devices."""
+    """The planner's prediction of the same model on other devices."""
 
     phase: Phase
     devices: str
@@ -62,7 +62,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class TransformerResult:
-    """Everything."""
+    """Everything a measurement found."""
 
     settings: TransformerSettings
     world_size: int
@@ -80,5 +80,5 @@ class TransformerResult:
 
     @property
     def is_verified(self) -> bool:
-        """Whether all that was compared is right."""
+        """Whether every comparison passed."""
         return self.right_tokens == self.num_answered and all(check.is_passed for check in self.checks.values())

@@ -8,6 +8,7 @@ from typing import SupportsIndex
 import numpy as np
 import torch
 
+from ringspan.arguments import ITERABLE, LIST, WHOLE
 from ringspan.cache.state import CacheModel
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.mask import Mask, causal
@@ -61,7 +62,7 @@ def refuse_looking_ahead(mask: Mask, starts: Mapping[int, int]) -> None:
 
 def by_sequence(name: str, values: Mapping[int, int] | Iterable[int], least: int) -> dict[int, int]:
     if not isinstance(values, Mapping):
-        if not isinstance(values, Iterable):
+        if not ITERABLE.holds(values) and not LIST.holds(values):
             raise CacheError(
                 "expected a number per sequence", argument=name, value=values, remedy="give a list or a dict"
             )
@@ -73,10 +74,7 @@ def by_sequence(name: str, values: Mapping[int, int] | Iterable[int], least: int
 
 
 def whole_number(name: str, value: SupportsIndex, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
+    number = operator.index(value) if WHOLE.holds(value) else least - 1
+    if number < least:
         raise ShapeError("expected a whole number", argument=name, value=value, remedy=f"use {least} or more")
     return number

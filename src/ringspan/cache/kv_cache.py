@@ -15,9 +15,10 @@ import torch
 
 from ringspan.algorithms import Query, check_algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING, RINGS, RingWork, choose_by_time
+from ringspan.arguments import LIST, PATH, TEXT, Kind, check_arguments, instance_of, optional
 from ringspan.cache.arguments import DTYPES, by_sequence, layer_masks, refuse_looking_ahead, storage_codec, whole_number
 from ringspan.cache.plan import Part, make_parts, plan_problem, ring_work
-from ringspan.cache.saving import fill, read_index, save, signature
+from ringspan.cache.saving import fill, read_saved, save, signature
 from ringspan.cache.state import CacheModel, CacheState
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
@@ -32,6 +33,18 @@ from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 
 _ALGORITHMS = ("auto", *RINGS)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return torch.empty(0, device=value).device is not None
+    except (RuntimeError, TypeError, AssertionError, ValueError):
+        return False
+
+
+_DTYPE = instance_of(torch.dtype, "torch.float32")
+_DEVICE = Kind("a device of this machine", 'give "cpu", or one that torch finds here', _is_device)
+_MASKS = Kind("a mask", "give one, or a list of one for each layer", lambda v: isinstance(v, Mask | list | tuple))
 
 
 class KVCache:
@@ -71,6 +84,8 @@ class KVCache:
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         counts = {"num_layers": num_layers, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        check_arguments(dtype=(_DTYPE, dtype), storage=(optional(TEXT), storage), kernel=(TEXT, kernel))
+        check_arguments(mask=(optional(_MASKS), mask), device=(_DEVICE, device))
         for name, value in (counts | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
             whole_number(name, value, 1)
         if max_tokens is not None:
@@ -162,6 +177,7 @@ class KVCache:
         try:
             with state.session.call():
                 state.refuse_during_turn("begin")
+                check_arguments(query=(TEXT, query), wire=(optional(TEXT), wire), algorithm=(TEXT, algorithm))
                 lengths = by_sequence("new_lengths", new_lengths, least=1)
                 if not lengths:
                     raise CacheError(
@@ -213,6 +229,7 @@ class KVCache:
         """
         state = self._state
         state.refuse_during_turn("select")
+        check_arguments(sources=(LIST, sources))
         placements = dict(enumerate(map(self._placement, sources)))
         state.check_room(placements, "sources", [*sources])
         kept: list[Stored] = []
@@ -236,8 +253,7 @@ class KVCache:
 
     def save(self, folder: str | Path) -> None:
         """Write all committed tokens into a folder that all ranks can reach; a collective call."""
-        self._state.refuse_during_turn("save")
-        save(self._state, Path(folder))
+        save(self._state, folder)
 
     def load(self, folder: str | Path) -> None:
         """Fill an empty cache from a folder, saved from any number of ranks; a collective call."""
@@ -248,15 +264,16 @@ class KVCache:
                 raise CacheError(
                     f"load into a cache that has sequences {[*state.placements]}", remedy="drop them first"
                 )
-            saved = read_index(state, Path(folder))
-            call.agree(signature(state, "load", Path(folder)), once=True)
-        kept = {sequence: placement for sequence, placement in saved.items() if placement.length}
+            check_arguments(folder=(PATH, folder))
+            folder = Path(folder)
+            index, kept = read_saved(state, folder)
+            call.agree(signature(state, "load", folder), once=True)
         if not kept:
             return
         lengths = {sequence: placement.length for sequence, placement in kept.items()}
-        with self.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, state.session.call() as call:
-            fill(turn, Path(folder), kept)
-            call.agree(signature(state, "loaded", Path(folder)), once=True)
+        with self.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, turn.step() as call:
+            fill(turn, folder, index)
+            call.agree(signature(state, "loaded", folder), once=True)
 
     def _placement(self, sequence: int) -> Any:
         try:

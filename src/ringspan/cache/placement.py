@@ -1,11 +1,11 @@
-"""Which rank holds which token of a sequence, and who gets the next ones?
+"""Which rank holds which token of a sequence, and which rank gets the next ones?
 
-Every rank knows this of all ranks, since each computes it in the same way from the same history; so no message ever
-says where a token is. A `Placement` is a value: a turn makes new ones, and they count when the turn is committed.
+Every rank computes the placement of all ranks from the same history, so no message says where a token is. A `Placement`
+is a value: a turn makes new ones, and they take effect when the turn is committed.
 
-New tokens level the ranks: each goes where the sequence has fewest, and as long as nothing is rolled back all ranks
-hold the same number of a sequence's tokens, or one more. Within that, a rank gets an early and a late part of the new
-tokens (arXiv 2411.01783, section 3.5.1), which balances causal attention, wherever the old tokens lie.
+New tokens balance the ranks: each goes to the rank with the fewest tokens of the sequence, so unless tokens are rolled
+back, the counts of all ranks differ by at most one. Each rank gets an early and a late part of the new tokens (arXiv
+2411.01783, section 3.5.1), which balances causal attention wherever the old tokens are.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Spans = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tokens of one sequence: for every rank the spans of positions it holds, ascending."""
+    """The tokens of one sequence: by rank, the ascending spans of positions it holds."""
 
     spans: tuple[Spans, ...]
     counts: tuple[int, ...] = field(init=False, compare=False)  # tokens on each rank
@@ -39,15 +39,15 @@ class Placement:
         return sum(self.counts)
 
     def extended(self, new: Sequence[Spans]) -> "Placement":
-        """With tokens behind those that are there."""
+        """This placement with more tokens at the end."""
         return Placement(tuple(_appended(*pair) for pair in zip(self.spans, new, strict=True)))
 
     def truncated(self, position: int) -> "Placement":
-        """Without the positions from `position` on."""
+        """This placement without the positions from `position` on."""
         return Placement(tuple(_below(spans, position) for spans in self.spans))
 
     def count_below(self, rank: int, position: int) -> int:
-        """How many positions below `position` a rank holds: the index of the first that is not."""
+        """The number of positions below `position` that a rank holds."""
         if position >= (self.spans[rank][-1].stop if self.spans[rank] else 0):
             return self.counts[rank]
         return sum(map(len, _below(self.spans[rank], position)))
@@ -58,11 +58,14 @@ class Placement:
 
 
 def deal(counts: Sequence[int], num_new: int, order: Sequence[int]) -> list[int]:
-    """How many of `num_new` tokens each rank gets, so that all end as level as they can; `order` breaks ties."""
+    """How many of `num_new` tokens each rank gets, so that the counts become as even as possible.
+
+    `order` breaks ties.
+    """
     dealt = [0] * len(counts)
     ascending = sorted(order, key=lambda rank: counts[rank])
     left = num_new
-    # Raise the lowest ranks to the level of the next, as long as there are tokens; then share out the rest.
+    # Raise the lowest ranks to the count of the next one while tokens remain, then distribute the rest.
     for n in range(1, len(ascending) + 1):
         level = counts[ascending[n - 1]]
         above = counts[ascending[n]] if n < len(ascending) else level + left
@@ -93,7 +96,7 @@ def positions_of(spans: Spans) -> Positions:
 
 
 def _appended(spans: Spans, more: Spans) -> Spans:
-    """All spans in order, neighbours joined where the two make one: tokens dealt in turn become one strided span."""
+    """All spans in order; neighbours that form one strided span are joined, such as tokens dealt in turn."""
     joined = list(spans)
     for span in more:
         if not len(span):

@@ -1,112 +1,87 @@
 """A cache on disk, and back onto any number of ranks.
 
-Every rank writes what it holds with torch.distributed.checkpoint, block by block and as it is stored, into a folder of
-its own, so it does not matter what carries the group's messages. `cache.json` says which rank has which token; it is
-written last, so a folder that has it is complete. Loading deals the tokens anew to the ranks there are; each of them
-reads the blocks in which some of its tokens lie, one at a time.
+Every rank writes the tokens it holds into a new data folder beside the old one. When all of them have, rank 0 makes the
+index name that folder, by a rename; so at any instant the folder has the old cache or the new one, whole. Loading deals
+the tokens anew to the ranks there are; each of them reads and checks the blocks in which some of its tokens lie.
 """
 
-import itertools
-import json
-import threading
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+import shutil
+import struct
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from ringspan.arguments import PATH, check_arguments
 from ringspan.cache.placement import Placement
+from ringspan.cache.saved_files import (
+    RankFile,
+    SavedBlock,
+    SavedIndex,
+    check_coverage,
+    checksum,
+    read_blocks,
+    read_index,
+    write_index,
+    write_rank,
+)
 from ringspan.cache.state import CacheState
 from ringspan.cache.turn import Turn
 from ringspan.errors import CacheError
 from ringspan.runtime.contract import Signature
-from ringspan.span import Positions, Span
+from ringspan.span import Positions
 
-_INDEX = "cache.json"
-_VERSION = 1
+_CHECKSUM = struct.Struct("<I")
 
 
-def save(state: CacheState, folder: Path) -> None:
+def save(state: CacheState, folder: str | Path) -> None:
     """Write the committed tokens; all ranks must, into one folder that all can reach."""
     with state.session.call() as call:
-        if state.rank == 0:
-            (folder / _INDEX).unlink(missing_ok=True)  # what was saved there before is no longer complete
+        state.refuse_during_turn("save")
+        check_arguments(folder=(PATH, folder))
+        folder = Path(folder)
         call.agree(signature(state, "save", folder), once=True)
+        name = f"data-{_gather(state, secrets.token_bytes(8))[0].hex()}"
     with state.session.call() as call:
-        _write(state, folder / f"rank-{state.rank}")
+        written = _write(state, folder / name)
         call.agree(signature(state, "write the index of", folder), once=True)
+        checksums = tuple(_CHECKSUM.unpack(each)[0] for each in _gather(state, _CHECKSUM.pack(written)))
     with state.session.call() as call:
         if state.rank == 0:
-            _write_index(state, folder)
+            write_index(folder, state.contents, SavedIndex(name, state.placements, checksums))
+            _remove_older(folder, name)
         call.agree(signature(state, "have saved", folder), once=True)
 
 
-def _write(state: CacheState, mine: Path) -> None:
-    """This rank's tokens."""
-    mine.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Any] = {}
-    blocks: dict[int, list[int]] = {}
-    for sequence, placement in state.placements.items():
-        stored, count = state.stored[sequence], placement.counts[state.rank]
-        blocks[sequence] = [start for start in stored.starts if start < count]
-        for start, views in stored.all_layers(count):
-            tensors |= {_key(sequence, start, i): x.contiguous() for i, x in enumerate(views)}
-    if tensors:
-        from torch.distributed.checkpoint.state_dict_saver import save as save_tensors  # slow to import
-
-        with _alone():
-            save_tensors(tensors, checkpoint_id=mine, no_dist=True)
-    (mine / "blocks.json").write_text(json.dumps(blocks))
+def read_saved(state: CacheState, folder: Path) -> tuple[SavedIndex, dict[int, Placement]]:
+    """The index of a folder, and where its tokens lie; CacheError unless all that is there fits this cache."""
+    index = read_index(folder, state.contents)
+    for rank in range(len(index.checksums)):
+        read_blocks(folder, index, rank, state.spec)
+    check_coverage(folder, index)
+    return index, {sequence: placement for sequence, placement in index.placements.items() if placement.length}
 
 
-def _write_index(state: CacheState, folder: Path) -> None:
-    """Who has which token."""
-    index = {
-        "version": _VERSION,
-        "cache": state.contents,
-        "world_size": state.world_size,
-        "placements": {
-            sequence: [[(span.start, span.stop, span.step) for span in spans] for spans in placement.spans]
-            for sequence, placement in state.placements.items()
-        },
-    }
-    (folder / _INDEX).write_text(json.dumps(index))
-
-
-def read_index(state: CacheState, folder: Path) -> dict[int, Placement]:
-    """Where the tokens lie in a folder; refused if it is not of a cache like this one."""
-    try:
-        index = json.loads((folder / _INDEX).read_text())
-    except (OSError, ValueError) as error:
-        raise CacheError(f"folder={str(folder)!r}: there is no complete cache in it ({error})") from None
-    if index.get("version") != _VERSION:
-        raise CacheError(f"folder={str(folder)!r}: its version is {index.get('version')}; this one reads {_VERSION}")
-    if index["cache"] != state.contents:
-        raise CacheError(f"folder={str(folder)!r} has a cache of {index['cache']}; this one is of {state.contents}")
-    return {
-        int(sequence): Placement(tuple(tuple(Span(*span) for span in spans) for spans in ranks))
-        for sequence, ranks in index["placements"].items()
-    }
-
-
-def fill(turn: Turn, folder: Path, saved: Mapping[int, Placement]) -> None:
+def fill(turn: Turn, folder: Path, index: SavedIndex) -> None:
     """Read this rank's new tokens of a turn from the folder, all layers of them."""
     state = turn.state
-    for old_rank in range(len(next(iter(saved.values())).spans)):
-        source = folder / f"rank-{old_rank}"
-        blocks = json.loads((source / "blocks.json").read_text())
+    num_read = 0
+    for old_rank in range(len(index.checksums)):
+        blocks = read_blocks(folder, index, old_rank, state.spec)
+        source = RankFile(folder, index, old_rank, state.spec)
         for part in turn.parts:
             wanted = part.after.positions(state.rank)
-            held = saved[part.sequence].positions(old_rank)
-            starts = blocks.get(str(part.sequence), [])
-            for start, stop in itertools.pairwise([*starts, len(held)]):
-                common, theirs, mine = np.intersect1d(held[start:stop], wanted, return_indices=True)
+            held = index.placements[part.sequence].positions(old_rank)
+            for block in blocks.get(part.sequence, ()):
+                common, theirs, mine = np.intersect1d(held[block.start : block.stop], wanted, return_indices=True)
                 if len(common):
-                    rows = _read_block(state, source, part.sequence, start, stop)
-                    _take(turn, part.sequence, rows, theirs, mine)
+                    _take(turn, part.sequence, source.rows(part.sequence, block), theirs, mine)
+                    num_read += len(common)
+    num_wanted = sum(part.after.counts[state.rank] for part in turn.parts)
+    if num_read != num_wanted:
+        raise CacheError(f"{num_wanted - num_read} tokens are missing", argument="folder", value=str(folder))
     turn.layers_done.update(dict.fromkeys(range(state.model.num_layers)))
 
 
@@ -115,33 +90,40 @@ def signature(state: CacheState, what: str, folder: Path) -> Signature:
     return Signature.of({"call": what, "cache": state.description, "history": state.history, "folder": folder.name})
 
 
-_LOCK = threading.Lock()
+def _gather(state: CacheState, mine: bytes) -> list[bytes]:
+    transport = state.session.transport
+    return [mine] if state.world_size == 1 else transport.all_gather_bytes(mine, transport.timeout_s)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Without warnings that each rank writes for itself, and over what was there, as is meant; ranks may be threads."""
-    with _LOCK, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield
+def _write(state: CacheState, data: Path) -> int:
+    """This rank's tokens; nothing of them is left if that fails. Returns the checksum of what was written."""
+    data.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    blocks: dict[int, tuple[SavedBlock, ...]] = {}
+    try:
+        for sequence, placement in state.placements.items():
+            of_sequence = []
+            for start, views in state.stored[sequence].all_layers(placement.counts[state.rank]):
+                rows = [x.cpu().contiguous() for x in views]
+                block = SavedBlock(start, start + rows[0].shape[2], tuple(map(checksum, rows)))
+                tensors |= {block.key(sequence, i): x for i, x in enumerate(rows)}
+                of_sequence.append(block)
+            blocks[sequence] = tuple(of_sequence)
+        return write_rank(data, state.rank, tensors, blocks)
+    except BaseException:
+        # No rank has agreed to go on without this one, so no index names these files.
+        for path in data.glob(f"rank-{state.rank}.*"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            data.rmdir()  # if no other rank has written to it
+        raise
 
 
-def _key(sequence: int, start: int, i: int) -> str:
-    return f"{sequence}.{start}.{i}"
-
-
-def _read_block(state: CacheState, source: Path, sequence: int, start: int, stop: int) -> list[torch.Tensor]:
-    layers, heads, dims, dtypes, _ = state.spec
-    rows = {
-        _key(sequence, start, i): torch.empty(layers, heads, stop - start, dim, dtype=dtype, device="cpu")
-        for i, (dim, dtype) in enumerate(zip(dims, dtypes, strict=True))
-    }
-    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # slow to import
-
-    with _alone():
-        load_tensors(rows, checkpoint_id=source, no_dist=True)
-    return list(rows.values())
+def _remove_older(folder: Path, kept: str) -> None:
+    """Free the room of earlier caches, and of saves that were interrupted."""
+    for path in [*folder.glob("data-*"), *folder.glob("cache.json.data-*")]:
+        if path.name != kept:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _take(turn: Turn, sequence: int, rows: list[torch.Tensor], theirs: Positions, mine: Positions) -> None:

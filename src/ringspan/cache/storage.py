@@ -1,9 +1,9 @@
-"""Where do keys and values lie in memory?
+"""Where are keys and values in memory?
 
-A sequence's tokens on this rank stand in blocks, for all layers at once. When a block is full another is added, larger
-with the sequence: nothing is ever moved or copied, there is no allocation per token, and a long sequence is a few long
-runs that a kernel can read. Rows past the committed ones belong to the turn under way; a turn that fails leaves nothing
-behind but room.
+A sequence's tokens on this rank are stored in blocks, each for all layers. When a block is full another is added, whose
+size grows with the sequence: no token is moved or copied, no token costs an allocation, and a long sequence is a few
+long runs that a kernel can read. Rows behind the committed ones belong to the current turn; a turn that fails leaves
+only spare room behind.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ Rows = tuple[torch.Tensor, ...]
 
 
 class RowSpec(NamedTuple):
-    """What the tensors of a cache have in common: for each of them the last dim and the type."""
+    """Layers, heads and device of a cache, and the last dim and dtype of each of its tensors."""
 
     num_layers: int
     num_kv_heads: int
@@ -30,17 +30,17 @@ class RowSpec(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all layers."""
+        """Bytes of one token, over all layers."""
         row = sum(dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes, strict=True))
         return self.num_layers * self.num_kv_heads * row
 
 
 class _Block:
-    """Room for some tokens of all layers: tensors (layers, KV heads, room, dim), and the same layer by layer."""
+    """Room for tokens of all layers: tensors (layers, KV heads, room, dim), and their views by layer."""
 
     def __init__(self, tensors: Rows) -> None:
         self.tensors = tensors
-        # A view takes its time when the caches are cold, as they are for each token.
+        # Making a view costs time in every decode step, when CPU caches are cold.
         self.layers: list[Rows] = list(zip(*(torch.split(x, 1) for x in tensors), strict=True))
         self.room = tensors[0].shape[2]
 
@@ -56,17 +56,17 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Memory in use, room included."""
+        """Allocated memory, spare room included."""
         return self.capacity * self.spec.bytes_per_token
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` tokens in all."""
+        """Make room for `count` tokens in total."""
         if count <= self.capacity:
             return
-        # A long prompt and a short answer lie in one block.
+        # With spare room, a long prompt and a short answer fit into one block.
         room = max(count - self.capacity + MIN_BLOCK, self.capacity // GROWTH)
         layers, heads, dims, dtypes, device = self.spec
-        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
             tensors = [
                 torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
                 for dim, dtype in zip(dims, dtypes, strict=True)
@@ -76,14 +76,14 @@ class Stored:
         self.capacity += room
 
     def trim(self, count: int) -> None:
-        """Free the blocks in which none of the first `count` tokens lies."""
+        """Free the blocks behind the first `count` tokens."""
         kept = bisect_right(self.starts, count - 1) if count else 0
         del self._blocks[kept:]
         self.capacity = self.starts[kept] if kept < len(self.starts) else self.capacity
         del self.starts[kept:]
 
     def copy(self) -> "Stored":
-        """The same tokens in memory of their own."""
+        """An independent copy."""
         twin = Stored(self.spec)
         with torch.inference_mode(False):
             twin._blocks = [_Block(tuple(x.clone() for x in block.tensors)) for block in self._blocks]
@@ -91,7 +91,7 @@ class Stored:
         return twin
 
     def rows(self, layer: int, start: int, stop: int) -> Iterator[Rows]:
-        """The tokens start … stop-1 of a layer, as views, one for each block they lie in."""
+        """Tokens start … stop-1 of a layer, as views, one per block."""
         first = max(0, bisect_right(self.starts, start) - 1)
         for at, block in zip(self.starts[first:], self._blocks[first:], strict=True):
             lo, hi = max(start, at) - at, min(stop - at, block.room)
@@ -106,7 +106,7 @@ class Stored:
                 yield at, tuple(x[:, :, : count - at] for x in block.tensors)
 
     def write(self, layer: int, start: int, rows: Rows) -> None:
-        """Put tokens at start and behind it; there must be room."""
+        """Write tokens from `start` on; there must be room."""
         done, count = 0, rows[0].shape[2]
         for views in self.rows(layer, start, start + count):
             length = views[0].shape[2]

@@ -10,12 +10,14 @@ cache; a rank that refuses sends the reason there. After that, layers exchange n
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import KV_RING
+from ringspan.arguments import WHOLE, check_arguments
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
 from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
@@ -32,7 +34,7 @@ from ringspan.runtime.codec import Codec, Quantized
 from ringspan.runtime.contract import Signature
 from ringspan.runtime.engine import Attention
 from ringspan.runtime.quantize import FORMATS
-from ringspan.runtime.session import RankCall
+from ringspan.runtime.session import RankCall, was_told
 from ringspan.span import Span
 
 
@@ -58,6 +60,7 @@ class Turn:
         self, state: CacheState, parts: tuple[Part, ...], query: Query, chosen: Chosen, wire: str | None = None
     ) -> None:
         self._state = state
+        self._num_told = state.session.contract.num_told
         self.parts = parts
         self.query = query
         self.algorithm, self.reason = chosen
@@ -193,7 +196,7 @@ class Turn:
         Returns:
             out (sequences, heads, 1, v_head_dim) in q's dtype, or (out, lse).
         """
-        with self._call():
+        with self.step():
             self._check_decode(q=q, k=k, v=v)
         if self.num_rows == 1:  # (1, heads, 1, dim) is both forms
             return self.prefill(q, k, v, layer=layer, scale=scale, return_lse=return_lse)
@@ -207,7 +210,7 @@ class Turn:
 
         The shapes are those of `prefill`. No message is sent.
         """
-        with self._call():
+        with self.step():
             check_layer(self, layer)
             check_tensors(self, k=k, v=v)
             store_layer(self, k, v, layer)
@@ -225,18 +228,25 @@ class Turn:
             scale: The scale it was given.
         """
         state = self.state
-        if self.layers_done.get(layer) is None:
-            raise CacheError(
-                "it was not attended in this turn", argument="layer", value=layer, remedy="call prefill or decode first"
-            )
         codec = self.wire_codec or state.codec
-        if not isinstance(codec, Quantized):
-            return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
-        own = self.largest_scales.get(layer)
-        if own is None:
-            own = largest_scales(own_views(self, layer), state.model.heads.num_kv_heads)
-        transport = state.session.transport
-        everyone = transport.all_gather_bytes(torch.stack(own).numpy().tobytes(), transport.timeout_s)
+        with state.session.call() as call:
+            check_arguments(layer=(WHOLE, layer))
+            if self.layers_done.get(layer) is None:
+                raise CacheError(
+                    "it was not attended in this turn",
+                    argument="layer",
+                    value=layer,
+                    remedy="call prefill or decode first",
+                )
+            if not isinstance(codec, Quantized):
+                return torch.zeros(state.model.heads.num_heads, dtype=torch.float64, device="cpu")
+            own = self.largest_scales.get(layer)
+            if own is None:
+                own = largest_scales(own_views(self, layer), state.model.heads.num_kv_heads)
+            fields = {"call": "error_bound", "cache": state.description, "history": state.history, "layer": layer}
+            call.agree(Signature.of(fields), once=True)
+            transport = state.session.transport
+            everyone = transport.all_gather_bytes(torch.stack(own).numpy().tobytes(), call.deadline_s)
         scales = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.float64) for one in everyone]).amax(0)
         k_scales, v_scales = scales.reshape(2, -1)
         return quantize.output_bound(q, k_scales, v_scales, codec.form, softmax_scale(scale, state.model.head_dim))
@@ -261,20 +271,25 @@ class Turn:
     def __enter__(self) -> "Turn":
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if not self.is_open:
             return
-        if kind is None:
+        if error is None:
             self.commit()
-        else:
-            self.abort()
+            return
+        self.abort()
+        if not was_told(error, self._num_told):
+            # The other ranks are in this turn's next layer, or about to be.
+            self._state.session.call(is_agreed=self.is_agreed).tell(error)
 
     def __repr__(self) -> str:
         new = ", ".join(f"{part.sequence}: {part.num_new} after {part.start}" for part in self.parts)
         return f"<Turn {self.algorithm}, sequences {{{new}}}>"
 
     @contextmanager
-    def _call(self) -> Iterator[RankCall]:
+    def step(self) -> Iterator[RankCall]:
         """A step of the turn: an error ends the turn on this rank, and the other ranks are told."""
         with self.state.session.call(is_agreed=self.is_agreed) as call:
             try:
@@ -284,7 +299,7 @@ class Turn:
                 raise
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float | None) -> Partial:
-        with self._call() as call:
+        with self.step() as call:
             check_layer(self, layer)
             check_tensors(self, q=q, k=k, v=v)
             softmax = softmax_scale(scale, self.state.model.head_dim)

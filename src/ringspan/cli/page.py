@@ -1,31 +1,28 @@
-"""What a report on the terminal is made of: sections, sentences, tables, bars and schedule grids.
+"""What is a report on the terminal made of? Sections, sentences, tables and schedule grids.
 
-Nothing is ever cut off: text wraps, tables fold, and a grid wider than the screen is continued below. Colour only
-repeats what the characters say.
+Nothing is cut off and no word is broken: text wraps, a table that is too wide becomes a list, and a grid wider than the
+screen is continued below. Colour only repeats what the characters say.
 """
 
 import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ringspan.cli.tables import NO_BREAK, fit_table
 from ringspan.schedule import Attend, Block, Transfer, parse_schedule
 
 PROSE_WIDTH = 96
 INDENT = 2
-NO_BREAK = "\N{NO-BREAK SPACE}"
-BAR_WIDTH = 16
-LEVELS = "·▁▂▃▄▅▆▇█"
 
 TABLE_RANKS = 16  # rows
-GRID_RANKS = 8  # more ranks or steps are no longer read, so they are left to --json
+GRID_RANKS = 8  # larger grids are not readable; --json has them
 GRID_STEPS = 10
-GRID_BANDS = 4  # ranks that do not fit side by side are continued below, up to so many times
+GRID_BANDS = 4  # groups of ranks below one another, at most
 GRID_SEPARATOR = " │ "
 IN_WORDS = {"q": "queries", "kv": "keys and values"}
 GRID_STYLES = (
@@ -67,10 +64,12 @@ class Page:
     def show(self, *items: RenderableType) -> None:
         """Lines or tables, indented."""
         for item in items:
-            self._print(Padding(item, (0, 0, 0, INDENT), expand=False), self.console.width)
+            parts = fit_table(item, self.console.width - INDENT) if isinstance(item, Table) else [item]
+            for part in parts:
+                self._print(Padding(part, (0, 0, 0, INDENT), expand=False), self.console.width)
 
     def facts(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Names and what they are."""
+        """A list of names and values."""
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
@@ -83,54 +82,13 @@ class Page:
         self.show(*_grid_lines(grid, self.console.width - INDENT))
 
     def _print(self, item: RenderableType, width: int) -> None:
-        """Print; rich pads lines with blanks, which have no place in a file."""
+        """Print. In a file, the blanks with which rich pads lines are removed."""
         if self.console.is_terminal:
             self.console.print(item, width=width)
             return
         with self.console.capture() as capture:
             self.console.print(item, width=width)
         self.console.file.writelines(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-
-
-def new_table(*columns: str) -> Table:
-    """An empty table; a column whose name begins with > is of numbers and stands to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", show_edge=False)
-    for column in columns:
-        name = column.removeprefix(">")
-        table.add_column(Text(name), justify="left" if name == column else "right", overflow="fold")
-    return table
-
-
-def format_bar(value: int, most: int) -> str:
-    """A bar of at most BAR_WIDTH characters; anything above zero shows."""
-    length = round(BAR_WIDTH * value / most) if most else 0
-    return "█" * length or ("▏" if value else "")
-
-
-def format_level(value: int, most: int) -> str:
-    """One character: a dot for nothing, else a block as high as the part of `most`."""
-    return LEVELS[-(-(len(LEVELS) - 1) * value // most)] if value else LEVELS[0]
-
-
-def format_count(number: int, noun: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def format_percent(ratio: float, decimals: int = 1) -> str:
-    """0.125 as 12.5 %. What is not nothing, or not all, is not rounded to it."""
-    step = 10**-decimals
-    if 0 < ratio < step / 200:
-        return f"< {step:g} %"
-    if 1 - step / 200 <= ratio < 1:
-        return f"> {100 - step:g} %"
-    return f"{100 * ratio:.{decimals}f} %"
-
-
-def format_list(items: Iterable[object], most: int) -> str:
-    """Items with spaces between, and how many more there are."""
-    words = list(map(str, items))
-    return " ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def explain_grid(grid: str) -> Iterator[tuple[str, str]]:
@@ -181,7 +139,7 @@ def _grid_lines(grid: str, width: int) -> Iterator[Text]:
 
 
 def _bands(widths: list[int], width: int) -> list[range]:
-    """Columns 1, 2, … in as few equal groups as fit beside column 0; a single one may be wider than the screen."""
+    """Columns 1, 2, … in as few equal groups as fit beside column 0. A single column may be wider than the screen."""
     num_ranks = len(widths) - 1
     bands: list[range] = []
     for num_bands in range(1, num_ranks + 1):
@@ -200,7 +158,7 @@ def _styled(line: str, *, is_header: bool) -> Text:
 
 
 def _about_attends(attends: Sequence[Attend]) -> str:
-    """By an example of two blocks, if possible of two ranks; where all are longer, by the first block of one."""
+    """An example of two blocks, if possible of two ranks; or the first of many blocks."""
     short = [(attend.qs[0], attend.kvs[0]) for attend in attends if len(attend.qs) == len(attend.kvs) == 1]
     if not short:
         q = attends[0].qs[0]

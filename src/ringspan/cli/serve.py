@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ringspan.cli.errors import Command
 from ringspan.errors import RingspanError
 
 KEY_VARIABLE = "RINGSPAN_API_KEY"
@@ -20,7 +21,7 @@ The key of an address that other machines reach is read from the file or from {K
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), default=2, show_default=True, help="Processes.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: logarithmic axes, a legend, nothing else, drawn without a library."""
+"""How is a line chart drawn as SVG? Logarithmic axes and a legend, without a library."""
 
 import itertools
 import math
@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from ringspan.cli.bench.text import format_seconds
+from ringspan.cli.formats import format_seconds
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 84, 200, 44, 56
-MARK_WIDTH = 120  # of what is written beside the mark
-TITLE_LENGTH = 72  # characters that have room
+MARK_WIDTH = 120  # of the text beside the mark
+TITLE_LENGTH = 72  # characters that fit
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#c45a00", "#00838f", "#8c564b", "#7f7f7f")
 DASHES = ("none", "7 3", "2 2", "9 3 2 3", "14 4", "5 2 1 2 1 2", "4 5", "1 4")  # lines differ without colour too
 
 
 class Look(NamedTuple):
-    """Of a line."""
+    """How a line looks."""
 
     colour: str
     dashes: str
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """One diagram. `mark` is the x that was asked for; most are about time."""
+    """One diagram. `mark` is the x that was asked for."""
 
     title: str
     x_name: str
@@ -42,7 +42,7 @@ class Chart(NamedTuple):
 
 
 def draw_charts(charts: Sequence[Chart]) -> str:
-    """All charts below one another, as one file; a name looks the same in all of them."""
+    """All charts below one another, as one file. A name has the same colour and dashes in all of them."""
     names = dict.fromkeys(line.name for chart in charts for line in chart.lines)
     looks = dict(zip(names, map(Look, itertools.cycle(COLOURS), itertools.cycle(DASHES)), strict=False))
     height = HEIGHT * len(charts)
@@ -117,7 +117,6 @@ def _draw_line(line: Line, look: Look, x_axis: _Axis, y_axis: _Axis) -> list[str
 
 
 def _draw_entry(name: str, look: Look, at: int) -> list[str]:
-    """Of the legend."""
     sample = f'<path d="M{WIDTH - RIGHT + 8} {at - 4}h26" {_stroke(look, 3)}/>'
     return [sample, _text(WIDTH - RIGHT + 40, at, name, "")]
 

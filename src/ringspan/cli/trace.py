@@ -1,7 +1,7 @@
-"""A run as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+"""How is a run written as a Chrome trace, for ui.perfetto.dev or chrome://tracing?
 
 A rank is a process with two rows: what it computes, and where it starts messages or is blocked by them. Every message
-is an arrow from its start to the end of the wait for it, so hops and what hides them can be seen.
+is an arrow from its start to the end of the wait for it, so it shows hops and the computation that hides them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ _ROW_OF = {
     "receive": "communication",
     "sent": "communication",
 }
-_SHORTEST_US = 0.001  # viewers attach no arrow to what takes no time
+_SHORTEST_US = 0.001  # viewers attach no arrow to a slice of length 0
 
 Event = dict[str, Any]
 
@@ -72,7 +72,7 @@ def _arrows(activities: Sequence[Activity], begin_s: float) -> Iterator[Event]:
     receives = {_message(it): it for it in activities if it.kind == "receive"}
     for number, send in enumerate(it for it in activities if it.kind == "send"):
         receive = receives[_message(send)]
-        # Inside the wait, where viewers look for it, and not before the start.
+        # An arrow must end inside the wait and after its start.
         arrived_s = (max(receive.start_s, send.start_s) + max(receive.end_s, send.start_s)) / 2
         common = {"name": send.name, "cat": "hop", "id": number}
         yield {"ph": "s", **common, **_place(send, send.start_s, begin_s)}

@@ -1,15 +1,13 @@
-"""Masks, layouts, meshes and sizes as they are written on the command line, and which of them go together.
+"""How are masks, layouts, meshes and sizes written on the command line, and which of them go together?
 
 A mask is an `|` of `&`s of the forms below. There are no brackets: any combination can be written without them.
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, list_takers
+from ringspan.cli.errors import BadInput, render_error
 from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
 from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
 from ringspan.program.reproducible.tree import TILE
@@ -25,18 +24,19 @@ from ringspan.simulate.lesson import LAYOUTS, LayoutChoice
 T = TypeVar("T")
 
 MASK_FORMS = "full, causal, window:LEFT[:RIGHT], prefix:N, documents:N,N,..., frames:TOKENS[:START]"
-MAX_SECONDS = 1_000_000  # eleven days; of much longer times Python says only that they overflow
+MAX_SECONDS = 1_000_000  # eleven days; much longer waits overflow in Python
+MAX_MASK_FORMS = 100  # a mask is a nested description, and Python recurses into it
 
 
 class Spelled(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no Choice[str]
-    """A choice in any case, with `_` for `-` as Python and JSON write it, or by another name."""
+    """A choice in any case, with `-` or `_` (as Python and JSON write it), or by another name."""
 
     def __init__(self, choices: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(list(choices))
         self._others = others
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The choice as the list has it; what is none is refused as it was typed."""
+        """The choice as the list spells it; an unknown one is refused as it was typed."""
         spelled = str(value).lower().replace("_", "-")
         choice = self._others.get(spelled, spelled)
         return super().convert(choice if choice in self.choices else value, param, ctx)
@@ -80,21 +80,11 @@ class OptionOfSome(click.Option):
         return found[0], found[1].replace("TAKERS", takers)
 
 
-class OutputFile(click.Path):
-    """A file to write. Without a name, as an unset variable of a shell leaves it, a run would end in an error."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, writable=True, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
-        if not str(value):
-            self.fail("'' is no name of a file; give one, or leave the option out", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 def parse_mask(text: str) -> Mask:
-    """The mask an expression like `causal & window:16 | prefix:4` describes."""
+    """The mask that an expression such as `causal & window:16 | prefix:4` describes."""
+    num_forms = 1 + text.count("&") + text.count("|")
+    if num_forms > MAX_MASK_FORMS:
+        raise MaskError(f"{num_forms:,} masks are joined here, and {MAX_MASK_FORMS} is the limit", argument="mask")
     return reduce(or_, (reduce(and_, map(_parse_form, part.split("&"))) for part in text.split("|")))
 
 
@@ -121,17 +111,27 @@ def _parse_form(text: str) -> Mask:
             return frame_causal(tokens)
         case "frames", [[tokens], [start]], 2:
             return frame_causal(tokens, start)
-    raise MaskError(f"{text.strip()!r} is no mask; use {MASK_FORMS}, or several of them joined by & and |")
+    raise MaskError(
+        "there is no such mask",
+        argument="mask",
+        value=text.strip() or "''",
+        remedy=f"use {MASK_FORMS}, or several of them joined by & and |",
+    )
 
 
 def parse_layout(text: str) -> LayoutChoice:
-    """A layout's name, and for `striped` perhaps a block size: `striped:16`."""
+    """A layout by name, for `striped` with an optional block size: `striped:16`."""
     found = re.fullmatch(r"(?P<name>[a-z]+)(?::(?P<block>[0-9]{1,9}))?", text.strip())
     if found is None or found["name"] not in LAYOUTS or (found["block"] and found["name"] != "striped"):
-        raise LayoutError(f"{text!r} is no layout; use contiguous, zigzag, striped[:BLOCK] or balanced")
+        raise LayoutError(
+            "there is no such layout",
+            argument="layout",
+            value=text,
+            remedy="use contiguous, zigzag, striped[:BLOCK] or balanced",
+        )
     block = int(found["block"] or 1)
     if not block:
-        raise LayoutError(f"{text!r}: blocks of tokens are dealt to the ranks, so they have at least 1; use striped:1")
+        raise LayoutError("a block has at least 1 token", argument="layout", value=text, remedy="use striped:1")
     return LayoutChoice(found["name"], block)
 
 
@@ -140,53 +140,59 @@ def parse_tokens(text: str, most: int | None = None) -> int:
     found = re.fullmatch(r"([0-9]{1,12})([KM]?)", text.strip().upper())
     tokens = int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]] if found else 0
     if not tokens:
-        raise ShapeError(f"{text!r} is no number of tokens; use one of at least 1, such as 4096, 16K or 1M (2^20)")
+        raise ShapeError(
+            "expected a number of tokens of at least 1",
+            argument="tokens",
+            value=text,
+            remedy="use a number such as 4096, 16K or 1M (2^20)",
+        )
     if most is not None and tokens > most:
-        raise ShapeError(f"{text!r} is {tokens:,} tokens; use at most {most:,}")
+        raise ShapeError(
+            f"{tokens:,} tokens are too many here", argument="tokens", value=text, remedy=f"use at most {most:,}"
+        )
     return tokens
 
 
 def parse_seconds(text: str) -> float:
-    """A time to wait, which a clock can count."""
+    """A time to wait."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MAX_SECONDS:
-        raise ShapeError(f"{text!r} is no time to wait; use seconds above 0 and up to {MAX_SECONDS:,}, such as 600")
+        raise ShapeError(
+            "expected a time in seconds",
+            argument="timeout_s",
+            value=text,
+            remedy=f"use a number above 0 and up to {MAX_SECONDS:,}, such as 600",
+        )
     return seconds
 
 
 def parse_mesh(text: str) -> Mesh:
-    """OUTERxINNER."""
+    """A mesh written as OUTERxINNER."""
     found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", text.strip())
     if found is None:
-        raise LayoutError(f"{text!r} is no mesh; use OUTERxINNER, such as 2x4")
+        raise LayoutError("expected a mesh", argument="mesh", value=text, remedy="use OUTERxINNER, such as 2x4")
     return Mesh(int(found[1]), int(found[2]))
 
 
 def parsed_by(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
-    """A callback for an option, so that an error names it."""
+    """A callback that parses the value of an option; an error names the option."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
         try:
             return None if value is None else parse(value)
         except RingspanError as error:
-            raise click.BadParameter(str(error), ctx, param) from error
+            if error.argument == param.name:
+                raise BadInput(render_error(error, ctx.command)) from error
+            raise BadInput(f"{param.opts[0]} {value}: {error}") from error
 
     return convert
 
 
-def check_writable(ctx: click.Context, option: str, path: Path | None) -> None:
-    """Refuse a file whose folder is not there, or not ours to write to, before anything is measured for it."""
-    if path is None or os.access(path.parent, os.W_OK):
-        return
-    why = "may not be written to" if path.parent.is_dir() else "does not exist; make it first"
-    raise click.BadParameter(f"{str(path)!r} cannot be written: the folder {path.parent} {why}", ctx, param_hint=option)
-
-
 def check_mask(mask: Mask, tokens: int) -> None:
-    """Refuse documents that end before the sequence does."""
+    """Refuse documents that end before the sequence."""
     known = mask.num_positions
     if known < tokens:
         raise click.UsageError(
@@ -196,11 +202,11 @@ def check_mask(mask: Mask, tokens: int) -> None:
 
 
 def check_layout(layout: LayoutChoice, reproducible: bool) -> None:
-    """Refuse to deal parts of the tiles that the reproducible mode adds up."""
+    """Refuse a layout that splits a tile of the reproducible mode."""
     if reproducible and layout.name == "striped" and layout.block % TILE:
         nearest = max(1, round(layout.block / TILE)) * TILE
         raise click.UsageError(
-            f"--reproducible, --layout {layout}: no tile of {TILE} tokens may be on two ranks; "
+            f"--reproducible, --layout {layout}: a tile of {TILE} tokens must lie on one rank; "
             f"use --layout striped:{nearest}"
         )
 

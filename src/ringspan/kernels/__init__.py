@@ -1,4 +1,4 @@
-"""Attention of one piece on one device, and partial results with their merge."""
+"""Kernels compute attention of one piece on one device; `softmax` merges their partial results."""
 
 from ringspan.kernels.choose import KERNELS, Kernel, Request, choose_kernel
 

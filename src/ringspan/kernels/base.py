@@ -1,7 +1,7 @@
-"""What a kernel is: attention of one piece on one device, with the log-sum-exp that merging needs, and its gradients.
+"""What must a kernel provide? Attention of one piece on one device with its log-sum-exp, and the gradients.
 
-A kernel says what it cannot do, with the reason, before anything is computed. What one cannot do is handed to the next;
-nothing is ever approximated.
+A kernel refuses requests that it cannot serve, with the reason, before it computes anything. The next kernel then takes
+the request; no kernel approximates.
 """
 
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ from ringspan.program.pieces import Piece
 
 
 class Request(NamedTuple):
-    """What a call will ask of its kernel; if `reproducible`, the same bits whatever else is in a call."""
+    """What a call needs of its kernel. With `reproducible`, a row's bits must not depend on the other rows or heads."""
 
     device: torch.device
     dtype: torch.dtype
@@ -23,7 +23,7 @@ class Request(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dq, dk and dv of a piece, each in the shape of its tensor."""
+    """dq, dk and dv of a piece, with the shapes of q, k and v."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -31,10 +31,10 @@ class Gradients(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What the backward pass knows of its queries: all of their keys are in `out` and `lse`, not a piece's alone.
+    """The merged results that the backward pass takes: `out` and `lse` cover all keys of a query, not one piece.
 
-    `dout` and `out` (batch, heads, n, v_head_dim), `lse` (batch, heads, n), +inf for a row that sees no key at all, so
-    that its weights are 0.
+    `dout` and `out` are (batch, heads, n, v_head_dim); `lse` is (batch, heads, n). A row that sees no key has
+    lse = +inf here, so that its weights are 0.
     """
 
     dout: torch.Tensor
@@ -47,24 +47,24 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """What `kernel=` and error messages call it."""
+        """The name in `kernel=` and in error messages."""
 
     def refuses(self, request: Request) -> str | None:
-        """Why the kernel cannot serve such a call, or None if it can."""
+        """Return why the kernel cannot serve a request, or None if it can."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         """Attend q (batch, heads, n, head_dim) to k and v (batch, KV heads, m, …), already cut to the piece.
 
-        Neither n nor m is 0. Only the kind of the piece and its `allowed` matter here. The parts come back in the
-        accumulator type or in that of q; rows that see no key have out = 0 and lse = -inf.
+        Neither n nor m is 0. The kernel reads only the piece's kind and its `allowed`. The result has the accumulator
+        dtype or the dtype of q. Rows that see no key have out = 0 and lse = -inf.
         """
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        """A piece's share of the gradients: those of all pieces add up to the whole."""
+        """Compute one piece's share of the gradients; the shares of all pieces add up to the gradients."""
 
 
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """The fused operators take the last dim for contiguous without looking: make it so where it is not."""
+    """Make the last dim contiguous; the fused operators assume it without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Kernels: attention of one piece on one device. One file for each family; `choose_kernel` finds them by name."""
+"""Which kernel serves a request? Each family of kernels has a file; `choose_kernel` finds them by name."""
 
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.base import Kernel, Request
@@ -9,15 +9,15 @@ from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH
 __all__ = ["KERNELS", "Kernel", "Request", "choose_kernel"]
 
 KERNELS: tuple[Kernel, ...] = (FLASH, EFFICIENT, CUDNN, SdpaCpu(), Reference())
-"""In order of preference: "auto" takes the first that does not refuse."""
+"""In order of preference: "auto" takes the first kernel that does not refuse."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:
-    """The kernel of that name, or for "auto" the first that can serve the request."""
+    """Return the kernel of that name, or for "auto" the first kernel that can serve the request."""
     chosen = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
     if not chosen:
         choices = ", ".join(["auto", *(kernel.name for kernel in KERNELS)])
-        raise UnsupportedError(f"kernel={name!r}: there is no such kernel; use one of {choices}")
+        raise UnsupportedError("there is no such kernel", argument="kernel", value=name, remedy=f"use one of {choices}")
     refusals = {}
     for kernel in chosen:
         reason = kernel.refuses(request)
@@ -26,8 +26,12 @@ def choose_kernel(name: str, request: Request) -> Kernel:
         refusals[kernel.name] = reason
     able = [kernel.name for kernel in KERNELS if kernel.refuses(request) is None]
     reasons = "; ".join(f"{kernel} {reason}" for kernel, reason in refusals.items())
-    way_out = f"use kernel='auto', or {' or '.join(able)}" if able else "convert the tensors"
-    raise UnsupportedError(f"kernel={name!r} with {_format_request(request)}: {reasons}; {way_out}")
+    raise UnsupportedError(
+        f"cannot compute {_format_request(request)}: {reasons}",
+        argument="kernel",
+        value=name,
+        remedy=f"use auto, or {' or '.join(able)}" if able else "convert the tensors",
+    )
 
 
 def _format_request(request: Request) -> str:

@@ -1,8 +1,8 @@
 """Attention by its definition, in plain torch: any device, any floating dtype, any head_dim.
 
-It serves what the fused operators refuse, and recomputes the pieces in which a NaN or an infinity made one of them go
-wrong. Queries are taken a few rows at a time, so the scores in memory stay small however long the piece is. Heads that
-share a KV head become rows of one matrix product, so K and V are never repeated.
+It serves requests that the fused operators refuse, and recomputes pieces in which NaN or infinity made a fused operator
+wrong. Queries are taken a few rows at a time, so that the scores in memory stay small for long pieces. Heads that share
+a KV head become rows of one matrix product, so K and V are never repeated.
 """
 
 from collections.abc import Iterator
@@ -18,25 +18,24 @@ MAX_SCORES = 2**21
 
 
 class Reference:
-    """Exact in the accumulator type, and NaN and infinity reach only the rows that see them."""
+    """Computes in the accumulator dtype; NaN and infinity reach only the rows that see them."""
 
     name = "reference"
 
     def refuses(self, request: Request) -> str | None:
-        """What is no floating-point type, and fixed bits: its products depend on the heads and threads at work."""
+        """Refuse dtypes that are not floating point, and reproducible mode."""
         if request.reproducible:
-            return "gives other bits with other heads in a call, or other numbers of threads"
-        return None if request.dtype.is_floating_point else "takes only floating-point types"
+            return "gives bits that depend on the heads in a call and on the number of threads"
+        return None if request.dtype.is_floating_point else "takes only floating-point dtypes"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece, in blocks of rows."""
         batch, heads, num_rows, _ = q.shape
         kv_heads = k.shape[1]
         dtype = accumulator_dtype(q.dtype)
         keys, values = k.to(dtype), v.to(dtype)
         out = torch.empty(batch, heads, num_rows, v.shape[-1], dtype=dtype, device=q.device)
         lse = torch.empty(batch, heads, num_rows, dtype=dtype, device=q.device)
-        # (batch, KV heads, heads in a group, rows, …): views, since only the head axis is split.
+        # (batch, KV heads, heads in a group, rows, …) are views, because only the head axis is split.
         queries, outs, lses = (torch.unflatten(x, 1, (kv_heads, -1)) for x in (q, out, lse))
         for rows, reach, visible in _row_blocks(piece, q, k):
             block = queries[..., rows, :].to(dtype) * scale
@@ -47,7 +46,7 @@ class Reference:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        """The gradients of one piece, in blocks of rows.
+        """Compute the gradients of one piece in blocks of rows.
 
         With s = scale · q kᵀ and p = exp(s - lse): dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k,
         dk = dsᵀ (scale · q); delta = rowsum(dout · out).
@@ -68,7 +67,7 @@ class Reference:
 
 
 def _row_blocks(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, int, torch.Tensor | None]]:
-    """Some rows at a time: which, how many keys they reach, and which of those they see."""
+    """Yield blocks of rows: the rows, the number of keys they reach, and which of those keys are visible."""
     batch, heads, num_rows, _ = q.shape
     num_keys = k.shape[2]
     step = max(1, MAX_SCORES // max(1, batch * heads * num_keys))
@@ -79,7 +78,7 @@ def _row_blocks(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> Iterator[tupl
 
 
 def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.device) -> torch.Tensor | None:
-    """Which of the first `reach` keys the rows top … bottom-1 see, as bool (rows, keys); None if all of them."""
+    """Return which of the first `reach` keys rows top … bottom-1 see, bool (rows, keys); None if they see all."""
     if piece.kind is PieceKind.FULL:
         return None
     if piece.kind is PieceKind.CAUSAL:
@@ -91,14 +90,14 @@ def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.devi
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> Partial:
-    """Softmax attention of scaled queries (batch, KV heads, group, rows, dim) to k and v (batch, KV heads, keys, …)."""
+    """Attend scaled queries (batch, KV heads, group, rows, dim) to k and v (batch, KV heads, keys, …)."""
     group_and_rows = q.shape[2:4]
     scores = q.flatten(2, 3) @ k.mT
     if visible is not None:
         visible = visible.repeat(group_and_rows[0], 1)
         scores.masked_fill_(~visible, -torch.inf)
     peak = scores.amax(-1, keepdim=True)
-    # A row that sees nothing has peak -inf; -inf - -inf would be NaN, while exp(-inf - 0) is 0.
+    # A row that sees no key has peak -inf. -inf - -inf would be NaN, while exp(-inf - 0) is 0.
     peak.masked_fill_(peak == -torch.inf, 0.0)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -110,7 +109,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Te
 def _differentiate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, visible: torch.Tensor | None
 ) -> Gradients:
-    """Gradients with respect to scaled queries (batch, KV heads, group, rows, dim), k and v (batch, KV heads, …)."""
+    """Compute gradients of scaled queries (batch, KV heads, group, rows, dim), k and v (batch, KV heads, …)."""
     group_and_rows = q.shape[2:4]
     q, dout, out, lse = (x.flatten(2, 3) for x in (q, *merged))
     weights = (q @ k.mT).sub_(lse).exp_()
@@ -126,7 +125,7 @@ def _differentiate(
 
 
 def _seen(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """The product weights @ x, where what is not finite in x spoils only the rows that see it (0 · NaN is NaN)."""
+    """Compute weights @ x so that NaN and infinity in x reach only the rows that see them (0 · NaN is NaN)."""
     if visible is None or bool((is_finite := x.isfinite()).all()):
         return weights @ x
     reached = visible.to(x.dtype) @ (~is_finite).to(x.dtype) > 0
@@ -134,15 +133,15 @@ def _seen(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) 
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """The product weights @ v, where a NaN or infinity in v reaches only the rows that see it (0 · NaN is NaN)."""
+    """Compute weights @ v so that NaN and infinity in v reach only the rows that see them (0 · NaN is NaN)."""
     if visible is None or bool((is_finite := v.isfinite()).all()):
         return weights @ v
 
     def reached(rows: torch.Tensor, values: torch.Tensor, result: float) -> torch.Tensor:
-        """`result` where one of the rows' keys has one of the values, else 0."""
+        """Return `result` where a visible key of a row has one of the values, else 0."""
         return torch.where(rows.to(v.dtype) @ values.to(v.dtype) > 0, result, 0.0)
 
-    # As in the plain product: positive · ±inf = ±inf, anything else with a NaN or an infinity is NaN.
+    # As in the plain product: positive · ±inf = ±inf; every other product with NaN or infinity is NaN.
     total = weights @ v.masked_fill(~is_finite, 0.0)
     total += reached(weights > 0, v == torch.inf, torch.inf) + reached(weights > 0, v == -torch.inf, -torch.inf)
     return total + reached(visible, v.isnan(), torch.nan) + reached(visible & (weights == 0), v.isinf(), torch.nan)

@@ -1,28 +1,27 @@
-"""Attention of one piece by PyTorch's fused CPU operator, with its gaps closed.
+"""How does PyTorch's fused CPU operator compute attention of one piece, correctly and fast?
 
-What the operator gets wrong, it gets wrong silently, so everything it needs is seen to here:
+The operator fails silently on some inputs. This module prepares the inputs or repairs the result:
 
-- In half types it rounds weights and output. They are computed in float32 here, so that parts come back unrounded
-  however many there are; on CPUs without bfloat16 instructions that is also faster.
-- It reads the last dim of its tensors as contiguous, whatever their strides, and wants v as wide as q and k.
-- A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row whose NaN it overlooked.
-- In a tile it multiplies masked values by 0, so NaN and infinity spread to rows that do not see them.
-- It scales after it has masked, so a scale of 0 makes NaN of what is masked, and a negative one infinity.
+- In half dtypes the operator rounds weights and output. Here half dtypes are computed in float32, so that partial
+  results are unrounded. On CPUs without bfloat16 instructions float32 is also faster.
+- It assumes that the last dim of its tensors is contiguous, and that v has the head_dim of q and k.
+- A row whose scores are all -inf gets lse = 0 instead of -inf. So does a row with an undetected NaN.
+- It multiplies masked values of a tile by 0, so NaN and infinity spread to rows that do not see them.
+- It scales after masking, so with a scale of 0 masked scores become NaN, and with a negative scale infinity.
 
-The last three leave a trace in the result: an lse of exactly 0, or a NaN. Looking for it costs microseconds: under a
-causal mask the last query sees all keys and the first key is seen by all queries, so with a scale above 0 whatever NaN
-or infinity there is shows in the last row of out, or of dq, or in the first of dk. What shows a trace is computed again
-by the reference. That is done for each batch row and KV head by itself, so that what comes out for one does not depend
-on the others.
+The last three leave a trace in the result: an lse of exactly 0, or a NaN. Finding the trace costs microseconds. Under a
+causal mask the last query sees all keys and all queries see the first key, so with a positive scale every NaN or
+infinity shows in the last row of out or dq, or in the first row of dk. The reference recomputes heads with a trace,
+separately for each batch row and KV head, so that the result of one head does not depend on the others.
 
-How fast it is depends on how it is called, so keys come in runs, each a call of its own:
+Keys are attended in runs, each in its own call, for two reasons:
 
-- For every 256 queries it reads all keys again. Runs of a megabyte stay in the caches next to the core, which saves up
-  to 5 % of the time where a head has several.
-- Under a causal mask it computes 256 queries at a time with 512 keys, so every other time it computes 256 keys that
-  none of them sees. If a run has an odd number of 256 keys, and all queries that see them, the last such square is
-  saved. So the late keys of a short piece are a run too: a quarter of the work of 512 tokens is saved, a twelfth of
-  1,024, a fortieth of 2,048.
+- The operator reads all keys again for every 256 queries. Runs of a megabyte stay in the core's caches, which saves up
+  to 5 % of the time of a head with several megabytes of keys.
+- Under a causal mask the operator pairs 256 queries with 512 keys at a time, so every second pair includes 256 keys
+  that no query sees. A run with an odd number of 256-key blocks, attended by all queries that see it, avoids the last
+  such square. So the late keys of a short piece are a run of their own, which saves a quarter of the work at 512
+  tokens, a twelfth at 1,024 and a fortieth at 2,048.
 """
 
 import itertools
@@ -41,18 +40,18 @@ from ringspan.program.pieces import Piece, PieceKind
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 FOLD_ROWS, FOLD_KEYS = 128, 256
-"""A few rows against many keys: the heads of a group go through as rows of one, so K and V are read once, not once per
-head. With fewer keys the copies this takes cost more than it saves; with more rows it saves little."""
+"""Up to this many rows against this many keys, the heads of a group become rows of one head, so that K and V are read
+once, not once per head. With fewer keys the copies cost more than they save; with more rows the saving is small."""
 
-_QUERY_BLOCK, _KEY_BLOCK = 256, 512  # of the operator, if there are _MANY_ROWS
+_QUERY_BLOCK, _KEY_BLOCK = 256, 512  # block sizes inside the operator with _MANY_ROWS or more queries
 _MANY_ROWS = 768
 _RUN_BYTES = 2**20  # of the keys of a head
 _LEAST_RUN = {PieceKind.FULL: 2 * _KEY_BLOCK, PieceKind.CAUSAL: _QUERY_BLOCK // 2}
 _CACHED_BYTES = {PieceKind.FULL: 0, PieceKind.CAUSAL: 2 * 2**20}
-"""The keys of a head that gain nothing from runs: under a causal mask only half of them are read again."""
+"""A causal head with fewer bytes of keys gains nothing from runs, because only half of its keys are read again."""
 
 _SLAB_BYTES = 4 * 2**20
-"""What is added to earlier runs at once: so many heads that it is still in the caches then."""
+"""Size of the partial output merged at once: that many heads stay in the caches until the merge."""
 
 _operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -65,13 +64,11 @@ class SdpaCpu:
     name = "sdpa_cpu"
 
     def refuses(self, request: Request) -> str | None:
-        """Other devices and types; any head_dim will do."""
         if request.device.type != "cpu":
             return "takes only tensors on the CPU"
         return None if request.dtype in DTYPES else "takes only float64, float32, bfloat16 and float16"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return attend_turned(self.forward, q, k, v, piece, scale)
         width = max(q.shape[-1], v.shape[-1])
@@ -82,7 +79,6 @@ class SdpaCpu:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        """A piece's share of the gradients."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         width = max(q.shape[-1], v.shape[-1])
@@ -93,9 +89,9 @@ class SdpaCpu:
 
 
 def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
-    """A tensor as the operator wants it; what is so already passes untouched, since short pieces are quick.
+    """Convert a tensor for the operator; return a tensor that fits already as it is, because short pieces are fast.
 
-    Zeros beside q and k add nothing to a score; zeros beside v make columns of the output that are cut off again.
+    Padding zeros in q and k add nothing to a score. Padding zeros in v make columns of the output that `_cut` removes.
     """
     dtype = accumulator_dtype(x.dtype)
     if x.dtype != dtype:
@@ -106,12 +102,12 @@ def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _cut(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Without the zeros beside it, which would be kept as long as a view is."""
+    """Remove the padding columns; the copy frees their memory, which a view would keep alive."""
     return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def _starts(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> list[int]:
-    """The first key of each run: see above."""
+    """Return the first key of each run (see the module docstring)."""
     starts, num_keys = [0], k.shape[2]
     if piece.kind is PieceKind.MASKED:
         return starts
@@ -122,13 +118,13 @@ def _starts(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> list[int]:
 
 
 def _run_length(piece: Piece, k: torch.Tensor) -> int:
-    """How many keys are in a run; an odd number of query blocks under a causal mask."""
+    """Return the number of keys in a run: an odd number of query blocks under a causal mask."""
     num_blocks = max(1, _RUN_BYTES // (_KEY_BLOCK * k.element_size() * k.shape[3]))
     return num_blocks * _KEY_BLOCK + (_QUERY_BLOCK if piece.kind is PieceKind.CAUSAL else 0)
 
 
 def _late_start(first: int, num_keys: int) -> list[int]:
-    """Of the last run under a causal mask, where the keys begin that a call of their own saves a square, if they do."""
+    """Return where the late keys of the last causal run begin, if attending them in their own call saves a square."""
     num_late = (num_keys - first - _QUERY_BLOCK - 1) % _KEY_BLOCK + 1
     is_worth_it = _LEAST_RUN[PieceKind.CAUSAL] <= num_late <= _QUERY_BLOCK < num_keys - first
     return [num_keys - num_late] if is_worth_it else []
@@ -138,7 +134,7 @@ _Index = tuple[slice, slice, slice]
 
 
 def _late_runs(starts: list[int], q: torch.Tensor, k: torch.Tensor, piece: Piece) -> Iterator[tuple[_Index, _Index]]:
-    """All runs but the first with the queries that see them, some heads at a time."""
+    """Yield every run but the first with the queries that see it, a few heads at a time."""
     for start, stop in itertools.pairwise([*starts[1:], k.shape[2]]):
         first = start if piece.kind is PieceKind.CAUSAL else 0
         at_once = _SLAB_BYTES // (q.element_size() * (q.shape[2] - first) * q.shape[3])
@@ -153,9 +149,9 @@ def _attend_runs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
     part = _attend(q, k[:, :, : starts[1]], v[:, :, : starts[1]], piece, scale)
     for of_q, of_kv in _late_runs(starts, q, k, piece):
         late = _attend(q[of_q], k[of_kv], v[of_kv], piece, scale)
-        # Steadily, since the reproducible mode's tiles have late runs as well.
+        # The tiles of the reproducible mode have late runs too, so the merge must keep a row's bits.
         merge_steadily(Partial(part.out[of_q], part.lse[of_q]), late)
-        del late  # so that the next one may take its place, in the caches too
+        del late  # the next part reuses its memory, which is still in the caches
     return part
 
 
@@ -178,7 +174,7 @@ def _differentiate_runs(
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-    """By the operator, and what shows a trace again by the reference. A causal run may have more rows than keys."""
+    """Attend with the operator; recompute heads with a trace. A causal run may have more rows than keys."""
     part = Partial(*_ATTEND[piece.kind](q, k, v, piece, scale))
     if _is_doubtful(part, piece, scale):
         for of_q, of_kv in _heads(q, k):
@@ -230,7 +226,7 @@ def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Pie
 
 
 def _bias(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a key is seen, -inf where not."""
+    """Return 0 where a key is visible and -inf where it is not."""
     assert piece.allowed is not None
     seen = torch.zeros(piece.allowed.shape, dtype=dtype, device="cpu")
     return seen.masked_fill_(torch.from_numpy(~piece.allowed), -torch.inf)
@@ -240,7 +236,7 @@ _ATTEND = {PieceKind.FULL: _attend_full, PieceKind.CAUSAL: _attend_causal, Piece
 
 
 def _is_doubtful(part: Partial, piece: Piece, scale: float) -> bool:
-    """Whether the result may be wrong: see above. It may also be right, as an lse of 0 or a NaN in the input can be."""
+    """Whether the result has a trace (see the module docstring). A correct result can have one too."""
     if torch.count_nonzero(part.lse).item() < part.lse.numel():
         return True
     if piece.kind is PieceKind.FULL:
@@ -249,7 +245,7 @@ def _is_doubtful(part: Partial, piece: Piece, scale: float) -> bool:
 
 
 def _is_wrong(part: Partial, q: torch.Tensor, k: torch.Tensor, piece: Piece, scale: float) -> bool:
-    """Of what is doubtful: an lse of 0 is right where no score can be NaN or infinite."""
+    """Whether a doubtful result is wrong: an lse of 0 is correct if no score can be NaN or infinite."""
     if piece.kind is not PieceKind.FULL and math.isnan(part.out.sum()):
         return True
     largest = q.abs().amax().double() * k.abs().amax().double() * q.shape[-1] * abs(scale)
@@ -260,7 +256,7 @@ _Heads = tuple[slice, slice]
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, at_once: int = 1) -> Iterator[tuple[_Heads, _Heads]]:
-    """So many heads, at least those that share a KV head of a batch row, with their KV heads; all, if they are few."""
+    """Yield groups of about `at_once` query heads with their KV heads; all heads at once if there are no more."""
     (batch, heads), kv_heads = q.shape[:2], k.shape[1]
     if at_once >= batch * heads:
         yield (slice(None), slice(None)), (slice(None), slice(None))
@@ -273,17 +269,17 @@ def _heads(q: torch.Tensor, k: torch.Tensor, at_once: int = 1) -> Iterator[tuple
 
 
 def _traces(part: Gradients, piece: Piece, scale: float) -> Sequence[torch.Tensor]:
-    """The gradients, or as few of them as must show a NaN or an infinity if there is any."""
+    """Return the smallest part of the gradients that shows every NaN and infinity."""
     return (part.dq.select(2, -1), part.dk.select(2, 0)) if _shows_at_ends(piece, scale) else part
 
 
 def _shows_at_ends(piece: Piece, scale: float) -> bool:
-    """Whether the last query and the first key show what there is: see above."""
+    """Whether the last query and the first key show every NaN and infinity (see the module docstring)."""
     return piece.kind is PieceKind.CAUSAL and scale > 0
 
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Never wrong about NaN and infinity; numbers so large that their sum is infinite are looked at once more."""
+    """Whether the sum is finite. Finite numbers whose sum overflows give False, which only costs a recheck."""
     return math.isfinite(sum(x.sum().item() for x in tensors))
 
 

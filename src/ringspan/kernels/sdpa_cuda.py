@@ -1,20 +1,18 @@
-"""Attention of one piece by the fused CUDA operators of PyTorch that return the log-sum-exp, and its gradients.
+"""How do PyTorch's fused CUDA operators compute attention of one piece, with its log-sum-exp and gradients?
 
-Thin on purpose: these have not been run on a GPU here, neither forward nor backward, only traced for signatures, shapes
-and types. On a machine with a GPU `ringspan bench --selfcheck` runs every path of this file and compares it with dense
-attention.
+This file was never run on a GPU, forward or backward. Tests trace it for signatures, shapes and dtypes only, so it is
+kept thin. On a machine with a GPU, `ringspan bench selfcheck` runs every path and compares it with dense attention.
 
-Heads that share a KV head: flash and cuDNN take them as they are; efficient wants as many heads on both sides and is
-called once for each head of a group, since repeating K and V would cost their memory. Flash and cuDNN take no mask that
-suits here, so MASKED pieces go to efficient with an additive mask. Each returns the lse as a natural logarithm, in
-shapes of its own. NaN and infinity spread inside a tile as these operators spread them: to look for it would make the
-host wait for the device at every piece.
+Forward: flash and cuDNN accept grouped heads. Efficient needs equal numbers of heads and is called once for each head
+of a group, because repeating K and V would cost their memory. Flash and cuDNN have no suitable mask, so MASKED pieces
+go to efficient with an additive mask. All three return the lse as a natural logarithm, in different shapes. NaN and
+infinity spread within a tile as the operator spreads them: a check would make the host wait for the device at every
+piece.
 
-Backward, each operator derives delta from dout and out and the weights as exp(score - lse), so given what all pieces
-have merged it returns a piece's share. An lse of +inf makes the weights 0. The operators trust memory to be as their
-own forward pass leaves it, and mostly do not look: flash reads the lse as dense, efficient out as (batch, rows, heads,
-dim) and the lse with rows padded, and cuDNN keeps a compiled graph for the strides of q, k and v alone, whatever those
-of the others are.
+Backward: each operator derives delta from dout and out, and the weights as exp(score - lse), so with merged out and lse
+it returns a piece's share. An lse of +inf makes the weights 0. The operators assume the memory layout of their own
+forward pass without a check: flash reads the lse as dense; efficient reads out as (batch, rows, heads, dim) and the lse
+with padded rows; cuDNN caches a compiled graph by the strides of q, k and v only.
 """
 
 from collections.abc import Callable
@@ -33,18 +31,18 @@ _aten = torch.ops.aten
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 HEAD_DIM_MULTIPLE = 8
-"""16 bytes of a half type, the unit in which the operators load."""
+"""The operators load 16 bytes at a time: 8 elements of a half dtype."""
 
 BIAS_MULTIPLE = 16
 """Rows of an additive mask must start at multiples of this many elements."""
 
 LSE_MULTIPLE = 32
-"""Efficient takes and returns the lse of so many rows, or a multiple."""
+"""Efficient pads the rows of the lse to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One fused operator: `attend(q, k, v, is_causal, scale)`, its gradients, and what it takes."""
+    """One fused operator: `attend(q, k, v, is_causal, scale)`, its gradients, and the inputs that it accepts."""
 
     name: str
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]
@@ -56,10 +54,10 @@ class CudaKernel:
     needs_ampere: bool = True
 
     def refuses(self, request: Request) -> str | None:
-        """Devices, types and widths the operator has no code for."""
+        """Refuse devices, dtypes and head dims that the operator has no code for."""
         widths = request.head_dim, request.v_head_dim
         if request.reproducible:
-            return "has not been seen to give the same bits whatever else is in a call"
+            return "was not tried in reproducible mode"
         if request.device.type != "cuda":
             return "takes only tensors on a CUDA device"
         if request.dtype not in self.dtypes:
@@ -71,13 +69,12 @@ class CudaKernel:
         if self.max_head_dim is not None and max(widths) > self.max_head_dim:
             return f"takes head_dim only up to {self.max_head_dim}"
         needs_ampere = self.needs_ampere or request.dtype == torch.bfloat16
-        # Without a device there is none to ask; tensors on it can then only be fake ones.
+        # Without a device there is no capability to query, and the tensors are fake.
         if needs_ampere and torch.cuda.is_available() and torch.cuda.get_device_capability(request.device) < (8, 0):
-            return "takes this type only on devices of compute capability 8.0 or newer"
+            return "takes this dtype only on devices of compute capability 8.0 or newer"
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return attend_turned(self.forward, q, k, v, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))
@@ -89,7 +86,6 @@ class CudaKernel:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> Gradients:
-        """A piece's share of the gradients."""
         if piece.kind is PieceKind.ANTICAUSAL:
             return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))
@@ -117,7 +113,7 @@ def _attend_efficient(
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> Partial:
-    """`bias` is (rows, keys)."""
+    """Call the operator once for each head of a group; `bias` is (rows, keys)."""
     batch, _, num_rows, _ = q.shape
     kv_heads = k.shape[1]
     if bias is not None:
@@ -127,7 +123,7 @@ def _attend_efficient(
         _aten._scaled_dot_product_efficient_attention(member, k, v, bias, True, 0.0, is_causal, scale=scale)
         for member in members
     ]
-    # The lse comes padded to a multiple of 32 rows.
+    # The operator pads the lse to a multiple of 32 rows.
     outs, lses = [part[0] for part in parts], [part[1].narrow(-1, 0, num_rows) for part in parts]
     if len(parts) == 1:
         return Partial(outs[0], lses[0])
@@ -137,7 +133,7 @@ def _attend_efficient(
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
     hidden = _hidden(piece, q)
     out, lse = _attend_efficient(q, k, v, False, scale, _bias(hidden, q))
-    # The operator says lse = 0 for a row that sees nothing.
+    # The operator returns lse = 0 for a row that sees no key.
     sees_nothing = hidden.all(-1)
     return Partial(out.masked_fill(sees_nothing.unsqueeze(-1), 0.0), lse.masked_fill(sees_nothing, -torch.inf))
 
@@ -148,7 +144,7 @@ def _hidden(piece: Piece, q: torch.Tensor) -> torch.Tensor:
 
 
 def _bias(hidden: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """0 where a key is seen, -inf where not."""
+    """Return 0 where a key is visible and -inf where it is not."""
     num_rows, num_keys = hidden.shape
     row_stride = -(-num_keys // BIAS_MULTIPLE) * BIAS_MULTIPLE
     bias = torch.zeros(num_rows, row_stride, dtype=q.dtype, device=q.device).narrow(1, 0, num_keys)
@@ -159,7 +155,7 @@ def _differentiate_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, is_causal: bool, scale: float
 ) -> Gradients:
     dout, out, lse = merged
-    lengths = (None, None, q.shape[2], k.shape[2])  # all rows of a batch are equally long
+    lengths = (None, None, q.shape[2], k.shape[2])  # all rows of a batch have the same length
     seed = _no_seed(q)
     grads = _aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
@@ -173,7 +169,7 @@ def _differentiate_cudnn(
     dout, out, lse = (x.contiguous() for x in merged)
     lengths = (None, None, q.shape[2], k.shape[2])
     seed = _no_seed(q)
-    if torch.__version__ >= "2.9":  # since then in cuDNN's own shape
+    if torch.__version__ >= "2.9":  # from 2.9 on, the lse has cuDNN's own shape
         lse = lse.unsqueeze(-1)
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, *lengths, 0.0, is_causal, scale=scale
@@ -190,7 +186,7 @@ def _differentiate_efficient(
     scale: float,
     bias: torch.Tensor | None = None,
 ) -> Gradients:
-    """`bias` is (rows, keys)."""
+    """Call the operator once for each head of a group; `bias` is (rows, keys)."""
     batch, _, num_rows, _ = q.shape
     kv_heads = k.shape[1]
     if bias is not None:
@@ -203,7 +199,7 @@ def _differentiate_efficient(
         out_by_rows = out.transpose(1, 2).contiguous().transpose(1, 2)
         *grads, _ = _aten._scaled_dot_product_efficient_attention_backward(
             *(dout, member, k, v, bias, out_by_rows, lse, seed, seed, 0.0),
-            (True, True, True, False),  # of q, k, v, not of the bias
+            (True, True, True, False),  # gradients of q, k and v, not of the bias
             is_causal,
             scale=scale,
         )
@@ -216,7 +212,7 @@ def _differentiate_efficient(
 
 
 def _no_seed(q: torch.Tensor) -> torch.Tensor:
-    """A state of random numbers. None are drawn, since nothing is dropped, but cuDNN's operator converts it anyway."""
+    """Return a placeholder for the random state: dropout is 0, but cuDNN's operator converts the state anyway."""
     return q.new_empty((), dtype=torch.int64)
 
 

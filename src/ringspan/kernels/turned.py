@@ -1,8 +1,7 @@
-"""Anticausal pieces by an operator that knows causal ones.
+"""How does a causal operator compute an anticausal piece?
 
-With its queries and its keys in reverse order an anticausal piece is a causal one. Turning them round takes copies,
-which count little beside the products: the staircase would otherwise be cut into dozens of pieces, each merged by
-itself.
+With its queries and keys in reverse order, an anticausal piece is causal. Reversing takes copies, which cost little
+next to the products. Without it the triangle would be cut into dozens of pieces, each with its own merge.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,6 @@ def attend_turned(
     piece: Piece,
     scale: float,
 ) -> Partial:
-    """Attend an anticausal piece by a kernel's forward."""
     part = forward(_turned(q), _turned(k), _turned(v), _as_causal(piece), scale)
     return Partial(*map(_turned, part))
 
@@ -38,7 +36,6 @@ def differentiate_turned(
     piece: Piece,
     scale: float,
 ) -> Gradients:
-    """The gradients of an anticausal piece by a kernel's backward."""
     of_rows = Merged(*map(_turned, merged))
     part = backward(_turned(q), _turned(k), _turned(v), of_rows, _as_causal(piece), scale)
     return Gradients(*map(_turned, part))

@@ -1,19 +1,20 @@
 """Which layout gives every rank the same work at every ring step, whatever the mask?
 
-A ring waits for its busiest rank at every step, so what counts is `Layout.work(mask).imbalance`: the sum over steps of
-the busiest rank's visible pairs, over the mean. `contiguous` or `zigzag` is taken if it is good enough, since few long
-runs suit kernels best and need fewer messages. Otherwise the sequence is cut into blocks, the blocks are dealt in a few
-regular ways, and from the best deals on blocks are swapped between ranks as long as the steps become more even.
+A ring waits for its busiest rank at every step. The measure is therefore `Layout.work(mask).imbalance`: the sum over
+steps of the busiest rank's visible pairs, divided by the mean. `contiguous` or `zigzag` is used if it is good enough,
+because a few long runs suit kernels best and need fewer messages. Otherwise the sequence is cut into blocks, the blocks
+are dealt to the ranks in a few regular ways, and a local search swaps blocks between ranks while the steps become more
+even.
 
-Promised: blocks of at least 128 tokens if the sequence has one per rank, token counts equal within the longest block,
-and the same answer on every rank and machine (a fixed amount of work; no clock, no randomness, no sums of floats).
+Guaranteed: blocks of at least 128 tokens if the sequence has one per rank, token counts that differ by at most the
+longest block, and the same result on every rank and machine (a fixed amount of work; no clock, no randomness, no sums
+of floats).
 
-Aimed at: an imbalance of at most 1.05 from 64 blocks of 128 tokens per rank on, for up to 16 ranks. It is reached for
-full, causal, windowed, prefix, frame-causal and packed-document masks and their unions. No layout reaches it for every
-mask: if all the work is in one document of 512 tokens, blocks of 128 leave nothing to do for a fifth rank, and a causal
-document takes two blocks per rank to be shared evenly. Shorter sequences have too few blocks to choose from; on more
-ranks the search ends before its goal, and beyond 4096 blocks there is only the choice of deal. What came out is always
-told by `Layout.work`.
+Goal: an imbalance of at most 1.05 with 64 or more blocks of 128 tokens per rank, for up to 16 ranks. Full, causal,
+windowed, prefix, frame-causal and packed-document masks and their unions reach it. No layout reaches it for every mask:
+if all the work is in one document of 512 tokens, blocks of 128 leave a fifth rank idle, and a causal document needs two
+blocks per rank. Shorter sequences have too few blocks to choose from. On more ranks the search ends before its goal,
+and beyond 4096 blocks only the deals are compared. `Layout.work` reports the imbalance that was reached.
 """
 
 import functools
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.arguments import RANKS, WHOLE, check_arguments, instance_of
 from ringspan.layout.layouts import Layout, contiguous, near_equal_cuts, zigzag
 from ringspan.layout.pairs import Counts, Work, count_pairs
 from ringspan.mask import Mask
@@ -32,12 +34,12 @@ from ringspan.span import Positions, Span
 SMALLEST_BLOCK = 128  # tokens
 BLOCKS_PER_RANK = (64, 128)  # the second only if the first is not enough
 GOOD = 1.03  # the imbalance at which a search ends
-ENOUGH = 1.05  # the imbalance at which no other way is tried
+ENOUGH = 1.05  # the imbalance at which no further deal is tried
 NUM_STARTS = 2  # deals to search from
-SAMPLE = 8  # blocks of a rank to look at together: many quick steps beat few best ones
-SEARCH_BUDGET = 200_000  # pairs of ranks to look at in one search, times ranks
-MOST_BLOCKS = 4096  # to search; the block × block counts then take 128 MiB
-EXACT_BITS = 26  # all pairs, scaled down to this, can be squared and multiplied by 1024 ranks in int64
+SAMPLE = 8  # blocks of a rank compared at once: many quick swaps beat a few optimal ones
+SEARCH_BUDGET = 200_000  # pairs of ranks compared in one search, times ranks
+MOST_BLOCKS = 4096  # largest search; the block × block counts then take 128 MiB
+EXACT_BITS = 26  # pair counts scaled to this many bits can be squared and multiplied by 1024 ranks in int64
 
 Owners = npt.NDArray[np.intp]  # (num_blocks,): the rank of each block
 
@@ -45,9 +47,16 @@ Owners = npt.NDArray[np.intp]  # (num_blocks,): the rank of each block
 def balanced(mask: Mask, seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
     """Deal blocks of at least 128 tokens so that the ranks have equal work under `mask` at every ring step.
 
-    Every cut lies on start + a multiple of `align`. A sequence with less than one such block per rank gets the better
-    one of `contiguous` and `zigzag`.
+    Every cut lies on `start` plus a multiple of `align`. A sequence with less than one such block per rank gets the
+    better of `contiguous` and `zigzag`.
     """
+    check_arguments(
+        mask=(instance_of(Mask, "causal()"), mask),
+        seq_len=(WHOLE, seq_len),
+        world_size=(RANKS, world_size),
+        align=(WHOLE, align),
+        start=(WHOLE, start),
+    )
     return _balanced(mask, seq_len, world_size, align, start)
 
 
@@ -62,7 +71,7 @@ class _Candidate(NamedTuple):
 def _balanced(mask: Mask, seq_len: int, world_size: int, align: int, start: int) -> Layout:
     plain = [contiguous(seq_len, world_size, align=align, start=start)]  # refuses bad arguments
     smallest = -(-SMALLEST_BLOCK // align) * align
-    if not smallest * world_size <= seq_len < 2 * smallest * world_size:  # chunks of a zigzag would be too small
+    if not smallest * world_size <= seq_len < 2 * smallest * world_size:  # there, zigzag chunks would be too small
         plain.append(zigzag(seq_len, world_size, align=align, start=start))
     imbalance, layout = min(((one.work(mask).imbalance, one) for one in plain), key=lambda found: found[0])
     if imbalance <= GOOD or seq_len < smallest * world_size:
@@ -78,7 +87,7 @@ def _balanced(mask: Mask, seq_len: int, world_size: int, align: int, start: int)
 
 
 def _candidates(mask: Mask, seq_len: int, world_size: int, align: int, start: int, block: int) -> Iterator[_Candidate]:
-    """The best of the regular deals, each after swapping blocks as long as that helps."""
+    """Yield the best regular deals, each after the local search."""
     cuttings = [[start, start + seq_len], _regions(mask, seq_len, world_size, align, start, block)]
     deals = [
         _candidate(mask, ends, owners, world_size)
@@ -102,7 +111,7 @@ def _candidate(mask: Mask, ends: list[int], owners: Owners, world_size: int) -> 
 
 
 def _regions(mask: Mask, seq_len: int, world_size: int, align: int, start: int, block: int) -> list[int]:
-    """The ends of regions that deserve their own, equal blocks on all ranks: documents of a block per rank or more."""
+    """Return the ends of regions that are cut on their own: documents with at least one block per rank."""
     seams = _seams(mask, start, start + seq_len)
     lengths = np.diff(seams)
     large = np.flatnonzero(lengths >= world_size * block)
@@ -117,24 +126,24 @@ def _regions(mask: Mask, seq_len: int, world_size: int, align: int, start: int, 
 
 
 def _seams(mask: Mask, start: int, stop: int) -> Positions:
-    """Start, stop and every position between them that no visible pair straddles."""
+    """Return start, stop and every position between them that no visible pair crosses."""
     q = np.arange(start, stop, dtype=np.int64)
     first, end = q.copy(), q.copy()
     for one in (mask,) if mask.rows is None else mask.rows:
         for lo, hi in one.bands(q):
             first = np.minimum(first, np.where(hi > lo, lo, q))
             end = np.maximum(end, np.where(hi > lo, hi, q))
-    first = np.minimum.accumulate(first[::-1])[::-1]  # by this query and all later ones
-    end = np.maximum.accumulate(end)  # by this query and all earlier ones
+    first = np.minimum.accumulate(first[::-1])[::-1]  # over this query and all later ones
+    end = np.maximum.accumulate(end)  # over this query and all earlier ones
     inner = q[1:][(first[1:] >= q[1:]) & (end[:-1] <= q[1:])]
     return np.concatenate([[start], inner, [stop]])
 
 
 def _cut(edges: list[int], world_size: int, align: int, block: int) -> tuple[list[int], Owners]:
-    """The ends of all blocks, and the place of each block in its region, or -1 where it may go to any rank.
+    """Return the ends of all blocks, and each block's index in its region, or -1 if the block may go to any rank.
 
-    A region of at least one block per rank is cut into the same number of equal blocks for every rank, an even number
-    if possible: dealt to and fro, as in a zigzag, they share a causal document evenly.
+    A region with at least one block per rank is cut into the same number of equal blocks for every rank, an even number
+    if possible: dealt back and forth, as in zigzag, they balance a causal document.
     """
     ends, places = edges[:1], []
     for first, stop in itertools.pairwise(edges):
@@ -146,7 +155,7 @@ def _cut(edges: list[int], world_size: int, align: int, block: int) -> tuple[lis
 
 
 def _deals(places: Owners, tokens: Counts, world_size: int) -> Iterator[Owners]:
-    """Cyclic; cyclic with the first rank moving on in every round; and to and fro."""
+    """Yield three deals: cyclic, cyclic with a first rank that rotates each round, and back and forth."""
     rounds, turns = np.divmod(places, world_size)
     for owners in (turns, (turns + rounds) % world_size, np.where(rounds % 2, world_size - 1 - turns, turns)):
         held = np.bincount(owners[places >= 0], tokens[places >= 0], world_size)
@@ -157,29 +166,30 @@ def _deals(places: Owners, tokens: Counts, world_size: int) -> Iterator[Owners]:
 
 
 def _block_work(mask: Mask, ends: list[int]) -> Counts:
-    """(num_blocks, num_blocks): visible pairs of the queries of one block with the keys of another."""
+    """Count the visible pairs of each block's queries with each block's keys, (num_blocks, num_blocks)."""
     blocks = [Span(*pair) for pair in itertools.pairwise(ends)]
     return count_pairs(mask, [block.positions() for block in blocks], [(block,) for block in blocks])
 
 
 class _Deal:
-    """A deal of blocks, with the sums that tell what a swap of two blocks would change.
+    """A deal of blocks, with the sums that price a swap of two blocks.
 
-    What falls with every swap is the unevenness, the sum over steps of the standard deviation over ranks (times
-    world_size). The time itself, a sum of maxima, is no guide: few swaps lower a maximum, though many prepare it.
+    Every swap lowers the unevenness: the sum over steps of the standard deviation over ranks, times world_size. The
+    time itself, a sum of maxima, cannot guide the search, because single swaps rarely lower a maximum.
     """
 
     def __init__(self, work: Counts, owners: Owners, world_size: int) -> None:
         self.work, self.owners = work, owners.copy()
         self.shift = max(0, int(work.sum()).bit_length() - EXACT_BITS)
-        # (num_blocks, world_size): pairs of a block's queries with a rank's keys; of its keys with a rank's queries
+        # (num_blocks, world_size): pairs of a block's queries with a rank's keys; pairs of its keys with a rank's
+        # queries
         self.rows = np.stack([work[:, owners == rank].sum(axis=1) for rank in range(world_size)], axis=1)
         self.cols = np.stack([work[owners == rank].sum(axis=0) for rank in range(world_size)], axis=1)
         self.pairs = np.zeros((world_size, world_size), np.int64)
         self.sum_up(range(world_size))
 
     def sum_up(self, ranks: Iterable[int]) -> None:
-        """Set pairs[r, s] of r's queries with s's keys where r or s is in `ranks`, and what follows from it."""
+        """Recompute pairs[r, s], r's queries with s's keys, where r or s is in `ranks`, and the derived sums."""
         for rank in ranks:
             self.pairs[rank] = self.rows[self.owners == rank].sum(axis=0)
             self.pairs[:, rank] = self.cols[self.owners == rank].sum(axis=0)
@@ -189,7 +199,6 @@ class _Deal:
         self.unevenness = int(self._unevenness(scaled.sum(axis=1), (scaled**2).sum(axis=1)))
 
     def swap(self, i: int, j: int) -> None:
-        """Exchange the owners of blocks i and j."""
         a, b = self.owners[i], self.owners[j]
         self.owners[i], self.owners[j] = b, a
         for sums, change in ((self.rows, self.work[:, j] - self.work[:, i]), (self.cols, self.work[j] - self.work[i])):
@@ -198,7 +207,7 @@ class _Deal:
         self.sum_up((a, b))
 
     def unevenness_after(self, a: int, b: int, i: Owners, j: Owners) -> Counts:
-        """(len(i), len(j)): the unevenness if a block i of rank a and a block j of rank b changed places.
+        """Return the unevenness after swapping a block i of rank a with a block j of rank b, (len(i), len(j)).
 
         With d = e_i - e_j and u = e_b - e_a the pairs become W + u (dᵀ w A) + (Aᵀ w d) uᵀ + (dᵀ w d) u uᵀ: only the
         rows and columns of a and b change, at most four entries in every step.
@@ -228,13 +237,13 @@ class _Deal:
         return self._unevenness(total, squares)
 
     def _unevenness(self, total: Counts, squares: Counts) -> Counts:
-        """Of the sums over ranks in every step (last axis); only integers are summed, so all machines agree."""
+        """Reduce per-step sums over ranks (last axis). The sums are integers, so all machines agree."""
         deviations = np.sqrt(len(self.pairs) * squares - total**2).astype(np.int64)
         unevenness: Counts = deviations.sum(axis=-1)
         return unevenness
 
     def hottest_pairs(self) -> Iterator[tuple[int, int]]:
-        """All pairs of ranks, those first that hold up the most steps, as holder of the queries or of the keys."""
+        """Yield all pairs of ranks, beginning with those that delay the most steps, as owner of queries or of keys."""
         world_size = len(self.pairs)
         heat = np.zeros(world_size, np.int64)
         for step, busiest in enumerate(self.steps.argmax(axis=1)):
@@ -245,7 +254,7 @@ class _Deal:
 
 
 def _improve(work: Counts, tokens: Counts, owners: Owners, world_size: int) -> Owners:
-    """Swap blocks between two ranks while that evens the steps and keeps the token counts within their range."""
+    """Swap blocks between ranks while the steps become more even and token counts stay within their range."""
     deal = _Deal(work, owners, world_size)
     held = np.array([tokens[owners == rank].sum() for rank in range(world_size)])
     least, most = held.min(), held.max()

@@ -1,23 +1,24 @@
 """Who holds which token?
 
-A layout is a value: for every rank the spans of positions it owns, and the positions every rank holds a copy of. It
-knows nothing of masks, tensors or groups, so it can key caches and be compared between ranks. All that follows from it
-(shards of arrays, the work a mask makes of it) is computed by arithmetic on spans and sorted positions, never on a
-query × key matrix, so that a million tokens take about a second.
+A layout is a value: the spans of positions that each rank owns, and the positions that every rank holds a copy of. It
+does not depend on masks, tensors or groups, so it can key caches and be compared between ranks. Shards and work counts
+are computed by arithmetic on spans and sorted positions, never on a query × key matrix, so that a million tokens take
+about a second.
 """
 
 import functools
 import hashlib
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ringspan.arguments import ARRAY, ITERABLE, LIST, MOST_RANKS, WHOLE, check_arguments
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout.pairs import BandedMask, Counts, Work, count_pairs
+from ringspan.layout.picture import draw_layout
 from ringspan.span import Positions, Span
 
 Array = TypeVar("Array")  # a NumPy array or a tensor
@@ -27,10 +28,10 @@ SHOWN = 4  # ranks and spans per rank in a printed layout
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Layout:
-    """The positions each rank owns, and those all ranks hold.
+    """The positions that each rank owns, and the positions that all ranks hold.
 
-    Uneven and empty shards and gaps are legal. A rank's spans ascend, and no position has two owners. Empty spans are
-    dropped and touching ones joined. The positions a rank holds, ascending, are the order of the rows of its shard.
+    Uneven shards, empty shards and gaps are legal. A rank's spans ascend, and no position has two owners. Empty spans
+    are dropped and adjacent spans joined. The rows of a rank's shard are its positions in ascending order.
     """
 
     spans_by_rank: tuple[tuple[Span, ...], ...]
@@ -38,6 +39,7 @@ class Layout:
     _hash: int = field(init=False)
 
     def __post_init__(self) -> None:
+        check_arguments(spans_by_rank=(ITERABLE, self.spans_by_rank), replicated=(ITERABLE, self.replicated))
         spans_by_rank = tuple(_ascending(spans, f"rank {rank}") for rank, spans in enumerate(self.spans_by_rank))
         replicated = _ascending(self.replicated, "replicated")
         if not spans_by_rank:
@@ -66,36 +68,39 @@ class Layout:
         copies = f"; replicated {_format_spans(self.replicated)}" if self.replicated else ""
         return f"<Layout of {self.num_positions} positions on {self.world_size} ranks: {' | '.join(ranks)}{copies}>"
 
+    def _repr_html_(self) -> str:
+        return draw_layout(self)
+
     def fingerprint(self) -> str:
-        """A text short enough to read, the same on every machine, and different for different layouts."""
+        """Return a short text that is equal on all machines and differs between different layouts."""
         spans = repr((self.spans_by_rank, self.replicated)).encode()
         return f"{self!r} #{hashlib.blake2b(spans, digest_size=8).hexdigest()}"
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.spans_by_rank)
 
     @property
     def num_positions(self) -> int:
-        """Distinct positions in all; replicated ones count once."""
+        """The number of distinct positions; a replicated position counts once."""
         return sum(len(span) for span in self._all_spans())
 
     def own_positions(self, rank: int) -> Positions:
-        """The positions only this rank holds, ascending."""
+        """Return the positions that only this rank holds, ascending."""
         return _positions(self._spans(rank))
 
     def positions(self, rank: int) -> Positions:
-        """The positions this rank holds, own and replicated, ascending: the rows of its shard in order."""
+        """Return the positions of the rows of this rank's shard, own and replicated, ascending."""
         own = self.own_positions(rank)
         return _merge(own, self.replicated_positions()) if self.replicated else own
 
     def replicated_positions(self) -> Positions:
-        """The positions every rank holds, ascending."""
+        """Return the positions that every rank holds, ascending."""
         return _positions(self.replicated)
 
     def all_positions(self) -> Positions:
-        """Every position of the layout once, ascending."""
+        """Return every position of the layout once, ascending."""
         spans = list(self._all_spans())
         if not spans:
             return np.empty(0, np.int64)
@@ -105,15 +110,22 @@ class Layout:
         return _merge(*(span.positions() for span in spans))
 
     def shard_len(self, rank: int) -> int:
-        """How many positions this rank holds."""
+        """Return the number of positions that this rank holds, replicated ones included."""
         return sum(map(len, self._spans(rank))) + sum(map(len, self.replicated))
 
     def shard(self, x: Array, rank: int, dim: int) -> Array:
-        """The rows of x this rank holds; a view if they are one run, else a copy.
+        """Cut this rank's rows out of a whole array or tensor.
 
-        x's `dim` runs over the layout's positions in ascending order: row i is `all_positions()[i]`.
+        Args:
+            x: The whole. Index i of `dim` is position `all_positions()[i]`.
+            rank: The rank whose rows to take.
+            dim: The dim of the sequence.
+
+        Returns:
+            A view if the rows are one run, else a copy.
         """
         whole: Any = x
+        check_arguments(rank=(WHOLE, rank))
         dim = _check_dim(whole, dim, "x")
         if whole.shape[dim] != self.num_positions:
             rule = f"the layout has {self.num_positions} positions; give one row for each, in ascending order"
@@ -122,13 +134,15 @@ class Layout:
         return part
 
     def unshard(self, parts: Sequence[Array], dim: int) -> Array:
-        """The inverse of `shard`: one array per rank to the whole. Replicated rows are taken from rank 0."""
+        """Put one array per rank together, the inverse of `shard`. Replicated rows are taken from rank 0."""
+        check_arguments(parts=(LIST, parts))
         if len(parts) != self.world_size:
             raise ShapeError(f"len(parts)={len(parts)}: the layout has {self.world_size} ranks; give one part for each")
         arrays: Sequence[Any] = parts
         dim = _check_dim(arrays[0], dim, "parts[0]")
         shape = list(arrays[0].shape)
         for rank, part in enumerate(arrays):
+            check_arguments(**{f"parts[{rank}]": (ARRAY, part)})
             shape[dim] = self.shard_len(rank)
             if list(part.shape) != shape:
                 raise ShapeError(
@@ -137,7 +151,7 @@ class Layout:
                 )
             if part.dtype != arrays[0].dtype:
                 raise ShapeError(
-                    f"parts[{rank}].dtype={part.dtype}: parts[0] has {arrays[0].dtype}; give all parts in one type"
+                    f"parts[{rank}].dtype={part.dtype}: parts[0] has {arrays[0].dtype}; give all parts the same dtype"
                 )
         shape[dim] = self.num_positions
         new_empty = getattr(arrays[0], "new_empty", None)
@@ -148,23 +162,24 @@ class Layout:
         return out
 
     def work(self, mask: BandedMask, kv_layout: "Layout | None" = None) -> Work:
-        """Count the visible pairs of every q rank with the keys of every rank, exactly."""
+        """Count the visible (query, key) pairs of every rank's queries with every rank's keys, exactly."""
         counts = self.count_pairs(mask, kv_layout or self)
         pairs = counts[:, :-1].copy()
         pairs[np.diag_indices_from(pairs)] += counts[:, -1]
         return Work(pairs)
 
     def count_pairs(self, mask: BandedMask, kv_layout: "Layout") -> Counts:
-        """(world_size, world_size + 1): visible pairs [q rank, kv owner]; the last column is the replicated keys."""
+        """Count visible pairs [q rank, kv owner], (world_size, world_size + 1); the last column is replicated keys."""
         if kv_layout.world_size != self.world_size:
             raise LayoutError(
-                f"kv_layout.world_size={kv_layout.world_size}: queries and keys are on the same ranks; "
-                f"use a layout for {self.world_size}"
+                f"kv_layout.world_size={kv_layout.world_size}: queries and keys are held by the same ranks; "
+                f"use a layout for {self.world_size} ranks"
             )
         queries = [self.positions(rank) for rank in range(self.world_size)]
         return count_pairs(mask, queries, (*kv_layout.spans_by_rank, kv_layout.replicated))
 
     def _spans(self, rank: int) -> tuple[Span, ...]:
+        check_arguments(rank=(WHOLE, rank))
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank={rank}: the layout has {self.world_size} ranks; use 0 to {self.world_size - 1}")
         return self.spans_by_rank[rank]
@@ -175,14 +190,20 @@ class Layout:
 
 
 def contiguous(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
-    """One run per rank, in rank order, near-equal; every cut lies on start + a multiple of `align`."""
+    """Give each rank one run of nearly equal length, in rank order.
+
+    Every cut lies on `start` plus a multiple of `align`.
+    """
     _check_builder(seq_len, world_size, align, start)
     cuts = near_equal_cuts(seq_len, world_size, align=align, start=start)
     return Layout(tuple((Span(*cuts[rank : rank + 2]),) for rank in range(world_size)))
 
 
 def zigzag(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> Layout:
-    """2P near-equal chunks, rank r takes r and 2P-1-r: balances a causal mask (arXiv 2411.01783, section 3.5.1)."""
+    """Cut 2P nearly equal chunks and give rank r the chunks r and 2P-1-r, which balances a causal mask.
+
+    Every cut lies on `start` plus a multiple of `align`. See arXiv 2411.01783, section 3.5.1.
+    """
     _check_builder(seq_len, world_size, align, start)
     cuts = near_equal_cuts(seq_len, 2 * world_size, align=align, start=start)
     chunks = [Span(*cuts[i : i + 2]) for i in range(2 * world_size)]
@@ -190,7 +211,7 @@ def zigzag(seq_len: int, world_size: int, *, align: int = 1, start: int = 0) -> 
 
 
 def striped(seq_len: int, world_size: int, *, block: int = 1, align: int = 1, start: int = 0) -> Layout:
-    """Blocks of `block` tokens dealt round-robin; `block` is a multiple of `align`."""
+    """Deal blocks of `block` tokens to the ranks round-robin; `block` must be a multiple of `align`."""
     _check_builder(seq_len, world_size, align, start, block)
     if block % align:
         raise LayoutError(
@@ -205,9 +226,9 @@ def striped(seq_len: int, world_size: int, *, block: int = 1, align: int = 1, st
 
 
 def near_equal_cuts(seq_len: int, num_chunks: int, *, align: int, start: int) -> list[int]:
-    """The num_chunks + 1 ends of chunks on the align grid whose lengths differ by at most `align`.
+    """Return the num_chunks + 1 ends of chunks on the align grid whose lengths differ by at most `align`.
 
-    The longer chunks come first; what is left of the last align unit goes to the last chunk.
+    The longer chunks come first. The remainder below one align unit goes to the last chunk.
     """
     units, extra = divmod(seq_len // align, num_chunks)
     return [*(start + align * (i * units + min(i, extra)) for i in range(num_chunks)), start + seq_len]
@@ -219,20 +240,21 @@ def _check_builder(seq_len: int, world_size: int, align: int, start: int, block:
         *(("align", align, 1), ("start", start, 0), ("block", block, 1)),
     )
     for name, value, least in checks:
-        try:
-            is_enough = operator.index(value) >= least
-        except TypeError:
-            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int") from None
-        if not is_enough:
+        if not WHOLE.holds(value):
+            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int")
+        if value < least:
             raise LayoutError(f"{name}={value}: {name} is at least {least}; use {name}={least} or more")
+    if world_size > MOST_RANKS:
+        raise LayoutError(f"world_size={world_size}: a group has at most {MOST_RANKS} ranks; use fewer")
 
 
 def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
-    """The spans without empty ones, touching runs joined; refused unless they ascend one after the other."""
+    """Drop empty spans and join adjacent runs; refuse spans that do not ascend one after the other."""
     kept: list[Span] = []
+    check_arguments(**{name: (ITERABLE, spans)})
     for span in spans:
         if not isinstance(span, Span):
-            raise LayoutError(f"{name}: {span!r} is no span; give Span(start, stop) or Span(start, stop, step)")
+            raise LayoutError(f"{name}: {span!r} is not a span; give Span(start, stop) or Span(start, stop, step)")
         if not len(span):
             continue
         if kept and span.start <= kept[-1].last:
@@ -250,8 +272,8 @@ def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
 def _refuse_overlap(spans_by_rank: tuple[tuple[Span, ...], ...], replicated: tuple[Span, ...]) -> None:
     """Raise unless every position has one owner, or is replicated and has none.
 
-    Spans in order of start are compared with the k-th next one, for k = 1, 2, … as long as any pair still overlaps as
-    intervals; two strided spans can meet only if their distance is a multiple of the gcd of their steps.
+    Each span, in order of start, is compared with the k-th next one, for k = 1, 2, … while any pair still overlaps as
+    intervals. Two strided spans can meet only if their distance is a multiple of the gcd of their steps.
     """
     owned = [(span, rank) for rank, spans in enumerate((*spans_by_rank, replicated)) for span in spans]
     owned.sort(key=lambda pair: pair[0].start)
@@ -292,7 +314,7 @@ def _positions(spans: Sequence[Span]) -> Positions:
 
 
 def _merge(*ascending: Positions) -> Positions:
-    return np.sort(np.concatenate(ascending), kind="stable")  # merges runs that ascend already
+    return np.sort(np.concatenate(ascending), kind="stable")  # the stable sort merges runs that already ascend
 
 
 def _format_spans(spans: Sequence[Span]) -> str:
@@ -300,6 +322,7 @@ def _format_spans(spans: Sequence[Span]) -> str:
 
 
 def _check_dim(x: Any, dim: int, name: str) -> int:
+    check_arguments(**{name: (ARRAY, x)}, dim=(WHOLE, dim))
     num_dims = len(x.shape)
     if not -num_dims <= dim < num_dims:
         raise ShapeError(f"dim={dim}: {name} has {num_dims} dims; use -{num_dims} to {num_dims - 1}")
@@ -312,7 +335,7 @@ def _at(dim: int, index: slice | Positions) -> tuple[slice | Positions, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _rows(layout: Layout, rank: int) -> slice | Positions:
-    """Where the positions of a rank stand among all positions: a slice if they are one run, else indices."""
+    """Return where a rank's positions are among all positions: a slice if they are one run, else indices."""
     everything, held = layout.all_positions(), layout.positions(rank)
     if not len(held):
         return slice(0, 0)

@@ -1,7 +1,7 @@
-"""How many query-key pairs does a mask make of a placement of tokens?
+"""How many visible query-key pairs does each rank have under a mask?
 
-Counts are exact, and come from the ends of visible intervals alone: never from a query × key matrix, so that a million
-tokens take well under a second. The queries are positions; the keys are spans with an owner each.
+Counts are exact. They are computed from the ends of visible intervals, never from a query × key matrix, so that a
+million tokens take well under a second. Queries are positions; keys are spans, each with an owner.
 """
 
 from collections.abc import Sequence
@@ -16,47 +16,47 @@ Counts = npt.NDArray[np.int64]
 
 
 class BandedMask(Protocol):
-    """What counting needs of a mask: per query row, intervals [lo, hi) of visible positions."""
+    """The part of a mask that counting needs: for each query, intervals [lo, hi) of visible positions."""
 
     @property
     def rows(self) -> "Sequence[BandedMask] | None":
         """One mask per batch row, or None if all rows share this one."""
 
     def bands(self, q_positions: Positions, /) -> Sequence[tuple[Positions, Positions]]:
-        """The (lo, hi) of every band, one entry per query."""
+        """Return (lo, hi) of every band, with one entry per query."""
 
 
 class Work(NamedTuple):
-    """How many (query, key) pairs each rank attends, and against whose keys.
+    """The number of visible (query, key) pairs that each rank attends, by the owner of the keys.
 
-    `pairs` is (world_size, world_size): [q rank, kv owner], summed over the rows of a per_row mask. Replicated keys
-    count to the rank that reads them; replicated queries count on every rank, since every rank computes them.
+    `pairs` is (world_size, world_size): [q rank, kv owner], summed over the rows of a `per_row` mask. Replicated keys
+    count for the rank that reads them. Replicated queries count on every rank, because every rank computes them.
     """
 
     pairs: Counts
 
     @property
     def per_rank(self) -> Counts:
-        """(world_size,): all pairs of each q rank."""
+        """The pairs that each rank attends, (world_size,)."""
         per_rank: Counts = self.pairs.sum(axis=1)
         return per_rank
 
     @property
     def per_step(self) -> Counts:
-        """(world_size, world_size): [step t, rank r], the pairs of r with the keys of (r - t) mod P, met at step t."""
+        """The pairs [step t, rank r] of r's queries with the keys of (r - t) mod P, (world_size, world_size)."""
         ranks = np.arange(len(self.pairs))
         return np.take_along_axis(self.pairs, (ranks[:, None] - ranks) % len(ranks), axis=1).T
 
     @property
     def imbalance(self) -> float:
-        """Time over ideal time of a ring that waits for its busiest rank at every step; 1.0 is perfect."""
+        """Time over ideal time of a ring that waits for its busiest rank at every step; 1.0 is ideal."""
         total = int(self.pairs.sum())
         busiest = int(self.per_step.max(axis=1).sum())
         return busiest * len(self.pairs) / total if total else 1.0
 
 
 def count_pairs(mask: BandedMask, queries: Sequence[Positions], keys: Sequence[Sequence[Span]]) -> Counts:
-    """(num q owners, num kv owners): the visible pairs of each owner's queries with each owner's keys."""
+    """Count the visible pairs of each owner's queries with each owner's keys, (num q owners, num kv owners)."""
     runs = _Stripes.of(keys) or _KeyRuns.of(keys)
     masks = (mask,) if mask.rows is None else mask.rows
     counts = np.zeros((len(queries), len(keys)), np.int64)
@@ -68,7 +68,7 @@ def count_pairs(mask: BandedMask, queries: Sequence[Positions], keys: Sequence[S
 
 
 def _disjoint(bands: Sequence[tuple[Positions, Positions]], num_rows: int) -> tuple[Positions, Positions]:
-    """The union of the bands as intervals that do not meet within a row: all lo and all hi, in no particular order."""
+    """Return the union of the bands as intervals that are disjoint within a row: all lo and all hi, unordered."""
     if not bands:
         return np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     lo = np.stack([band_lo for band_lo, _ in bands])
@@ -77,13 +77,13 @@ def _disjoint(bands: Sequence[tuple[Positions, Positions]], num_rows: int) -> tu
         order = lo.argsort(axis=0, kind="stable")
         lo, hi = np.take_along_axis(lo, order, 0), np.take_along_axis(hi, order, 0)
         reached = np.maximum.accumulate(hi, axis=0)
-        lo[1:] = np.maximum(lo[1:], reached[:-1])  # what earlier bands of the row cover is not counted again
+        lo[1:] = np.maximum(lo[1:], reached[:-1])  # positions covered by earlier bands of the row count once
         hi = np.maximum(lo, hi)
     return lo.ravel(), hi.ravel()
 
 
 class _KeyRuns(NamedTuple):
-    """The keys as runs that do not overlap, ascending, so that counts per owner are sums over runs.
+    """The keys as disjoint ascending runs, so that counts per owner are sums over runs.
 
     A strided span becomes runs of one position each.
     """
@@ -107,13 +107,13 @@ class _KeyRuns(NamedTuple):
         return cls(start[order], length[order], by_owner, owner_ends)
 
     def count_below(self, ends: Positions) -> Counts:
-        """(num owners,): summed over `ends`, how many keys of each owner are below the end."""
+        """Count each owner's keys below an end, summed over `ends`, (num owners,)."""
         runs_below = np.searchsorted(self.start, ends)
         ends_in = np.bincount(runs_below, minlength=len(self.start) + 1)
-        ends_past = ends_in[::-1].cumsum()[::-1][1:]  # [run]: ends beyond the start of the run
+        ends_past = ends_in[::-1].cumsum()[::-1][1:]  # [run]: number of ends past the start of the run
         inside = runs_below > 0
         last = runs_below[inside] - 1
-        # Every run that begins below an end counts whole, but for what sticks out of the last one.
+        # Count every run that begins below an end whole, then subtract the part of the last run beyond the end.
         counts = self.length * ends_past
         np.subtract.at(counts, last, np.maximum(self.start[last] + self.length[last] - ends[inside], 0))
         sums = np.concatenate([np.zeros(1, np.int64), counts[self.by_owner].cumsum()])
@@ -121,19 +121,19 @@ class _KeyRuns(NamedTuple):
 
 
 class _Stripes(NamedTuple):
-    """The keys as stripes of one step from a common begin to a common end: an interval meets all of them alike.
+    """The keys as spans that share a step, a first and a last period, so that counting needs no run per position.
 
-    The keys below an end are those of the whole periods before it, one for every stripe, and those of its own period.
+    The keys below an end are one per stripe for each whole period before it, and those of the end's own period.
     """
 
     begin: int
     end: int
-    owner_of: npt.NDArray[np.intp]  # (step,): the owner of each offset in a period; num_owners if it has none
+    owner_of: npt.NDArray[np.intp]  # (step,): the owner of each offset in a period; num_owners where there is none
     num_owners: int
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Span]]) -> "_Stripes | None":
-        """The stripes, or None if the keys are no such pattern."""
+        """Return the stripes, or None if the keys do not have this pattern."""
         spans = [span for group in groups for span in group]
         begin, end = min((span.start for span in spans), default=0), max((span.stop for span in spans), default=0)
         step = spans[0].step if spans else 1
@@ -145,10 +145,12 @@ class _Stripes(NamedTuple):
         return cls(begin, end, owner_of, len(groups))
 
     def count_below(self, ends: Positions) -> Counts:
-        """(num owners,): summed over `ends`, how many keys of each owner are below the end."""
+        """Count each owner's keys below an end, summed over `ends`, (num owners,)."""
         periods, offsets = np.divmod(np.clip(ends, self.begin, self.end) - self.begin, len(self.owner_of))
         ends_at = np.bincount(offsets, minlength=len(self.owner_of))
-        counts = periods.sum() + ends_at[::-1].cumsum()[::-1] - ends_at  # [offset]: and the ends strictly past it
+        counts = (
+            periods.sum() + ends_at[::-1].cumsum()[::-1] - ends_at
+        )  # [offset]: whole periods, and ends strictly past it
         by_owner = np.zeros(self.num_owners + 1, np.int64)
         np.add.at(by_owner, self.owner_of, counts)
         return by_owner[:-1]

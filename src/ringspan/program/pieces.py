@@ -1,12 +1,12 @@
-"""Into which rectangles does a tile fall, so that a kernel that knows only a few shapes can compute any mask?
+"""How is a tile cut into rectangles, so that a kernel that knows only a few shapes can compute any mask?
 
-A tile is some query positions against some key positions, both ascending. In indices of the tile a mask is a union of
-bands: row i sees the columns lo[i] … hi[i]-1, and neither end ever falls. So a band is the area between two staircases,
-and cutting it is geometry: the columns all rows share are a FULL rectangle, a right stair of height and width one is a
-CAUSAL triangle and a left one an ANTICAUSAL triangle, and whatever is left is halved until it is small enough to carry
-its own little dense mask. Only those small pieces cost more than what is visible in them.
+A tile is a set of query positions against a set of key positions, both ascending. In indices of the tile a mask is a
+union of bands: row i sees columns lo[i] … hi[i]-1, and both ends are non-decreasing. A band is the area between two
+staircases: the columns that all rows share are a FULL rectangle, a right staircase of unit steps is a CAUSAL triangle,
+a left one an ANTICAUSAL triangle, and the rest is halved until it is small enough for a dense mask of its own. Only
+those small pieces compute more pairs than are visible in them.
 
-Each visible pair is in exactly one piece: bands that overlap are made disjoint first.
+Each visible pair is in exactly one piece: overlapping bands are made disjoint first.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from ringspan.mask import Allowed, Band, Mask
 from ringspan.span import Positions
 
 LEAF = 128
-"""Staircases of up to LEAF × LEAF pairs are not cut further: smaller pieces save little work and cost more calls."""
+"""Areas of up to LEAF × LEAF pairs are not cut further: smaller pieces save little work and cost more calls."""
 
 JUMP = 32
-"""Where an end jumps by as many columns the rows are cut rather than halved."""
+"""Where an end jumps by at least this many columns, rows are cut there rather than halved."""
 
 
 class PieceKind(Enum):
-    """What a kernel must know about a piece."""
+    """The shape of the visible area of a piece."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -37,7 +37,7 @@ class PieceKind(Enum):
 
     @property
     def is_triangle(self) -> bool:
-        """Half of a square, the diagonal included."""
+        """True for half of a square, the diagonal included."""
         return self in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL)
 
 
@@ -46,13 +46,16 @@ class Piece(NamedTuple):
 
     q: slice
     kv: slice
-    kind: PieceKind  # CAUSAL: square, and row i sees columns 0 … i of the piece; ANTICAUSAL: and i …
-    allowed: Allowed | None  # (q, kv), MASKED only
-    rows: tuple[int, ...] | None  # batch rows; None: all
+    kind: PieceKind
+    """CAUSAL and ANTICAUSAL are square: row i sees columns 0 … i, or columns i and later."""
+    allowed: Allowed | None
+    """(q, kv), for MASKED only."""
+    rows: tuple[int, ...] | None
+    """The batch rows of the piece; None for all."""
 
 
 def cut_pieces(mask: Mask, q_positions: npt.ArrayLike, kv_positions: npt.ArrayLike) -> tuple[Piece, ...]:
-    """Cut the tile of ascending positions into pieces that hold each visible pair once and allow nothing else."""
+    """Cut a tile of ascending positions into pieces that contain each visible pair once and no other pair."""
     q = _check_ascending("q_positions", mask.known("q_positions", q_positions))
     kv = _check_ascending("kv_positions", mask.known("kv_positions", kv_positions))
     if mask.rows is None:
@@ -68,7 +71,7 @@ def _check_ascending(name: str, positions: Positions) -> Positions:
     if falls.size:
         i = int(falls[0])
         found = f"{name}[{i}:{i + 2}]={positions[i : i + 2].tolist()}"
-        raise MaskError(f"{found}: the positions of a tile ascend; sort them and drop repetitions")
+        raise MaskError(f"{found}: the positions of a tile ascend", remedy="sort them and drop repetitions")
     return positions
 
 
@@ -79,11 +82,11 @@ def _cut_mask(mask: Mask, q: Positions, kv: Positions, rows: tuple[int, ...] | N
             yield piece._replace(rows=rows)
 
 
-# From here on bands are in indices, and empty rows have lo == hi.
+# Below, bands are in indices of the tile, and rows that see nothing have lo == hi.
 
 
 def _disjoint(bands: list[Band]) -> list[Band]:
-    """Bands with the same union, none overlapping, as few as is simple."""
+    """Disjoint bands with the same union; touching bands are merged first."""
     merged: list[Band] = []
     for lo, hi in bands:
         band = Band(lo, np.maximum(lo, hi))
@@ -102,22 +105,22 @@ def _disjoint(bands: list[Band]) -> list[Band]:
 
 
 def _without(band: Band, other: Band) -> list[Band]:
-    """The band before and after the other one."""
+    """The parts of a band before and after the other one."""
     before_hi, after_lo = np.minimum(band.hi, other.lo), np.maximum(band.lo, other.hi)
     parts = Band(band.lo, np.maximum(before_hi, band.lo)), Band(np.minimum(after_lo, band.hi), band.hi)
     return [part for part in parts if (part.lo < part.hi).any()]
 
 
 def _cut_band(lo: Positions, hi: Positions, top: int) -> Iterator[Piece]:
-    """Pieces of the band [lo, hi) whose first row is row `top` of the tile."""
+    """The pieces of the band [lo, hi), whose first row is row `top` of the tile."""
     visible = np.flatnonzero(lo < hi)
     if not visible.size:
         return
     trim = slice(int(visible[0]), int(visible[-1]) + 1)
     top, lo, hi = top + trim.start, lo[trim], hi[trim]
     num_rows = hi.size
-    # All rows see the columns core_lo … core_hi-1, if there are any: what the last row still and the first row already
-    # sees. To the left and to the right of them lie the edges, each with one stair.
+    # All rows see columns core_lo … core_hi-1, if there are any: the last row's lo to the first row's hi.
+    # To the left and to the right of the core lie the edges, each with one staircase.
     left, core_lo, core_hi, right = int(lo[0]), int(lo[-1]), int(hi[0]), int(hi[-1])
     is_small = num_rows * (right - left) <= LEAF * LEAF
 
@@ -146,24 +149,24 @@ def _cut_band(lo: Positions, hi: Positions, top: int) -> Iterator[Piece]:
         yield from _cut_band(lo, np.full_like(lo, core_lo), top)
         yield from _cut_band(np.full_like(hi, core_hi), hi, top)
     else:
-        # The largest power of two below num_rows: blocks and leaves of even size, however many rows there are.
+        # The largest power of two below num_rows gives pieces of even size for any number of rows.
         middle = _nearest_middle(_ends_of_unit_stairs(hi), num_rows) or 1 << (num_rows - 1).bit_length() - 1
         yield from _cut_band(lo[:middle], hi[:middle], top)
         yield from _cut_band(lo[middle:], hi[middle:], top + middle)
 
 
 def _is_unit_stair(ends: Positions) -> bool:
-    """Whether each row reaches exactly one column further than the row before."""
+    """True if each row ends exactly one column after the row before."""
     return int(ends[-1] - ends[0]) == ends.size - 1 and bool(np.all(np.diff(ends) == 1))
 
 
 def _jumps(lo: Positions, hi: Positions) -> Positions:
-    """Rows at which an end jumps far: the bounds of documents and frames, the seams of a shard."""
+    """Rows at which an end jumps: bounds of documents and frames, seams of a shard."""
     return np.flatnonzero(np.maximum(np.diff(lo), np.diff(hi)) >= JUMP) + 1
 
 
 def _ends_of_unit_stairs(ends: Positions) -> Positions:
-    """Rows at which a long run of unit steps begins or is over."""
+    """Rows at which a long run of unit steps begins or ends."""
     unit = np.diff(ends) == 1
     bounds = np.concatenate([[0], np.flatnonzero(unit[1:] != unit[:-1]) + 1, [unit.size]])
     long_runs = np.flatnonzero((np.diff(bounds) >= LEAF) & unit[bounds[:-1]])

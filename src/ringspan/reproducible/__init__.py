@@ -1,11 +1,11 @@
-"""The layers of a model whose bits do not depend on the number of ranks, nor on who holds which token.
+"""Layers whose bits do not depend on the number of ranks or on the layout.
 
-`attention(..., reproducible=True)` does its part; what is left is whatever has weights. A weight's gradient is a sum
-over all tokens, and the bits of a matrix product may change with its number of rows. So these functions compute tile by
-tile of the global grid, and take the tiles' gradients together in one tree over all ranks.
+`attention(..., reproducible=True)` covers attention; these functions cover the layers with weights. A weight's gradient
+is a sum over all tokens, and the bits of a matrix product may change with its number of rows. So these functions
+compute tile by tile of the global grid, and add the tiles' gradients in one tree over all ranks.
 
-**After backward every rank has the whole gradient of every weight**, not its share: nothing is left to all-reduce.
-Forward sends nothing (but for the loss); backward sends once for each call, and all ranks must make it.
+**After backward every rank has the whole gradient of every weight**, not its share, so no all-reduce is needed. Only
+the loss sends messages in the forward pass. Every call sends once in the backward pass, and all ranks must make it.
 """
 
 from ringspan.reproducible.activations import elementwise

@@ -1,8 +1,8 @@
-"""`elementwise`: functions of single numbers, with the same bits wherever a number stands in a tensor.
+"""How does an elementwise function give the same bits at every place of a tensor?
 
-Torch computes sigmoid, SiLU and others many numbers at a time, and what is left at the end of a loop, or of a thread's
-share of it, one by one: with other bits. Here no loop has such an end: tensors are cut into chunks too small for a
-second thread, and the last one is filled up.
+Torch computes sigmoid, SiLU and others in vectorised loops. The remainder of a loop, or of a thread's part of it, is
+computed one element at a time, with other bits. Here no loop has a remainder: tensors are cut into chunks too small for
+a second thread, and the last chunk is padded.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,30 +15,30 @@ from ringspan.reproducible.backward import differentiable_once
 from ringspan.runtime.arithmetic import without_autocast
 from ringspan.runtime.checks import check_tensor
 
-_CHUNK = 1 << 14  # numbers; torch shares a loop between threads from 2^15 on
-_FULL = 64  # numbers; a multiple of what any loop takes at a time
+_CHUNK = 1 << 14  # elements; torch splits a loop between threads from 2^15 elements on
+_FULL = 64  # elements; a multiple of every vector width
 
 
 def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """`fn(*tensors)`, with the same bits for any number of ranks and threads; gradients too.
+    """Compute `fn(*tensors)` with the same bits for any number of ranks and threads; gradients too.
 
-    It is for what has such ends: silu, sigmoid, softplus, elu, gelu, powers. Sums, products, exp, tanh, sin, cos, erf
-    and relu have none, and need no help. Nothing is sent, and the backward pass computes fn once more.
+    silu, sigmoid, softplus, elu, gelu and powers need it. Sums, products, exp, tanh, sin, cos, erf and relu do not. It
+    sends no message, and the backward pass computes fn again.
 
     Args:
-        fn: Each number of its result depends on the numbers at the same place only; such as `torch.nn.functional.silu`.
-            It has no weights of its own: their gradients would be sums over tokens.
-        tensors: All of the shape and dtype of the result.
+        fn: An elementwise function such as `torch.nn.functional.silu`, without weights: their gradients would be sums
+            over tokens.
+        tensors: Tensors with the shape and dtype of the result.
     """
     if not tensors:
-        raise ShapeError("tensors=(): fn needs something to compute with; give one tensor or more behind it")
+        raise ShapeError("tensors=(): fn needs at least one tensor; pass tensors after fn")
     for number, x in enumerate(tensors):
         check_tensor(f"tensors[{number}]", x)
     first = tensors[0]
     if any(x.shape != first.shape or x.dtype != first.dtype for x in tensors) or not first.is_floating_point():
         looks = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
         raise ShapeError(
-            f"tensors are {looks}: they have one shape and one floating-point dtype; expand or convert them"
+            f"tensors are {looks}: expected one shape and one floating-point dtype; expand or convert them"
         )
     with without_autocast(first.device.type):
         out: torch.Tensor = _Elementwise.apply(fn, torch.is_grad_enabled(), *tensors)  # type: ignore[no-untyped-call]
@@ -57,13 +57,13 @@ class _Elementwise(torch.autograd.Function):
                 result = fn(*chunks)
             if result.requires_grad:
                 raise UnsupportedError(
-                    "fn uses a tensor that requires a gradient and is not among those it is given, such as a weight: "
-                    "its gradient would be lost; detach that tensor in fn, or let it have none by requires_grad_(False)"
+                    "fn uses a tensor that requires a gradient and is not an argument, such as a weight: "
+                    "its gradient would be lost; detach that tensor in fn, or call requires_grad_(False) on it"
                 )
             if result.shape != chunks[0].shape or result.dtype != out.dtype:
                 raise ShapeError(
                     f"fn makes {tuple(result.shape)} {result.dtype} of {tuple(chunks[0].shape)} {out.dtype}: it must "
-                    "make one number of each, of the same dtype"
+                    "return the shape and dtype of its arguments"
                 )
             flat[place] = result[: len(flat[place])]
         return out
@@ -85,7 +85,7 @@ class _Elementwise(torch.autograd.Function):
 
 
 def _chunks(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Places in the flat tensors, and what is there, filled up with ones to full loops."""
+    """Yield slices of the flat tensors with their elements, padded with ones to whole vectors."""
     flat = [x.detach().contiguous().view(-1) for x in tensors]
     for start in range(0, flat[0].numel(), _CHUNK):
         place = slice(start, start + _CHUNK)

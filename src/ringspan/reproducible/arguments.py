@@ -1,4 +1,4 @@
-"""Are the tensors of a reproducible call in order on this rank?"""
+"""Do the tensors of a reproducible call fit the layout and each other on this rank?"""
 
 import torch
 
@@ -7,7 +7,7 @@ from ringspan.runtime.checks import check_tensor
 
 
 def check_tokens(name: str, x: torch.Tensor, shard_len: int) -> None:
-    """(batch, seq, …) with this rank's tokens."""
+    """Check that x is (batch, seq, …) with this rank's tokens."""
     check_tensor(name, x)
     if x.ndim < 2 or x.shape[1] != shard_len or x.shape[0] < 1:
         raise ShapeError(
@@ -17,13 +17,13 @@ def check_tokens(name: str, x: torch.Tensor, shard_len: int) -> None:
 
 
 def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
-    """Floating point, of the dtype and on the device of x."""
+    """Check that weights are floating point and have the dtype and device of x."""
     for name, weight in weights.items():
         if weight is None:
             continue
         check_tensor(name, weight)
         if weight.dtype != x.dtype or weight.device != x.device or not x.is_floating_point():
             raise ShapeError(
-                f"x is {x.dtype} on {x.device}, {name} is {weight.dtype} on {weight.device}: one floating-point dtype "
-                "and device; convert one of them (autocast does not)"
+                f"x is {x.dtype} on {x.device}, {name} is {weight.dtype} on {weight.device}: both need one "
+                "floating-point dtype and device; convert one of them (autocast does not)"
             )

@@ -1,4 +1,4 @@
-"""How are the layers differentiated: in the types they were computed in, and once."""
+"""How are the layers differentiated? Once, and in the dtypes of the forward pass."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ _Gradients = TypeVar("_Gradients")
 def differentiable_once(
     backward: Callable[[Any, torch.Tensor], _Gradients],
 ) -> Callable[[Any, torch.Tensor], _Gradients]:
-    """A backward pass that has no derivative, and that autocast does not change wherever `backward()` is called."""
+    """Make a backward pass that refuses a second derivative and that ignores autocast around `backward()`."""
 
     def run(ctx: Any, dout: torch.Tensor) -> _Gradients:
         with without_autocast(dout.device.type):

@@ -1,8 +1,8 @@
-"""How does an ordinary model get the layers of this package, without being written anew?
+"""How does an existing model get the layers of this package?
 
-`convert` replaces the forward of every module that has weights of its own, and refuses a model with one it does not
-know: its gradient would be this rank's share only, and nothing would say so. It replaces activations as well, and
-refuses those modules of torch whose results depend on which tokens a rank has, or on chance.
+`convert` replaces the forward of every module with weights, and refuses a model with an unknown one, because the
+gradient of its weights would silently be this rank's share only. It also replaces activations, and refuses modules of
+torch whose results are random or depend on which tokens a rank holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,24 +28,23 @@ Forwards = Mapping[type[nn.Module], Callable[..., torch.Tensor]]
 def convert(
     model: Model, *, layout: Layout, group: Any = None, others: Forwards | None = None, timeout_s: float | None = None
 ) -> Model:
-    """Let the Linear, Embedding, LayerNorm and RMSNorm modules of a model compute as this package does, in place.
+    """Replace the forward of the Linear, Embedding, LayerNorm and RMSNorm modules of a model, in place.
 
-    Weights, names and state_dict stay what they are. Call it again for another layout. Activations that are modules of
-    torch or transformers become `elementwise`, unless they need no help. Modules of other kinds that have no weights of
-    their own are left alone, as functions are: what they compute is up to them. Attention is the model's own, to be
-    called with `reproducible=True`.
+    Weights, names and state_dict do not change. Call it again for another layout. Activations that are modules of torch
+    or transformers become `elementwise` where they need it. Other modules without weights, and functions, stay as they
+    are. The model must call attention with `reproducible=True` itself.
 
     Args:
-        model: Its modules get (batch, seq, …) with this rank's tokens in the order of the layout.
+        model: A model whose modules take (batch, seq, …) with this rank's tokens in the order of the layout.
         layout: As in `linear`.
         group: As in `linear`.
-        others: What computes modules of other types, or of these in another way: `forward(module, x, layout=…, group=…,
-            timeout_s=…)`, made of the functions of this package.
+        others: Functions for modules of other types, or replacements for these types: `forward(module, x, layout=…,
+            group=…, timeout_s=…)`, built from the functions of this package.
         timeout_s: As in `linear`.
 
     Raises:
-        UnsupportedError: A module is none of these, and has weights or is one of torch's own; or it has an option they
-            do not have.
+        UnsupportedError: The model has an unknown module with weights, an unknown module of torch, or a module with an
+            option that the replacement does not have.
     """
     found = [(module, _find(name or "the model", module, others or {})) for name, module in model.named_modules()]
     for module, forward in found:
@@ -77,16 +76,18 @@ def _rms_norm(module: nn.RMSNorm, x: torch.Tensor, **on: Any) -> torch.Tensor:
 
 @cache
 def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """What torch adds if it is given none: the eps of this dtype, or that of the sums; versions differ in half types.
+    """Return the eps that torch uses for eps=None: that of the dtype or of the sums, depending on the version.
 
-    So it is asked, by a number small enough to show.
+    It is measured with a number small enough to show the difference.
     """
     x = torch.full((1,), 2.0**-14, dtype=dtype, device=device)
     with without_autocast(device.type):
         for eps in (torch.finfo(dtype).eps, torch.finfo(accumulator_dtype(dtype)).eps):
             if torch.equal(nn.functional.rms_norm(x, (1,)), nn.functional.rms_norm(x, (1,), eps=eps)):
                 return eps
-    raise UnsupportedError(f"RMSNorm with eps=None in {dtype}: what torch adds is not known; give the module an eps")
+    raise UnsupportedError(
+        f"RMSNorm with eps=None in {dtype}: torch's default eps could not be determined; give the module an eps"
+    )
 
 
 def _scales(module: nn.LayerNorm | nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ _LEFT_ALONE = {
     nn.Unflatten,
 }
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-_REFUSED_OPTIONS = {  # of Embedding and of activations
+_REFUSED_OPTIONS = {  # options of Embedding and of activations
     "padding_idx": None,
     "max_norm": None,
     "scale_grad_by_freq": False,
@@ -138,7 +139,7 @@ _REFUSED_OPTIONS = {  # of Embedding and of activations
 
 
 def _find(name: str, module: nn.Module, others: Forwards) -> Callable[..., torch.Tensor] | None:
-    """What computes a module; None if it may stay as it is."""
+    """Return the function that replaces a module's forward; None if the module may stay as it is."""
     if type(module) in others:
         return others[type(module)]
     if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -152,20 +153,20 @@ def _find(name: str, module: nn.Module, others: Forwards) -> Callable[..., torch
     known = ", ".join(kind.__name__ for kind in {**_FORWARDS, **others})
     if _has_weights(module):
         raise UnsupportedError(
-            f"{name} is a {type(module).__name__} with weights of its own; known are {known}; give a function for it "
+            f"{name} is a {type(module).__name__} with weights; supported are {known}; give a function for it "
             "in `others`"
         )
     if _is_of_torch(module) and type(module) not in _LEFT_ALONE and not isinstance(module, _CONTAINERS):
         raise UnsupportedError(
-            f"{name} is {module}: its results may depend on which tokens a rank has; known are {known}, and functions "
-            "of single numbers; give a function for it in `others`"
+            f"{name} is {module}: its results may depend on which tokens a rank holds; supported are {known}, and "
+            "elementwise functions; give a function for it in `others`"
         )
     return None
 
 
 def _is_activation(module: nn.Module) -> bool:
-    """Whether it is a function of single numbers whose bits depend on where they stand."""
-    if type(module).__module__ == "transformers.activations":  # they all are such functions
+    """Whether the module is an elementwise function whose bits depend on the place in a tensor."""
+    if type(module).__module__ == "transformers.activations":  # all of them are
         return not _has_weights(module)
     return type(module) in _ACTIVATIONS
 
@@ -175,7 +176,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Or made from such a one, other than the plain Module."""
+    """Whether the module's class, or a base class other than Module, belongs to torch."""
     return any(kind is not nn.Module and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
 
 

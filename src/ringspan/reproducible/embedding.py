@@ -1,8 +1,8 @@
-"""`embedding`: the gradient of a token's row is summed over its occurrences in sequence order.
+"""How is the gradient of an embedding summed in sequence order on any number of ranks?
 
-A gradient for each tile would be as large as the whole table. So ranks do not merge sums: each of them gets some of the
-features of all tokens, adds them up in the order of positions, and sends the columns it has finished to all. Received
-are as many gradients of tokens as a rank's own shard has, and the table once.
+A gradient per tile would be as large as the whole table, so ranks do not merge sums. Each rank receives a slice of the
+features of all tokens, adds them in the order of positions, and sends its finished columns to all. A rank receives as
+many elements as the gradients of its own shard have, and the table once.
 """
 
 import itertools
@@ -24,10 +24,10 @@ from ringspan.transports.all_to_all import all_to_all
 def embedding(
     ids: torch.Tensor, weight: torch.Tensor, *, layout: Layout, group: Any = None, timeout_s: float | None = None
 ) -> torch.Tensor:
-    """The rows of `weight` for token ids, (batch, seq, features), with the same gradient on any number of ranks.
+    """Look up the rows of `weight` for token ids; the gradient has the same bits on any number of ranks.
 
     Args:
-        ids: (batch, seq), whole numbers: this rank's tokens in the order of the layout.
+        ids: (batch, seq), integers: this rank's tokens in the order of the layout.
         weight: (vocabulary, features), the same on every rank. After backward every rank has its whole gradient.
         layout: As in `linear`.
         group: As in `linear`.
@@ -69,13 +69,13 @@ class _Embedding(torch.autograd.Function):
 
 
 def _weight_gradient(ranks: Ranks, vocabulary: int, ids: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """(vocabulary, features), in the type of sums."""
+    """Sum the gradient of the table, (vocabulary, features), in the accumulator dtype."""
     world_size, features = ranks.session.transport.world_size, dout.shape[2]
     cuts = [features * rank // world_size for rank in range(world_size + 1)]
     width = cuts[ranks.rank + 1] - cuts[ranks.rank]
     dwhole = _unshard(ranks, [dout[..., first:last] for first, last in itertools.pairwise(cuts)], (width,))
     all_ids = _unshard(ranks, [ids] * world_size, ())
-    # It goes through the ids in order, whatever the number of threads.
+    # This operator adds in the order of the ids for any number of threads.
     mine = torch.ops.aten.embedding_dense_backward(
         dwhole.to(accumulator_dtype(dout.dtype)), all_ids, vocabulary, -1, False
     )
@@ -84,7 +84,7 @@ def _weight_gradient(ranks: Ranks, vocabulary: int, ids: torch.Tensor, dout: tor
 
 
 def _unshard(ranks: Ranks, parts: list[torch.Tensor], tail: tuple[int, ...]) -> torch.Tensor:
-    """Send the r-th part to rank r; what all send here, (batch, seq, *tail), in the order of positions."""
+    """Send the r-th part to rank r; return the received parts in the order of positions, (batch, seq, *tail)."""
     layout = ranks.tiling.layout
     shapes = [(len(parts[0]), layout.shard_len(rank), *tail) for rank in range(layout.world_size)]
     received = all_to_all(ranks.session.transport, [part.contiguous() for part in parts], shapes, ranks.deadline_s)

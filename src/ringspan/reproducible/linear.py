@@ -1,8 +1,8 @@
-"""`linear`: a matrix product for each tile, forward and backward.
+"""How does a linear layer get the same bits on any number of ranks and threads?
 
-The bits of a row of a product may change with the number of rows in it, so every product here has the rows of one batch
-row of one tile, wherever it is computed. They may change with the number of threads too, so a product has one, and the
-threads there are share out the tiles. Half types are multiplied and summed in float32 and rounded once.
+The bits of a row of a matrix product can change with the product's number of rows, so every product here has the tokens
+of one tile and one batch row, on every rank. They can also change with the number of threads, so each product runs on
+one thread, and the threads share the tiles. Half dtypes are multiplied and summed in float32 and rounded once.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,16 +33,16 @@ def linear(
     group: Any = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, (batch, seq, out_features), the same bits on any number of ranks; gradients too.
+    """Compute `x @ weight.T + bias` with the same bits on any number of ranks; gradients too.
 
-    Forward sends nothing. In the backward pass the gradients of weight and bias are summed over the tiles of all ranks:
-    each rank has them whole, and all ranks must make the call.
+    The forward pass sends no message. In the backward pass the gradients of weight and bias are summed over the tiles
+    of all ranks: every rank gets the whole gradients, and all ranks must make the call.
 
     Args:
         x: (batch, seq, in_features), this rank's tokens in the order of the layout.
         weight: (out_features, in_features), the same on every rank.
         bias: (out_features,), or None.
-        layout: Who holds which token; on the grid of `rs.TILE` tokens (`align=rs.TILE`).
+        layout: Who holds which token, on the grid of `rs.TILE` tokens (`align=rs.TILE`).
         group: As in `attention`.
         timeout_s: The deadline of every wait for another rank; by default that of the group.
     """
@@ -57,7 +57,7 @@ def linear(
             )
         check_weights(x, weight=weight, bias=bias)
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise ShapeError(f"bias.shape={tuple(bias.shape)}: one for each output; expected ({weight.shape[0]},)")
+            raise ShapeError(f"bias.shape={tuple(bias.shape)}: expected one number per output, ({weight.shape[0]},)")
 
     ranks = open_ranks(layout, group, timeout_s, check, [weight, bias])
     with without_autocast(x.device.type):
@@ -97,7 +97,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(ranks: Ranks, x: torch.Tensor, matrix: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """`x @ matrix + added`."""
     out = x.new_empty(*x.shape[:2], matrix.shape[1])
 
     def multiply(strip: Strip) -> None:
@@ -113,7 +112,7 @@ def _product(ranks: Ranks, x: torch.Tensor, matrix: torch.Tensor, added: torch.T
 def _weight_gradients(
     ranks: Ranks, threads: Threads, x: torch.Tensor, dout: torch.Tensor, like: torch.Tensor, num_weights: int
 ) -> Iterator[torch.Tensor]:
-    """For each tile: that of the weight, if wanted, and that of the bias, if wanted, in one flat tensor."""
+    """Yield for each tile the requested gradients of weight and bias in one flat tensor."""
 
     def differentiate(strip: Strip) -> torch.Tensor:
         part = torch.empty_like(like)
@@ -131,19 +130,19 @@ def _weight_gradients(
 
 
 def _each_tile(ranks: Ranks, threads: Threads, compute: Callable[[Strip], _Part]) -> Iterator[_Part]:
-    """In the order of the tiles; no more results are held than there are threads."""
+    """Compute the tiles on all threads and yield their results in order; at most one result per thread is held."""
     for first in range(0, len(ranks.tiles), threads.number):
         yield from threads.map(compute, ranks.tiles[first : first + threads.number])
 
 
 def _aligned(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In this dtype, and in memory as it is on every rank."""
+    """Convert to the dtype and to a memory layout that is the same on every rank."""
     x = x.to(dtype).contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Into `out`: directly where it looks the same on every rank."""
+    """Compute `a @ b + added` into `out`, directly if the memory layout of `out` is the same on every rank."""
     room = out if out.dtype == a.dtype and out.data_ptr() % ALIGNMENT == 0 else None
     product = torch.mm(a, b, out=room) if added is None else torch.addmm(added, a, b, out=room)
     if room is None:

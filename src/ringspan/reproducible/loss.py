@@ -1,4 +1,4 @@
-"""`cross_entropy` over the labels of all ranks: each token by itself, and the sum of all in the tree over tiles."""
+"""How is the loss over the labels of all ranks summed? Each token alone, then a tree over the tiles of all ranks."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -24,14 +24,14 @@ def cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    """The loss over the labels of all ranks that are not -100: the same bits on every rank, for any number of them.
+    """Compute the loss over the labels of all ranks that are not -100, with the same bits on any number of ranks.
 
-    `backward()` gives each rank's logits their gradient of it, and the layers of this module make of that the whole
-    gradient of every weight: nothing is left to sum or to scale. Without a label on any rank the loss is 0.
+    `backward()` gives each rank's logits their gradient, and the layers of this package turn it into the whole gradient
+    of every weight, so gradients need no sum and no scaling. Without a label on any rank the loss is 0.
 
     Args:
         logits: (batch, seq, vocabulary), this rank's tokens in the order of the layout.
-        labels: (batch, seq), of the next token (`rs.shard_batch` makes them); -100 where there is none.
+        labels: (batch, seq), the shifted labels that `rs.shard_batch` makes; -100 to ignore a token.
         layout: As in `linear`.
         group: As in `linear`.
         reduction: "mean" over the labels of all ranks, or "sum".
@@ -88,7 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _sums(ranks: Ranks, logits: torch.Tensor, labels: torch.Tensor) -> Iterator[torch.Tensor]:
-    """For each tile: the sum of the losses, and their number."""
+    """Yield for each tile the sum of the losses and their number."""
     dtype = accumulator_dtype(logits.dtype)
     for strip in ranks.tiles:
         part = logits.new_zeros(2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm`: each token by itself, and gradients of their weights in the tree over tiles."""
+"""How do norms get the same bits? Each token alone; the gradients of weights in the tree over tiles."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,10 +24,10 @@ def rms_norm(
     group: Any = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    """`weight * x / sqrt(mean(x²) + eps)` over the last dim, the same bits on any number of ranks; gradients too.
+    """Compute `weight * x / sqrt(mean(x²) + eps)` over the last dim, with the same bits on any number of ranks.
 
     Args:
-        x: (batch, seq, …, features): also (batch, seq, heads, head_dim), for norms of q and k.
+        x: (batch, seq, …, features), for example (batch, seq, heads, head_dim) for norms of q and k.
         weight: (features,), the same on every rank. After backward every rank has its whole gradient.
         eps: Added to the mean square.
         layout: As in `linear`.
@@ -47,7 +47,7 @@ def layer_norm(
     group: Any = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    """`weight * (x - mean(x)) / sqrt(var(x) + eps) + bias` over the last dim; all else as in `rms_norm`."""
+    """Compute `weight * (x - mean(x)) / sqrt(var(x) + eps) + bias` over the last dim; otherwise as `rms_norm`."""
     return _norm(x, weight, bias, _Kind(eps, is_centred=True), layout, group, timeout_s)
 
 
@@ -117,7 +117,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Normal(NamedTuple):
-    """Of rows: the normal ones, scaled and shifted if asked for; and the mean and the inverse size of each."""
+    """Rows after the norm, with the scale and shift if given, and the mean and inverse size of each row."""
 
     normal: torch.Tensor
     mean: torch.Tensor | None
@@ -141,7 +141,7 @@ def _normalise(
 def _gradients(
     ranks: Ranks, kind: _Kind, x: torch.Tensor, dout: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """For each tile: the gradients of weight and bias in one flat tensor; on the way, that of x into `dx`."""
+    """Yield for each tile the gradients of weight and bias in one flat tensor, and write the gradient of x to `dx`."""
     scales = weight.to(accumulator_dtype(weight.dtype))
     for strip in ranks.tiles:
         part = scales.new_zeros(2, len(weight))
@@ -157,7 +157,7 @@ def _gradients(
 
 
 def _row_gradients(x: torch.Tensor, dout: torch.Tensor, scales: torch.Tensor, normal: _Normal) -> torch.Tensor:
-    if normal.mean is not None:  # not the weight's from here: it would be a sum by threads
+    if normal.mean is not None:  # without the weight's gradient: the operator would sum it by threads
         dx: torch.Tensor = torch.ops.aten.native_layer_norm_backward(
             dout, x, x.shape[-1:], normal.mean, normal.inverse, scales, None, [True, False, False]
         )[0]

@@ -1,10 +1,10 @@
-"""Who takes part in a call of this package, and do all of them make the same one?
+"""Which ranks take part in a call of this package, and do all of them make the same call?
 
-The gradients of a layer say which one they belong to, as ranks might differentiate like layers in different orders. Its
-forward sends nothing, so a layer is told by where that stood, after which call of all ranks and as which layer since,
-and by its weights. Only layers whose weights want gradients count: a rank may run others, and any under
-torch.no_grad(), as often as it likes. They are counted anew after every call, so that a rank that ran one more often,
-as a checkpoint of its own does or an error that was caught, is soon in step with the others again.
+Gradients carry the identity of their layer, because ranks might differentiate equal layers in different orders. The
+forward pass of a layer sends no message, so a layer is identified by its weights and by its place: the last call of all
+ranks before it, and its number since then. Only layers whose weights need gradients are numbered, so a rank may run
+others, and any layer under torch.no_grad(), any number of times. Numbers restart after every call of all ranks, so that
+a rank that ran a layer more often (its own checkpoint, a caught error) is soon in step again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +20,12 @@ from ringspan.runtime.contract import Contract, Place, Signature
 from ringspan.runtime.session import Session, session_of
 from ringspan.runtime.tile_sums import Tiling, sum_over_tiles, tile_layout
 
-_CHUNK = 1 << 20  # numbers whose bits are summed at once
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size; their sums are exact
+_CHUNK = 1 << 20  # elements whose bits are summed at once
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by element size; sums are exact
 
 
 class Weight(NamedTuple):
-    """What tells a weight from others: ranks must have the same."""
+    """The identity of a weight; all ranks must have the same."""
 
     shape: tuple[int, ...]
     sum_of_bits: torch.Tensor
@@ -35,7 +35,7 @@ class Weight(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Whose gradients these are, where ranks might differentiate like layers in different orders."""
+    """The identity of the layer that gradients belong to."""
 
     number: int
     place: Place
@@ -43,13 +43,13 @@ class Layer(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """This rank's side of one call: who it is, which tiles it has, whom it talks to and how long it waits."""
+    """One call as this rank sees it: its rank, tiles, group and deadline."""
 
     session: Session
     tiling: Tiling
     deadline_s: float
     layer: Layer | None
-    """If there are weights that want gradients."""
+    """Set if a weight needs gradients."""
 
     @property
     def rank(self) -> int:
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
 
     @contextmanager
     def agreed(self, what: str, **fields: object) -> Iterator[None]:
-        """All ranks are in the same call; if it is a layer's gradient, in that of the same layer."""
+        """Agree that all ranks make the same call, and for a gradient that it belongs to the same layer."""
         fields = {"call": what, **fields, "layout": self.tiling.fingerprint}
         place = None
         if self.layer is not None:
@@ -74,9 +74,9 @@ class Ranks(NamedTuple):
             yield
 
     def sum_over_tiles(self, what: str, parts: Iterable[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """The sum over the tiles of all ranks, once they agree on the call and on the length and dtype of the parts.
+        """Sum over the tiles of all ranks, after they agree on the call and on the length and dtype of the parts.
 
-        `what` is the call, as it is named if another rank makes another one.
+        `what` is the name of the call in errors.
         """
         with self.agreed(what, length=len(like), dtype=like.dtype):
             return sum_over_tiles(self.session.transport, self.tiling, parts, like, self.deadline_s)
@@ -89,14 +89,14 @@ def open_ranks(
     check: Callable[[int], None],
     weights: Sequence[torch.Tensor | None] = (),
 ) -> Ranks:
-    """The ranks of a call whose arguments are in order; else the others are told why it is refused.
+    """Check the arguments of a call and open it; if they are refused, tell the other ranks why.
 
     Args:
-        layout: Of the call.
-        group: Of the call.
-        timeout_s: Of the call.
-        check: Raises if the tensors do not fit a shard of so many tokens.
-        weights: Those whose gradients are summed over the ranks, if they are wanted.
+        layout: The layout of the call.
+        group: The group of the call.
+        timeout_s: The deadline of a wait.
+        check: Raises if the tensors do not fit a shard of that many tokens.
+        weights: The weights whose gradients are summed over the ranks, if they need gradients.
     """
     session = session_of(group)
     with session.call(timeout_s) as call:
@@ -115,6 +115,6 @@ def _next_layer(contract: Contract, weights: Sequence[torch.Tensor]) -> Layer:
 
 
 def _weight(x: torch.Tensor) -> Weight:
-    """A sum of whole numbers is the same in any order, and quick beside a product with them."""
+    """Identify a weight by the integer sum of its bits, which is independent of order and cheap next to a product."""
     bits = x.detach().reshape(-1).view(_WHOLE_NUMBERS[x.itemsize])
     return Weight(tuple(x.shape), torch.stack([part.sum() for part in torch.split(bits, _CHUNK)]).sum())

@@ -78,7 +78,7 @@ def attention(
     call = Call(options, group, timeout_s, contract, record)
     run = attend_compiled if torch.compiler.is_compiling() else attend
     result = run(call, q, k, v, sinks)
-    return result if return_lse else result.out
+    return result if return_lse is True else result.out
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
-"""How fast are this machine's ranks and links, as far as choosing an algorithm goes?
+"""How fast do this machine's ranks compute and send? The figures that choosing an algorithm needs.
 
-Measured once per group, device, type and head size, all ranks at the same time as in a real call: a kernel on one
-tile, and messages round the ring that grow until they take long enough to tell. It takes a few hundred milliseconds.
-The ranks then take the slowest of all figures, so that every one of them decides alike.
+They are measured once per group, device, dtype and head_dim, on all ranks at the same time: a kernel on one tile, and
+messages round the ring that grow until they take long enough to measure. It takes a few hundred milliseconds. All ranks
+then use the slowest figures, so they make the same choice.
 """
 
 import math
@@ -35,7 +35,7 @@ def measure_machine(
     head_dim: int = 64,
     device: torch.device | str = "cpu",
 ) -> RingMachine:
-    """The figures of a group for tensors of a kind; measured when first asked for. All ranks must ask alike."""
+    """The figures of a group for one dtype, head_dim and device, measured at the first call; a collective call."""
     session = group if isinstance(group, Session) else session_of(group)
     key = (torch.device(device).type, dtype, head_dim)
     figures: RingMachine | None = session.measured.get(key) or session.measured.get(None)
@@ -45,9 +45,14 @@ def measure_machine(
 
 
 def use_machine(machine: RingMachine, group: Any = None) -> None:
-    """Use these figures from now on instead of measured ones. All ranks must give the same."""
+    """Use these figures from now on instead of measuring. All ranks must pass the same."""
     if min(machine.compute_flops_per_s, machine.link_bytes_per_s) <= 0 or machine.latency_s < 0:
-        raise ShapeError(f"machine={machine}: rates are above 0 and a latency is not below 0, in SI units")
+        raise ShapeError(
+            "rates are above 0 and a latency is not below 0",
+            argument="machine",
+            value=machine,
+            remedy="give flop/s, bytes/s and seconds",
+        )
     session = session_of(group)
     session.plans.clear()
     session.measured.clear()
@@ -74,14 +79,14 @@ def _measure_together(session: Session, device: torch.device, dtype: torch.dtype
     compute = 4 * TILE * TILE * head_dim / tile_s
     if transport.world_size == 1 or device.type != "cpu":
         return RingMachine(compute, link_bytes_per_s, latency_s)
-    # As many tiles as take longer than a message: what they take more with one under way, its bytes have cost.
+    # Attend for longer than a message takes; the extra time with a message under way is what its bytes cost the CPU.
     tiles = math.ceil(2 * seconds / tile_s)
     busy_s = _slowest(session, _median(lambda: _with_message(session, device, nbytes, attend, tiles))) - tiles * tile_s
     return RingMachine(compute, link_bytes_per_s, latency_s, max(0.0, busy_s) / nbytes)
 
 
 def _tile(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[[], None]:
-    """Attend one tile."""
+    """A function that attends one tile."""
     kernel = choose_kernel("auto", Request(device, dtype, head_dim, head_dim))
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(1, 1, TILE, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
@@ -111,7 +116,7 @@ def _time_message(session: Session, device: torch.device, nbytes: int) -> float:
 
 
 def _start_message(session: Session, device: torch.device, nbytes: int) -> Callable[[], None]:
-    """Start a message to the next rank and one from the previous; returns what waits for them."""
+    """Start a message to the next rank and one from the previous; returns a function that waits for both."""
     transport = session.transport
     mine, theirs = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     dst, src = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size

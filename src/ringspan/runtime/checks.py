@@ -1,7 +1,6 @@
-"""Are the arguments of a call in order on this rank? Everything that can be said before a message is sent.
+"""Are the arguments of a call valid on this rank? Checked before any message is sent.
 
-All of it follows from what tensors look like, not from what is in them, so a call that looks like an earlier one need
-not be checked again.
+The checks depend on shapes, dtypes and devices only, not on contents, so a repeated call is not checked again.
 """
 
 from numbers import Real
@@ -19,7 +18,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Look(NamedTuple):
-    """What a tensor looks like from outside."""
+    """Shape, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,7 +26,7 @@ class Look(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """The tensors of a call, from outside."""
+    """The looks of a call's tensors."""
 
     q: Look
     k: Look
@@ -36,14 +35,20 @@ class Looks(NamedTuple):
 
 
 def look_at(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Looks:
-    """Refuses what is no tensor."""
+    """The looks of the tensors; anything else is refused."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise ShapeError(
-                f"{name} is a {type(x).__name__}; give a tensor, or use simulate_attention for NumPy arrays"
+                f"expected a tensor, got {type(x).__name__}",
+                argument=name,
+                remedy="give a tensor, or use rs.simulate_attention for NumPy arrays",
             )
     if sinks is not None and not isinstance(sinks, torch.Tensor):
-        raise ShapeError(f"sinks is a {type(sinks).__name__}; give a tensor of one logit per query head")
+        raise ShapeError(
+            f"expected a tensor, got {type(sinks).__name__}",
+            argument="sinks",
+            remedy="give a tensor of one logit per query head",
+        )
     return Looks(
         Look(q.shape, q.dtype, q.device),
         Look(k.shape, k.dtype, k.device),
@@ -53,7 +58,7 @@ def look_at(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tens
 
 
 def check_looks(looks: Looks) -> Shapes:
-    """What q, k and v have in common on all ranks; their lengths are for the layouts to say."""
+    """The sizes that q, k and v have on all ranks; the layouts give their lengths."""
     q, k, v, sinks = looks
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
         raise ShapeError(f"{_shapes(looks)}: q, k and v are (batch, heads, seq, dim)")
@@ -99,34 +104,39 @@ def _check_sinks(sinks: Look, heads: Heads, dtype: torch.dtype, device: torch.de
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuses what is no tensor, before anything asks it for its shape."""
+    """Refuse a value that is not a tensor."""
     if not isinstance(x, torch.Tensor):
-        raise ShapeError(f"{name} is a {type(x).__name__}: give a tensor")
+        raise ShapeError(f"expected a tensor, got {type(x).__name__}", argument=name, remedy="give a tensor")
 
 
 def check_timeout(timeout_s: object, default_s: float) -> float:
-    """The deadline asked for, or the group's."""
+    """`timeout_s`, or the default if it is None."""
     if timeout_s is None:
         return default_s
     if not isinstance(timeout_s, Real) or not float(timeout_s) > 0:
         raise ShapeError(
-            f"timeout_s={timeout_s!r}: a deadline is a number of seconds above 0; leave it out for the group's"
+            "a deadline is a number of seconds above 0",
+            argument="timeout_s",
+            value=timeout_s,
+            remedy="leave it out for the group's deadline",
         )
     return float(timeout_s)
 
 
 def check_world_size(layout: Layout, world_size: int, name: str = "layout") -> None:
-    """It is a layout, and for a group of this size."""
+    """Refuse a layout for another number of ranks."""
     check_is_layout(name, layout)
     if layout.world_size != world_size:
         raise LayoutError(
-            f"the {name} is for {layout.world_size} ranks and the group has {world_size}; make it for the group, or "
-            "pass group=, which is the default process group if left out, or one rank if there is none"
+            f"it is for {layout.world_size} ranks and the group has {world_size}",
+            argument=name,
+            remedy="make it for the group, or pass group= (by default the default process group, or one rank if there "
+            "is none)",
         )
 
 
 def check_rows(problem: Problem, rank: int, world_size: int, looks: Looks) -> None:
-    """This rank's shards have the lengths the layouts give it."""
+    """Refuse shards whose lengths are not those that the layouts give this rank."""
     check_world_size(problem.layout, world_size)
     check_world_size(problem.kv_layout, world_size, "kv_layout")
     of_kv = "layout" if problem.kv_layout == problem.layout else "kv_layout"

@@ -84,6 +84,8 @@ class Contract:
     num_calls: int = 0
     num_layers: int = 0
     """Layers run since the last call whose forward sends nothing; their gradients do."""
+    num_told: int = 0
+    """Errors of this rank that the other ranks were told of."""
     agreed: set[int] = field(default_factory=set)
 
     def agree(self, signature: Signature, timeout_s: float, *, is_new: bool = True) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ringspan.arguments import CALLABLE, FLAG, TEXT, check_arguments, optional
 from ringspan.kernels.base import Gradients, Merged
 from ringspan.kernels.softmax import Partial
 from ringspan.layout import Layout
@@ -50,7 +51,8 @@ def run_attention(
 ) -> Attention:
     """This rank's out, in q's dtype, and lse, sinks included."""
     session = session_of(call.group)
-    with session.call(call.timeout_s, contract=call.contract) as ranks:
+    with session.call(call.timeout_s, contract=call.contract is not False) as ranks:
+        _check_options(call)
         which: Pass = "forward, to be differentiated" if wants_grad else "forward"
         plan = _find_plan(session, call.options, look_at(q, k, v, sinks), which)
         ranks.agree(plan.signature, call.place)
@@ -59,6 +61,15 @@ def run_attention(
     if sinks is not None:
         out, lse = plan.mode.with_sinks(Partial(out, lse), sinks)
     return Attention(out.to(q.dtype), lse)
+
+
+def _check_options(call: Call) -> None:
+    check_arguments(
+        contract=(FLAG, call.contract),
+        record=(optional(CALLABLE), call.record),
+        reproducible=(FLAG, call.options.reproducible),
+        direction=(optional(TEXT), call.options.direction),
+    )
 
 
 def run_gradients(

@@ -1,9 +1,9 @@
-"""Keys and values in one byte per element: what is lost, and how much at most?
+"""Keys and values in one byte per element: how large is the error at most?
 
-An encoded tensor is values in int8 or float8_e4m3 and scales: x ≈ value · scale. There is a scale for each head and
-token. Larger blocks would save one or two percent, but tokens come to a cache one at a time, and with a scale of its
-own a token is encoded once, whatever comes behind it, and read from anywhere. A scale is what makes the largest element
-just fit, rounded up to bfloat16, so nothing is ever cut off and the bound of the error can be read from the scales.
+An encoded tensor is values in int8 or float8_e4m3 and scales, x ≈ value · scale, with one scale per head and token.
+Larger blocks would save one or two per cent of memory, but tokens arrive in a cache one at a time: with a scale of its
+own, a token is encoded once. A scale makes the largest element just fit and is rounded up to bfloat16, so no element is
+clipped and the scales bound the error.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ SCALE_DTYPE = torch.bfloat16
 
 
 class Format(NamedTuple):
-    """How elements are stored: the type, its largest value, and half the distance of its neighbours there."""
+    """How elements are stored: the dtype, its largest value, and half the spacing of values there."""
 
     dtype: torch.dtype
     limit: float
@@ -33,15 +33,18 @@ def find_format(argument: str, name: str) -> Format:
     """The format of that name."""
     if name not in FORMATS:
         raise UnsupportedError(
-            f"{argument}={name!r}: there is no such encoding; use one of {', '.join(FORMATS)}, or None for none"
+            "no such encoding",
+            argument=argument,
+            value=name,
+            remedy=f"use one of {', '.join(FORMATS)}, or None for none",
         )
     return FORMATS[name]
 
 
 def encode(x: torch.Tensor, form: Format) -> Encoded:
-    """Values and scales of x (…, tokens, dim). A token with a NaN or an infinity becomes NaN as a whole."""
+    """Values and scales of x (…, tokens, dim). A token that contains NaN or infinity becomes NaN."""
     largest = x.abs().amax(-1, keepdim=True).float()
-    # 2^-7 more than needed: rounding to bfloat16 takes off 2^-8 at most.
+    # Rounding to bfloat16 lowers a scale by at most 2^-8 of it, so add 2^-7.
     scales = (largest * ((1 + 2**-7) / form.limit)).clamp_min_(torch.finfo(SCALE_DTYPE).tiny).to(SCALE_DTYPE)
     values = x.float() / scales
     if form.dtype is torch.int8:
@@ -55,26 +58,21 @@ def encode_kv(k: torch.Tensor, v: torch.Tensor, form: Format) -> tuple[torch.Ten
     return (*encode(k, form), *encode(v, form))
 
 
-def encoded_dtypes(form: Format) -> tuple[torch.dtype, ...]:
-    """The types of the four."""
-    return (form.dtype, SCALE_DTYPE) * 2
-
-
 def decode(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is left of x, in a type of choice; the multiplication is done in float32."""
+    """The rounded x in `dtype`; the multiplication is done in float32."""
     return values.to(torch.float32).mul_(scales).to(dtype)
 
 
 def output_bound(
     q: torch.Tensor, k_scales: torch.Tensor, v_scales: torch.Tensor, form: Format, scale: float
 ) -> torch.Tensor:
-    """(heads,): how far attention over encoded keys and values can be from attention over what they were.
+    """(heads,): upper bound of the difference between attention over encoded and over original keys and values.
 
-    q is (batch, heads, seq, dim); the scales are the largest of each KV head, (KV heads,). Let every score move by at
-    most d = scale · |q|₁ · error of k. Weights p become p·w / sum(p·w) with w in [e^-d, e^d], which moves at most
-    tanh(d/2) of the weight from one key to another; so the output moves by at most that times the range of v, and by
-    the error of v. The output is rounded to q's type, and on a GPU decoded keys and values are as well; there is no
-    bound for what that type cannot hold.
+    q is (batch, heads, seq, dim); the scales are the largest of each KV head, (KV heads,). Every score moves by at most
+    d = scale · |q|₁ · error of k. Weights p become p·w / sum(p·w) with w in [e^-d, e^d], which moves at most tanh(d/2)
+    of the weight from one key to another; so the output moves by at most that times the range of v, plus the error of
+    v. The output is rounded to q's dtype, and on a GPU decoded keys and values are as well; the bound is infinite for
+    numbers that this dtype cannot hold.
     """
     if not q.shape[0] or not q.shape[2]:
         return torch.zeros(q.shape[1], dtype=torch.float64, device="cpu")

@@ -1,8 +1,8 @@
-"""Where do half types become float32, without new memory in every call?
+"""Where are half types converted to float32, without allocating memory in every call?
 
-CPU kernels compute half types in float32. Memory that a call frees goes back to the system, and comes again page by
-page: filling fresh pages takes up to five times as long as converting. So a session keeps the memory of its copies from
-call to call, as long as calls go on to need it.
+CPU kernels compute half types in float32. Memory that a call frees goes back to the system, and page faults make
+filling fresh pages up to five times as slow as converting. So a session keeps the memory of its copies from call to
+call, as long as calls need it.
 """
 
 import itertools
@@ -13,35 +13,36 @@ from contextlib import contextmanager
 import torch
 
 _MOST_KEPT = 4 * 2**20
-"""Numbers in one room (16 MB). What is larger has so much work to each of them that fresh pages hardly show."""
+"""Numbers in one room (16 MB). Larger copies have so much work per number that page faults hardly show."""
 
 _KEPT_CALLS = 2
-_ALIGNMENT = 16  # numbers: 64 bytes, as torch's own tensors begin
+_ALIGNMENT = 16  # numbers: 64 bytes, the alignment of torch's own tensors
 
 
 class Scratch:
-    """Room for the copies of one call at a time."""
+    """Memory for the copies of one call at a time."""
 
     def __init__(self) -> None:
         self._queries, self._operands = _Room(), _Room()
 
     def queries(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The tensors in float32, until other queries are asked for."""
+        """The tensors in float32; valid until the next `queries`."""
         return self._queries.widened(tensors)
 
     def operands(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The tensors in float32, until other operands are asked for."""
+        """The tensors in float32; valid until the next `operands`."""
         return self._operands.widened(tensors)
 
     def end_call(self) -> None:
-        """Free what the last few calls had no use for."""
+        """Free memory that the last few calls did not use."""
         self._queries.end_call()
         self._operands.end_call()
 
 
 class ScratchPool:
-    """What a session keeps. Threads may attend at the same time where no other rank takes part; each has its own then,
-    and that of the last one is kept.
+    """The scratch memory of a session.
+
+    Threads may attend at the same time on a single rank; each then has its own scratch, and the last one is kept.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class ScratchPool:
 
     @contextmanager
     def lend(self) -> Iterator[Scratch]:
-        """For one call; one that fails does not give it back."""
+        """Lend a scratch for one call; a call that fails does not return it."""
         try:
             scratch = self._spare.pop()
         except IndexError:
@@ -68,7 +69,7 @@ class _Room:
         self._last_needed: deque[int] = deque(maxlen=_KEPT_CALLS)
 
     def widened(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Those of half types are copied; their dims stay in the order that they have in memory."""
+        """Copy half types to float32, with the order of dims in memory unchanged."""
         sizes = [0 if x.dtype == torch.float32 else -(-x.numel() // _ALIGNMENT) * _ALIGNMENT for x in tensors]
         *starts, needed = itertools.accumulate(sizes, initial=0)
         if needed > _MOST_KEPT:
@@ -85,13 +86,13 @@ class _Room:
     def _of_size(self, needed: int) -> torch.Tensor:
         self._needed = max(self._needed, needed)
         if self._memory.numel() < needed:
-            with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+            with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
                 self._memory = _new_memory(needed)
         return self._memory
 
 
 def _new_memory(numbers: int) -> torch.Tensor:
-    """Of this type and on this device whatever the defaults are."""
+    """float32 on the CPU, whatever torch's defaults are."""
     return torch.empty(numbers, dtype=torch.float32, device="cpu")
 
 

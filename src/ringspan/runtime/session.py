@@ -46,6 +46,9 @@ class Session(NamedTuple):
         return RankCall(self, timeout_s, contract, is_agreed)
 
 
+_TOLD = "_ringspan_told"  # on an error: which of the errors told it is
+
+
 class RankCall:
     """One rank's part in a call of the group, from checking arguments to the last message."""
 
@@ -88,6 +91,9 @@ class RankCall:
         """Send this rank's error to the other ranks: as a refusal before all agreed, by aborting the group after."""
         if isinstance(error, TransportError):  # the other ranks know of it
             return
+        contract = self._session.contract
+        contract.num_told += 1
+        error.__dict__[_TOLD] = contract.num_told
         if self.is_agreed or not isinstance(error, Exception):
             # Ctrl-C too: other ranks read this rank's memory, so links are closed before the memory is reused.
             transport = self._session.transport
@@ -98,6 +104,11 @@ class RankCall:
     def _refuse(self, error: Exception) -> None:
         if self._has_contract and self._session.transport.world_size > 1:
             self._session.contract.refuse(f"{type(error).__name__}: {error}", self.deadline_s)
+
+
+def was_told(error: BaseException, since: int) -> bool:
+    """Whether a call has told of an error, after the first `since` errors of its group: nobody listens twice."""
+    return isinstance(error, TransportError) or error.__dict__.get(_TOLD, 0) > since
 
 
 # Keyed by group, which a transport references weakly, so that sessions are collected with it; then by mesh shape.

@@ -1,8 +1,8 @@
-"""What does a sink take from the softmax of its head, and what is its gradient?
+"""What does an attention sink take from the softmax of its head, and what is its gradient?
 
-A sink is one more logit, whose weight is thrown away. It joins after everything is merged, so that it needs no message.
-Its gradient is a sum over all queries: each rank has its share of it, or, where bits must not depend on who holds which
-query, the shares of its tiles.
+A sink is one more logit whose weight is discarded. It is applied after all partial results are merged, so it needs no
+message. Its gradient is a sum over all queries: each rank has its share, or, in the reproducible mode, one share per
+tile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +19,19 @@ def _plainly(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> 
 
 
 def with_sinks(part: Partial, sinks: torch.Tensor, *, is_steady: bool) -> Partial:
-    """exp(lse) of exp(lse) + exp(sink) is left for the keys; if steady, with bits that depend on nothing beside it."""
+    """Scale out by exp(lse) / (exp(lse) + exp(sink)); if steady, each row's bits depend on that row only."""
     apply = steadily if is_steady else _plainly
     logits = sinks.to(part.lse.dtype)[:, None].expand_as(part.lse)
     lse = apply(torch.logaddexp, part.lse, logits)
-    # Neither a key nor a sink: -inf - -inf is NaN, where nothing is left for nobody.
+    # No visible key and sink = -inf: -inf - -inf is NaN, and the share is 0.
     share = apply(torch.exp, part.lse - lse).nan_to_num_(nan=0.0)
     return Partial(part.out * share.unsqueeze(-1), lse)
 
 
 def sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
-    """What these queries add to the gradient of each sink, (heads,), in the accumulator type.
+    """These queries' share of the gradient of each sink, (heads,), in the accumulator dtype.
 
-    A sink of weight p takes p · delta from its row: its value is 0, where the row's own is delta.
+    dsink = -sum(p · delta) over rows, with p the weight of the sink in a row.
     """
     dout, out, lse = merged
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -40,9 +40,9 @@ def sink_gradients(merged: Merged, sinks: torch.Tensor) -> torch.Tensor:
 
 
 def sink_gradients_of_tiles(strips: Sequence[Strip], merged: Merged, sinks: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same for each tile by itself, one batch row after the other.
+    """`sink_gradients` of each tile, one batch row after the other.
 
-    Every sum is along contiguous numbers, whose order is one and the same then: threads share sums out, but no sum.
+    Every sum runs along contiguous numbers, so its order is fixed: threads divide sums among them, but split none.
     """
     dtype = merged.lse.dtype
     logits = sinks.to(dtype)[:, None]

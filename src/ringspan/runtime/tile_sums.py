@@ -1,9 +1,9 @@
-"""How is a sum over the tiles of all ranks taken, so that every rank ends with the same bits?
+"""How are the tiles of all ranks summed, so that every rank gets the same bits?
 
-Each rank takes its own tiles together as far as the tree allows, one after the other, so that few are held at a time.
-What is left, its unfinished nodes, is cut into as many slices as there are ranks: rank r gets the r-th slice of every
-node, finishes the tree for it, and sends the result to all. Where each rank is left with one node these are the bytes
-of a ring all-reduce, and no rank adds more than its share.
+Each rank joins its own tiles as far as the tree allows, one after the other, so that few are held at a time. Its
+unfinished nodes are cut into as many slices as there are ranks: rank r gets slice r of every node, finishes the tree
+for this slice, and sends the result to all. If each rank has one unfinished node, this moves the bytes of a ring
+all-reduce and divides the additions evenly.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ringspan.transports.base import Transport
 
 
 class Tiling(NamedTuple):
-    """What follows from a layout alone."""
+    """The tree over the tiles of a layout, and each rank's part of it."""
 
     layout: Layout
     fingerprint: str
@@ -29,7 +29,7 @@ class Tiling(NamedTuple):
     strips: tuple[tuple[Strip, ...], ...]
     """By rank: its tiles, ascending."""
     unfinished: tuple[tuple[Node, ...], ...]
-    """By rank: the nodes its own tiles leave."""
+    """By rank: the nodes its own tiles cannot finish."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,14 +46,14 @@ def tile_layout(layout: Layout) -> Tiling:
 def sum_over_tiles(
     transport: Transport, tiling: Tiling, parts: Iterable[torch.Tensor], like: torch.Tensor, deadline_s: float
 ) -> torch.Tensor:
-    """The sum over the tiles of all ranks, the same bits on each. All ranks must call this, as they have agreed to.
+    """The sum over the tiles of all ranks, with the same bits on each rank; a collective call.
 
     Args:
-        transport: To the other ranks.
-        tiling: Of the layout.
-        parts: One flat tensor for each tile of this rank, in order; they are added into each other.
-        like: An empty tensor of the parts' dtype and device, for ranks without tiles; its length is theirs.
-        deadline_s: Of every wait for another rank.
+        transport: The transport to the other ranks.
+        tiling: The tiling of the layout.
+        parts: One flat tensor per tile of this rank, in order; they are overwritten.
+        like: An uninitialised tensor of the parts' length, dtype and device, for ranks without tiles.
+        deadline_s: The deadline of every wait for another rank.
     """
     held = _Held(tiling.tree, {})
     for strip, part in zip(tiling.strips[transport.rank], parts, strict=True):
@@ -66,7 +66,7 @@ def sum_over_tiles(
 
 
 def _finish(transport: Transport, tiling: Tiling, held: "_Held", like: torch.Tensor, deadline_s: float) -> torch.Tensor:
-    """Slice r of every node to rank r, the tree finished there, the sums back to all."""
+    """Send slice r of every node to rank r, finish the tree there, and send the sums to all."""
     rank, world_size, nodes = transport.rank, transport.world_size, tiling.unfinished
     cuts = [len(like) * peer // world_size for peer in range(world_size + 1)]
     sends = [
@@ -85,13 +85,13 @@ def _finish(transport: Transport, tiling: Tiling, held: "_Held", like: torch.Ten
 
 
 class _Held(NamedTuple):
-    """The nodes of a tree that are there so far, with their sums."""
+    """The nodes of a tree that are known so far, with their sums."""
 
     tree: Tree
     parts: dict[Node, torch.Tensor]
 
     def add(self, node: Node, part: torch.Tensor) -> None:
-        """One more; it is added to those it completes."""
+        """Add a node, and join it with the nodes it completes."""
         nodes = set(self.parts)
         self.parts[node] = part
         for join in self.tree.add(nodes, node):

@@ -1,7 +1,6 @@
-"""Programs as data: what a schedule is made of, how it is completed, proved, compiled and written down.
+"""Schedules as data: actions, completion, validation, compilation and text.
 
-`build_schedule` and `build_decode` are found here too, among the other schedule tools; they live one layer up, in
-`ringspan.algorithms`, and are looked up when first used.
+`build_schedule` and `build_decode` live one layer up, in `ringspan.algorithms`, and are loaded when first used.
 """
 
 from importlib import import_module

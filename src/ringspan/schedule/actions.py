@@ -1,15 +1,17 @@
-"""What a rank can do, and when: the vocabulary of every algorithm.
+"""What can a rank do in a step? These actions are the vocabulary of every algorithm.
 
 A `Schedule` is data: steps of actions that name blocks, never positions, shapes or devices. The simulator, the runtime,
-the timeline and the pictures all read this one value, so what is looked at is what runs.
+the timeline and the pictures all read this one value.
 
-When things happen: a Transfer or AllMerge carries the state at the start of its step, and what arrives in step t is
-usable from step t + 1. Attends of step t run while its transfers travel.
+Timing: a Transfer or AllMerge carries the state at the start of its step, and a block that arrives in step t is usable
+from step t + 1. The attends of step t overlap with its transfers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from ringspan.schedule.picture import draw_schedule
 
 ALL = -1  # the owner of a block that every rank holds
 
@@ -19,23 +21,23 @@ SUMS: frozenset[str] = frozenset({"out", "dq", "dkv"})
 
 
 class Heads(NamedTuple):
-    """How many query and KV heads there are in all."""
+    """The numbers of query heads and KV heads over all ranks."""
 
     num_heads: int
     num_kv_heads: int
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
+        """The number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 class Block(NamedTuple):
-    """A named value: one owner's tokens, for all heads or for a range of them.
+    """A named value: one owner's tokens, for all heads or for a range of heads.
 
-    Inputs are "q" (q), "kv" (k, v) and "q_grad" (q, dout, out, lse): a Transfer copies them. Sums are "out" (out, lse),
-    "dq" and "dkv" (dk, dv): every rank may hold its own part; a Transfer moves the part and the receiver merges it.
-    `heads` counts in the block's own numbering: KV heads for "kv" and "dkv", query heads for the others.
+    Inputs are "q" (q), "kv" (k, v) and "q_grad" (q, dout, out, lse); a Transfer copies an input. Sums are "out"
+    (out, lse), "dq" and "dkv" (dk, dv). Every rank may hold its own part of a sum; a Transfer moves the part, and the
+    receiver merges it. `heads` uses the block's own numbering: KV heads for "kv" and "dkv", query heads for the others.
     """
 
     kind: Kind
@@ -44,7 +46,7 @@ class Block(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """Whether parts of this block are added up."""
+        """Whether ranks add parts to this block."""
         return self.kind in SUMS
 
     @property
@@ -53,7 +55,7 @@ class Block(NamedTuple):
         return self if self.heads is None else Block(self.kind, self.owner)
 
     def overlaps(self, other: "Block") -> bool:
-        """Whether the two stand for some of the same heads of the same thing."""
+        """Whether the two blocks have the same kind and owner and share a head."""
         if (self.kind, self.owner) != (other.kind, other.owner):
             return False
         if self.heads is None or other.heads is None:
@@ -67,9 +69,10 @@ class Block(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Attend every q block to every kv block, skipping pairs that see nothing of each other.
+    """Attend every q block to every kv block; pairs of blocks without a visible pair of tokens are skipped.
 
-    Forward it adds to this rank's out of each q; backward (q blocks are "q_grad") to dq of each q and dkv of each kv.
+    A forward attend adds to this rank's `out` of each q. A backward attend, whose q blocks are "q_grad", adds to `dq`
+    of each q and `dkv` of each kv.
     """
 
     qs: tuple[Block, ...]
@@ -80,7 +83,7 @@ class Attend(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One block from one rank to another."""
+    """Send one block from rank `src` to rank `dst`."""
 
     block: Block
     src: int
@@ -91,7 +94,7 @@ class Transfer(NamedTuple):
 
 
 class AllMerge(NamedTuple):
-    """Every rank's part of a sum, merged in rank order and left on all."""
+    """Merge every rank's part of a sum in rank order and leave the result on all ranks."""
 
     block: Block
 
@@ -100,7 +103,7 @@ class AllMerge(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """What one rank does in one step."""
+    """The actions of one rank in one step."""
 
     attends: tuple[Attend, ...]
     sends: tuple[Transfer, ...]
@@ -109,7 +112,7 @@ class Actions(NamedTuple):
 
 
 class Step:
-    """What all ranks do in one step: attends by rank, transfers in order of their source, merges of all ranks."""
+    """The actions of all ranks in one step: attends by rank, transfers in order of their source, all-merges."""
 
     __slots__ = ("_by_dst", "_by_src", "attends", "merges", "transfers")
 
@@ -129,12 +132,12 @@ class Step:
             self._by_dst.setdefault(transfer.dst, []).append(transfer)
 
     def actions(self, rank: int) -> Actions:
-        """This step as one rank sees it."""
+        """Return the actions of one rank."""
         attends = self.attends[rank] if rank < len(self.attends) else ()
         return Actions(attends, tuple(self._by_src.get(rank, ())), tuple(self._by_dst.get(rank, ())), self.merges)
 
     def blocks(self) -> Iterator[Block]:
-        """Every block the step names."""
+        """Yield every block that the step names."""
         for attends in self.attends:
             for attend in attends:
                 yield from attend.qs
@@ -155,9 +158,10 @@ class Step:
 
 
 class Schedule:
-    """A program for `world_size` ranks. Steps are made on demand, so a ring of thousands costs nothing until looked at.
+    """What all ranks of an algorithm do, step by step.
 
-    Equality compares steps. `heads` is set where blocks are ranges of heads, and None where no block is.
+    Steps are built on demand, so a ring of thousands of ranks costs nothing until a step is read. Equality compares
+    steps. `heads` is None unless a block names a range of heads.
     """
 
     __slots__ = ("_made", "heads", "num_steps", "world_size")
@@ -170,29 +174,29 @@ class Schedule:
 
     @classmethod
     def of_steps(cls, world_size: int, heads: Heads | None, steps: Iterable[Step]) -> "Schedule":
-        """A schedule of steps that exist already."""
+        """Make a schedule of given steps."""
         all_steps = tuple(steps)
         return cls(world_size, heads, len(all_steps), all_steps.__getitem__)
 
     def step(self, t: int) -> Step:
-        """What all ranks do in step t."""
+        """Return the actions of all ranks in step t."""
         if not 0 <= t < self.num_steps:
-            raise IndexError(f"step {t}: the schedule has {self.num_steps} steps, from 0 on")
+            raise IndexError(f"step {t}: the schedule has {self.num_steps} steps, numbered from 0")
         return self._made(t)
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes gradients; a schedule that attends nothing is neither."""
+        """Whether the schedule computes gradients; False for a schedule without attends."""
         kinds = (attend.qs[0].kind for step in self.steps for attends in step.attends for attend in attends)
         return next(kinds, "q") == "q_grad"
 
     @property
     def steps(self) -> Iterator[Step]:
-        """All steps in order."""
+        """Yield all steps in order."""
         return map(self.step, range(self.num_steps))
 
     def actions(self, rank: int, t: int) -> Actions:
-        """What one rank does in step t."""
+        """Return the actions of one rank in step t."""
         return self.step(t).actions(rank)
 
     def __eq__(self, other: object) -> bool:
@@ -211,6 +215,9 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Callable[..., "Schedule"], tuple[object, ...]]:
         return Schedule.of_steps, (self.world_size, self.heads, tuple(self.steps))
+
+    def _repr_html_(self) -> str:
+        return draw_schedule(self)
 
     def __repr__(self) -> str:
         return f"<Schedule: {self.world_size} ranks, {self.num_steps} steps, heads {self.heads}>"

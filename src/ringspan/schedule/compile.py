@@ -1,14 +1,17 @@
-"""What exactly does one rank do, in which order, waiting where?
+"""What does one rank do, in which order, and where does it wait?
 
-A schedule says what happens in a step; running it also needs the future: when is an arriving block first read, when is
-a buffer free, after which reader may a value be dropped? `compile_rank` answers that once and leaves a flat program
-that an executor walks without thinking.
+A schedule says what happens in a step. Running it also needs the future: when an arriving block is first read, when a
+buffer is free, and after which reader a value may be dropped. `compile_rank` answers these questions once and returns a
+flat program for an executor.
 
-The rules. An input is waited for at its first reader. An arriving sum is merged before a transfer that takes it away,
-and otherwise before the receives of the step after next are posted, in schedule order and never in order of arrival;
-so no more than two of them are ever waiting. What a rank passes on has left before the receives of the step in which
-its reader first needs it are posted, so two buffers are enough for a ring, while a transfer that is read late may take
-its time. What a rank holds anyway may take until the end.
+The rules:
+
+- A rank waits for an input at its first reader.
+- An arriving sum is merged before a transfer that takes it away, and otherwise before the receives of the step after
+  next are posted. Sums are merged in schedule order, never in order of arrival, and at most two are pending.
+- A forwarded block must have left before the receives are posted of the step in which its receiver first reads it. So
+  two buffers are enough for a ring, and a transfer that is read late may take longer.
+- A send of the rank's own block may take until the end.
 """
 
 from collections import defaultdict
@@ -28,7 +31,7 @@ class Post(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Wait for a receive; an input is then held, a sum is merged into this rank's part."""
+    """Wait for a receive; afterwards the rank holds the input, or has merged the sum into its own part."""
 
     step: int
     transfer: Transfer
@@ -49,14 +52,14 @@ class Sent(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Compute."""
+    """Compute one attend of the schedule."""
 
     step: int
     attend: Attend
 
 
 class Drop(NamedTuple):
-    """Forget a received input: its last reader is done."""
+    """Free a received input after its last reader."""
 
     block: Block
 
@@ -67,7 +70,7 @@ Program = tuple[Instruction, ...]
 
 @lru_cache(maxsize=1024)
 def compile_rank(schedule: Schedule, rank: int) -> Program:
-    """The program of one rank of a valid schedule."""
+    """Compile the program of one rank of a valid schedule."""
     return _Compiler(schedule, rank).program()
 
 
@@ -76,9 +79,9 @@ class _Compiler:
         self.schedule = schedule
         self.rank = rank
         self.code: list[Instruction] = []
-        self.due: dict[Block, Arrived] = {}  # inputs on their way
-        self.sums: list[Arrived | AllMerged] = []  # sums on their way, in schedule order
-        self.sends: defaultdict[int, list[Sent]] = defaultdict(list)  # step before whose Post they must be done
+        self.due: dict[Block, Arrived] = {}  # inputs in flight
+        self.sums: list[Arrived | AllMerged] = []  # sums in flight, in schedule order
+        self.sends: defaultdict[int, list[Sent]] = defaultdict(list)  # by the step before whose Post they must be done
         self.readers = _count_readers(schedule, rank)
 
     def program(self) -> Program:
@@ -116,14 +119,14 @@ class _Compiler:
         self.sums += [AllMerged(t, merge.block) for merge in merges]
 
     def _must_have_left(self, t: int, transfer: Transfer) -> int:
-        """The step before whose receives a send must be done. Some heads of a block are sent as a copy, to be freed."""
+        """Return the step before whose receives a send must be done; a range of heads is sent as a copy to be freed."""
         block = transfer.block
         if not block.is_sum and block.owner == self.rank and block.heads is None:
             return self.schedule.num_steps
         return first_reads(self.schedule).get((t, transfer), t + 1)
 
     def _need(self, block: Block) -> None:
-        """Wait for an input unless it is held already."""
+        """Wait for an input unless the rank holds it already."""
         for name in (block, block.whole):
             if name in self.due:
                 self.code.append(self.due.pop(name))
@@ -138,7 +141,7 @@ class _Compiler:
             self._done(sent.transfer.block)
 
     def _done(self, block: Block) -> None:
-        """Count a reader off; after the last one a received input is dropped."""
+        """Note that a reader is done; after the last one, drop the received input."""
         for name in (block, block.whole):
             if name in self.readers:
                 self.readers[name] -= 1
@@ -152,7 +155,7 @@ def _sum_of(wait: Arrived | AllMerged) -> Block:
 
 
 def _count_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
-    """How many attends and sends read each input the rank receives."""
+    """Count the attends and sends that read each input that the rank receives."""
     counts: dict[Block, int] = {}
     for t in range(schedule.num_steps):
         attends, sends, receives, _ = schedule.actions(rank, t)
@@ -168,7 +171,7 @@ def _count_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
 
 @lru_cache(maxsize=64)
 def first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
-    """For each transfer of an input, the step in which its receiver first attends it or sends it on."""
+    """Return, for each transfer of an input, the step in which its receiver first attends it or forwards it."""
     waiting: dict[tuple[int, Block], tuple[int, Transfer]] = {}
     first: dict[tuple[int, Transfer], int] = {}
     for t, step in enumerate(schedule.steps):

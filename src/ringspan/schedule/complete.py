@@ -1,12 +1,13 @@
-"""How do sums get home?
+"""How do partial sums reach their owners?
 
-A builder says only which inputs are copied where and who attends what. Every attend leaves a part of a sum (out, dq,
-dkv) on the rank that computed it; this module derives the transfers that bring those parts to their owners. There is
-one derivation, for forward and backward, so no builder writes it by hand.
+A builder states only which inputs are copied where and who attends what. Every attend leaves a part of a sum (out, dq,
+dkv) on the rank that computed it. This module derives the transfers that bring those parts to their owners, for forward
+and backward alike, so no builder writes them.
 
-Two routes. `straight`: each part goes to its owner in the step after its last contribution. `follow`: the parts of one
-sum are added up on the way, from the first rank that read the block to the next, and from the last to the owner; the
-same number of messages, but between neighbours, and across nodes no oftener than the block itself went.
+There are two routes. `straight`: each part goes to its owner in the step after its last contribution. `follow`: the
+parts of one sum travel from the first rank that read the block to the next reader, are added there, and go from the
+last reader to the owner. Both send the same number of messages; `follow` sends them between neighbours, and between
+nodes no more often than the block itself.
 """
 
 from collections import defaultdict
@@ -19,20 +20,20 @@ Route = Literal["straight", "follow"]
 
 
 def complete(draft: Schedule, visible: Visible, route: Route = "straight") -> Schedule:
-    """The draft with the transfers of its sums."""
+    """Add the transfers of sums to a draft that has only attends and transfers of inputs."""
     sums: defaultdict[int, list[Transfer]] = defaultdict(list)
     for block, made in _parts_abroad(draft, visible).items():
         sent = 0
         onward = [block.owner] * len(made) if route == "straight" else [*list(made)[1:], block.owner]
         for (rank, t), dst in zip(made.items(), onward, strict=True):
-            # A part that others join on the way leaves one step after the last of them has arrived.
+            # A part leaves one step after the last part that is merged into it has arrived.
             sent = t + 1 if route == "straight" else max(t, sent) + 1
             sums[sent].append(Transfer(block, rank, dst))
     return Schedule.of_steps(draft.world_size, draft.heads, _with_sums(draft, sums))
 
 
 def _parts_abroad(draft: Schedule, visible: Visible) -> dict[Block, dict[int, int]]:
-    """For each sum the ranks that add to it away from its owner, in order, with the step of their last contribution."""
+    """Return for each sum the other ranks that add to it, in order, with the step of their last contribution."""
     parts: defaultdict[Block, dict[int, int]] = defaultdict(dict)
     for t, step in enumerate(draft.steps):
         for rank, attends in enumerate(step.attends):

@@ -1,7 +1,7 @@
-"""A schedule as a text grid, steps down and ranks across, and back again.
+"""How is a schedule written as text? As a grid of steps (rows) and ranks (columns), which parses back.
 
-What a cell says, in order: attends (`q0×kv3`, several blocks joined by commas), what the rank sends (`kv3→1`), and sums
-merged by all ranks (`out*↔all`). `*` is every rank's block, `[0:4]` a range of heads. The grid is complete:
+A cell lists attends (`q0×kv3`, several blocks joined by commas), the rank's sends (`kv3→1`), and sums that all ranks
+merge (`out*↔all`). `*` is a block that every rank holds, `[0:4]` a range of heads. The grid is complete:
 `parse_schedule(format_schedule(s)) == s`.
 """
 
@@ -16,7 +16,13 @@ _HEADER = re.compile(r"(?P<ranks>\d+) ranks?(?:, heads (?P<heads>\d+)/(?P<kv_hea
 
 
 def format_schedule(schedule: Schedule, steps: range | None = None, marked: int | None = None) -> str:
-    """The grid of all steps, or of some; `marked` points at one of them."""
+    """Write a schedule as a grid.
+
+    Args:
+        schedule: The schedule.
+        steps: The steps to write; all by default.
+        marked: A step to mark with an arrow.
+    """
     heads = "" if schedule.heads is None else f", heads {schedule.heads.num_heads}/{schedule.heads.num_kv_heads}"
     shown = range(schedule.num_steps) if steps is None else steps
     rows = [["step", *(f"rank {rank}" for rank in range(schedule.world_size))]]
@@ -30,7 +36,11 @@ def format_schedule(schedule: Schedule, steps: range | None = None, marked: int 
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule a grid describes."""
+    """Read a schedule from the grid that `format_schedule` writes.
+
+    Raises:
+        ScheduleError: The text is not a complete grid; the message names the line and the expected form.
+    """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     world_size, heads = _parse_header(lines[0] if lines else "")
     columns = [cell.strip() for cell in lines[1].split("│")] if len(lines) > 1 else []
@@ -84,7 +94,7 @@ def _parse_step(line: str, t: int, world_size: int) -> Step:
                     merges[rank].append(merge)
     if any(of_rank != merges[0] for of_rank in merges):
         words = " ".join(map(str, next(filter(None, merges))))
-        raise ScheduleError(f"line {line!r}: {words} is done by all ranks; write it into every cell")
+        raise ScheduleError(f"line {line!r}: {words} is an action of all ranks; write it into every cell")
     return Step(attends, transfers, merges[0])
 
 
@@ -96,7 +106,7 @@ def _parse_action(word: str, rank: int) -> Attend | Transfer | AllMerge:
         return Transfer(_parse_block(left), rank, int(right))
     if mark == "↔" and right == "all":
         return AllMerge(_parse_block(left))
-    raise ScheduleError(f"{word!r} is no action; an action is like 'q0×kv3', 'kv3→1' or 'out*↔all'")
+    raise ScheduleError(f"{word!r} is not an action; an action is like 'q0×kv3', 'kv3→1' or 'out*↔all'")
 
 
 def _parse_blocks(text: str) -> tuple[Block, ...]:
@@ -107,8 +117,8 @@ def _parse_block(text: str) -> Block:
     match = _BLOCK.fullmatch(text)
     if match is None or match["kind"] not in INPUTS | SUMS:
         raise ScheduleError(
-            f"{text!r} is no block; a block is a kind ({', '.join(sorted(INPUTS | SUMS))}), an owner (a rank or *) and "
-            "perhaps heads, like 'kv3', 'q*' or 'q1[0:4]'"
+            f"{text!r} is not a block; a block is a kind ({', '.join(sorted(INPUTS | SUMS))}), an owner (a rank or *) "
+            "and optionally heads, like 'kv3', 'q*' or 'q1[0:4]'"
         )
     heads = range(int(match["start"]), int(match["stop"])) if match["start"] else None
     return Block(match["kind"], ALL if match["owner"] == "*" else int(match["owner"]), heads)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Does a schedule compute attention: all of it, and nothing twice?
+"""Does a schedule compute attention completely, and nothing twice?
 
-The proof follows, per rank and sum, the set of (q, kv, query head) that is in it, without a single number: attends add
-to the set, merges must be unions of disjoint sets, and in the end every owner must hold all that is visible. On the way
-it refuses whatever would change the result or waste bytes: reading or sending what is not held, an input received twice
-or never read, a sum sent in several parts or left behind.
+The proof follows, per rank and sum, the set of (q, kv, query head) that the sum contains. Attends add to the set,
+merges must be unions of disjoint sets, and in the end every owner must hold every visible pair. The proof also rejects
+everything else that would change the result or waste bytes: reading or sending a block that the rank does not hold, an
+input that is received twice or never read, and a sum that is sent in several parts or left on another rank.
 """
 
 from collections import defaultdict
@@ -15,19 +15,23 @@ from ringspan.schedule.segments import Segments
 from ringspan.schedule.text import format_schedule
 from ringspan.schedule.visible import Visible
 
-_CONTEXT = 2  # steps shown around the one that fails
+_CONTEXT = 2  # steps shown before and after the failing step
 
-# What is in a part of a sum: for each segment of query heads a set of owners of the other side, as bits. Many blocks
-# share one part, so only those at home, which are of no other block, are written to.
+# The content of a part of a sum: for each segment of query heads, the set of owners of the other side, as bits. Blocks
+# share parts, so a part is written to only on its owner's rank, where it belongs to one block.
 _Part = dict[int, int]
 _Name = tuple[str, int]  # kind and owner
 
 
 def validate(schedule: Schedule, visible: Visible) -> None:
-    """Raise ScheduleError, with the step at fault, unless the schedule computes exactly what is visible."""
+    """Check that a schedule computes every visible pair exactly once and sends nothing in vain.
+
+    Raises:
+        ScheduleError: It does not; the message shows the failing step.
+    """
     if schedule.world_size != visible.world_size:
         raise ScheduleError(
-            f"the schedule is for {schedule.world_size} ranks and visible for {visible.world_size}; make both for "
+            f"the schedule has {schedule.world_size} ranks and visible has {visible.world_size}; build both for "
             "the same group"
         )
     proof = _Proof(schedule, visible)
@@ -37,7 +41,7 @@ def validate(schedule: Schedule, visible: Visible) -> None:
 
 
 class _Proof:
-    """Who holds what, as the steps go by."""
+    """The state of the proof: what every rank holds after each step."""
 
     def __init__(self, schedule: Schedule, visible: Visible) -> None:
         self.schedule = schedule
@@ -49,12 +53,12 @@ class _Proof:
         ranks = range(schedule.world_size)
         self.arriving: list[Transfer] = []  # inputs, in this step
         self.received_heads: list[defaultdict[_Name, int]] = [defaultdict(int) for _ in ranks]
-        self.unread: list[dict[Block, int]] = [{} for _ in ranks]  # inputs received, with the heads not read so far
-        self.sums: list[dict[Block, _Part]] = [{} for _ in ranks]  # at home under the name of the whole block
+        self.unread: list[dict[Block, int]] = [{} for _ in ranks]  # received inputs, with the heads not read so far
+        self.sums: list[dict[Block, _Part]] = [{} for _ in ranks]  # on the owner's rank, keyed by the whole block
         self.sent_heads: list[defaultdict[_Name, int]] = [defaultdict(int) for _ in ranks]
 
     def follow(self, t: int, step: Step) -> None:
-        """One step: sums leave and inputs are copied as they are at its start, attends run, then all arrives."""
+        """Apply one step: take the sums and inputs that are sent in their state at its start, attend, then deliver."""
         self.t = t
         self._check_names(step)
         moving: list[Transfer] = []
@@ -75,7 +79,7 @@ class _Proof:
             self._add(transfer.dst, transfer.block, part, transfer)
 
     def conclude(self) -> None:
-        """Nothing was received for nothing, no part is left behind, and all that is visible is at home."""
+        """Check that every received input was read, that no part is left behind, and that every sum is complete."""
         for rank, unread in enumerate(self.unread):
             for block, heads in unread.items():
                 if heads:
@@ -100,13 +104,13 @@ class _Proof:
                 self._check_home(rank, block, sums.get(block, {}))
         if "dkv" not in kinds:
             return
-        # Each rank keeps its own part of dkv(ALL); their sum over the group is the gradient.
+        # Each rank keeps its own part of dkv(ALL); the sum of the parts over the group is the gradient.
         replicated = Block("dkv", ALL)
         union: _Part = defaultdict(int)
         for rank, sums in enumerate(self.sums):
             for segment, bits in sums.get(replicated, {}).items():
                 if union[segment] & bits:
-                    self._fail(f"rank {rank} adds to {replicated} what another rank has added already")
+                    self._fail(f"rank {rank} adds pairs to {replicated} that another rank has added already")
                 union[segment] |= bits
         self._check_home(0, replicated, union)
 
@@ -118,16 +122,15 @@ class _Proof:
                 self._fail(f"after the last step {block} on rank {rank} lacks {names}{self.segments.text_of(segment)}")
 
     def _check_names(self, step: Step) -> None:
-        """Ranks, owners and heads are among those there are."""
         world_size = self.schedule.world_size
         if len(step.attends) != world_size:
-            self._fail(f"the step has attends for {len(step.attends)} ranks; there are {world_size}")
+            self._fail(f"the step has attends for {len(step.attends)} ranks; the schedule has {world_size}")
         for transfer in step.transfers:
             block, src, dst = transfer
             if not (0 <= src < world_size and 0 <= dst < world_size and ALL <= block.owner < world_size):
                 self._fail_rank(transfer)
             if src == dst:
-                self._fail(f"rank {src} sends {block} to itself; it holds it already")
+                self._fail(f"rank {src} sends {block} to itself; remove the transfer")
             if not self.segments.is_known_legal:
                 self._check_heads(src, block)
 
@@ -143,7 +146,7 @@ class _Proof:
             self._fail(f"rank {rank} names {block}: {wrong}")
 
     def _read(self, rank: int, block: Block, verb: str) -> None:
-        """Note that the rank reads an input, if it holds it."""
+        """Note that the rank reads an input; fail if the rank does not hold it."""
         if block.owner in (rank, ALL):
             return
         unread = self.unread[rank]
@@ -161,7 +164,7 @@ class _Proof:
         block, src, dst = transfer
         heads = self.segments.bits_of(block)
         if block.owner in (dst, ALL) or self.received_heads[dst][block.kind, block.owner] & heads:
-            self._fail(f"rank {dst} receives {block} from rank {src}, but it has it already; do not send it twice")
+            self._fail(f"rank {dst} receives {block} from rank {src}, but holds it already; send it once")
         self.received_heads[dst][block.kind, block.owner] |= heads
         self.unread[dst][block] = heads
 
@@ -178,7 +181,7 @@ class _Proof:
         if (pruned := self.visible.prune(attend)) != attend:
             kept = () if pruned is None else (*pruned.qs, *pruned.kvs)
             idle = next(block for block in (*attend.qs, *attend.kvs) if block not in kept)
-            self._fail(f"rank {rank} attends {attend}, but {idle} has nothing visible there; leave it out")
+            self._fail(f"rank {rank} attends {attend}, but {idle} has no visible pair there; leave it out")
 
     def _check_attend(self, rank: int, attend: Attend) -> None:
         kinds = {q.kind for q in attend.qs}, {kv.kind for kv in attend.kvs}
@@ -187,17 +190,17 @@ class _Proof:
         if len({q.heads for q in attend.qs}) > 1 or len({kv.heads for kv in attend.kvs}) > 1:
             self._fail(f"rank {rank} attends {attend}; the blocks of one side of an attend have the same heads")
         if len(set(attend.qs)) < len(attend.qs) or len(set(attend.kvs)) < len(attend.kvs):
-            self._fail(f"rank {rank} attends {attend}; a block stands there twice")
+            self._fail(f"rank {rank} attends {attend}; a block appears twice")
         self._check_heads(rank, attend.qs[0])
         self._check_heads(rank, attend.kvs[0])
         if not self.segments.are_paired(attend.qs[0], attend.kvs[0]):
-            self._fail(f"rank {rank} attends {attend}; the KV heads are not those of the query heads")
+            self._fail(f"rank {rank} attends {attend}; the KV heads do not belong to the query heads")
         is_replicated = {q.owner == ALL for q in attend.qs}
         self.has_replicated_query = attend.qs[0].owner == ALL if self.q_kind is None else self.has_replicated_query
         if is_replicated != {self.has_replicated_query}:
-            self._fail(f"rank {rank} attends {attend}; queries are those of ranks, or q*, which all hold, not both")
+            self._fail(f"rank {rank} attends {attend}; queries are blocks of ranks or q*, not both")
         if attend.qs[0] == Block("q_grad", ALL, attend.qs[0].heads):
-            self._fail(f"rank {rank} attends {attend}; gradients of queries that all ranks hold are not known here")
+            self._fail(f"rank {rank} attends {attend}; gradients of replicated queries (q*) are not supported")
         self.q_kind = self.q_kind or attend.qs[0].kind
         if attend.qs[0].kind != self.q_kind:
             self._fail(
@@ -205,26 +208,24 @@ class _Proof:
             )
 
     def _take(self, transfer: Transfer) -> _Part:
-        """The part of a sum that leaves its rank."""
+        """Remove and return the part of a sum that leaves its rank."""
         block, src, dst = transfer
         if src == block.owner:
             self._fail(f"rank {src} sends its own {block} away to rank {dst}")
         if block.owner == ALL:
-            self._fail(f"rank {src} sends {block} to rank {dst}, but every rank keeps its own part; merge it by all")
+            self._fail(f"rank {src} sends {block} to rank {dst}, but every rank keeps its own part; use an AllMerge")
         heads = self.segments.bits_of(block)
         part = self.sums[src].pop(block, {})
         if not part:
             self._fail(f"rank {src} sends {block} to rank {dst}, but holds no part of it")
         if self.sent_heads[src][block.kind, block.owner] & heads:
-            self._fail(f"rank {src} sends {block} to rank {dst}, but has sent a part of it before; send all at once")
+            self._fail(f"rank {src} sends {block} to rank {dst}, but has sent a part of it before; send the part once")
         self.sent_heads[src][block.kind, block.owner] |= heads
         return part
 
     def _merge_all(self, block: Block) -> None:
         if not block.is_sum or block != Block(block.kind, ALL):
-            self._fail(
-                f"{block}↔all: only a sum that every rank holds, such as {Block('out', ALL)}, can be merged by all"
-            )
+            self._fail(f"{block}↔all: an AllMerge takes a sum that every rank holds, such as {Block('out', ALL)}")
         parts = [sums.pop(block, {}) for sums in self.sums]
         if not any(parts):
             self._fail(f"{block}↔all: no rank holds a part of it yet")

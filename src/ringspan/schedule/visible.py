@@ -1,7 +1,7 @@
-"""Which blocks see which: all that an algorithm needs to know of masks and layouts.
+"""Which blocks see which blocks?
 
-Builders take this matrix and nothing else about positions. It is small, its hash is that of a bytes object (which
-Python keeps), and many calls share it, so schedules are cached by it.
+Builders take this matrix and nothing else about positions. It is small, many calls share it, and its hash is the hash
+of a bytes object, which Python caches, so it is a cheap key for cached schedules.
 """
 
 from collections.abc import Iterator
@@ -22,20 +22,20 @@ Matrix = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """`matrix[q, kv]`: whether any query of rank q sees any key of rank kv; column P stands for the replicated keys."""
+    """`matrix[q, kv]` says whether any query of rank q sees any key of rank kv; column P is the replicated keys."""
 
     world_size: int
     payload: bytes
 
     @classmethod
     def of(cls, matrix: npt.ArrayLike) -> "Visible":
-        """From an array of shape (P, P) or, with a column for replicated keys, (P, P + 1)."""
+        """Make it from an array of shape (P, P) or, with a column for replicated keys, (P, P + 1)."""
         given = np.asarray(matrix, dtype=np.bool_)
         world_size = given.shape[0] if given.ndim == 2 else 0
         if not world_size or given.shape[1] - world_size not in (0, 1):
             raise ShapeError(
-                f"matrix.shape={given.shape}: a row and a column for each of P ranks, and perhaps a column for "
-                "replicated keys; give (P, P) or (P, P + 1)"
+                f"matrix.shape={given.shape}: expected a row and a column for each of P ranks, and optionally a column "
+                "for replicated keys; give (P, P) or (P, P + 1)"
             )
         padded = np.zeros((world_size, world_size + 1), dtype=np.bool_)
         padded[:, : given.shape[1]] = given
@@ -47,11 +47,11 @@ class Visible:
         return np.frombuffer(self.payload, dtype=np.bool_).reshape(self.world_size, self.world_size + 1)
 
     def sees(self, q: int, kv: int) -> bool:
-        """Whether block q sees anything of block kv; either may be ALL."""
+        """Whether block q sees any token of block kv; either may be ALL."""
         return bool(_bits(self).rows[q] >> self._bit(kv) & 1)
 
     def prune(self, attend: Attend) -> Attend | None:
-        """The attend without blocks that see, or are seen by, none of the others; None if nothing is left."""
+        """Return the attend without blocks that have no visible pair in it; None if no block is left."""
         bits = _bits(self)
         q_bits, kv_bits = self._set(attend.qs), self._set(attend.kvs)
         qs = tuple(q for q in attend.qs if bits.rows[q.owner] & kv_bits)
@@ -59,9 +59,10 @@ class Visible:
         return Attend(qs, kvs) if qs else None
 
     def contributions(self, attend: Attend) -> Iterator[tuple[Block, int]]:
-        """Each sum the attend adds to, with the set of what is added: kv owners for out and dq, q owners for dkv.
+        """Yield each sum that the attend adds to, with the set of added owners.
 
-        Sets of owners are bits of an int (bit P is ALL), so that the P × P pairs of one attend cost P operations.
+        The added owners are kv owners for out and dq, and q owners for dkv.
+        A set of owners is the bits of an int (bit P is ALL), so that the P × P pairs of one attend cost P operations.
         """
         bits = _bits(self)
         q_bits, kv_bits = self._set(attend.qs), self._set(attend.kvs)
@@ -75,14 +76,14 @@ class Visible:
                     yield Block("dkv", kv.owner, kv.heads), seen
 
     def seen_by(self, block: Block) -> int:
-        """All that a sum must hold in the end, as a set of owners like those of `contributions`."""
+        """Return the set of owners that a sum must contain in the end, in the form of `contributions`."""
         bits = _bits(self)
         if block.kind == "dkv":
             return bits.columns[block.owner] & ~(1 << self.world_size)
         return bits.rows[block.owner]
 
     def owners(self, bits: int) -> list[int]:
-        """The members of a set of owners."""
+        """Return the members of a set of owners."""
         return [ALL if i == self.world_size else i for i in range(self.world_size + 1) if bits >> i & 1]
 
     def _set(self, blocks: tuple[Block, ...]) -> int:
@@ -93,7 +94,7 @@ class Visible:
 
 
 class _Bits(NamedTuple):
-    """The matrix by rows (kv owners each q sees) and by columns; ALL, being -1, indexes the last entry of either."""
+    """The matrix as sets by row (kv owners that each q sees) and by column. ALL is -1 and indexes the last entry."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -110,7 +111,13 @@ def _bits(visible: Visible) -> _Bits:
 
 
 def visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout | None = None) -> Visible:
-    """The matrix for queries held by `layout` and keys by `kv_layout`, by default the same."""
+    """Compute which ranks' queries see which ranks' keys.
+
+    Args:
+        mask: Who may attend to whom.
+        layout: Who holds which query.
+        kv_layout: Who holds which key; by default `layout`.
+    """
     return _visible_blocks(mask, layout, kv_layout or layout)
 
 

@@ -1,4 +1,4 @@
-"""All ranks in one process, in NumPy: exact numbers, every step visible."""
+"""The simulator: all ranks in one process, in NumPy, with a trace of every step."""
 
 from ringspan.simulate.simulator import Gradients, RankStep, Simulation, bytes_sent, simulate_attention
 from ringspan.simulate.teaching import ring_attention_context_parallel, ring_attention_simulate

@@ -1,10 +1,10 @@
-"""Attention of one piece in NumPy: online softmax, block by block, exact to rounding.
+"""How does the simulator compute attention of one piece in NumPy? With online softmax, block by block.
 
-This is the arithmetic the simulator gives to the executor. Beside its arguments it holds, for each head, a few arrays
-of Q_ROWS × KV_ROWS scores and of Q_ROWS rows, however long the sequence is. A sum is a tuple of arrays
-(..., heads, seq, dim): ("out": out, lse), ("dq": dq), ("dkv": dk, dv); lse has a last dim of 1.
+This is the arithmetic that the simulator gives to the executor. For any sequence length it allocates, for each head, a
+few arrays of Q_ROWS × KV_ROWS scores and of Q_ROWS rows. A sum is a tuple of arrays (..., heads, seq, dim): (out, lse)
+for "out", (dq,) for "dq", (dk, dv) for "dkv"; lse has a last dim of 1.
 
-NaN and infinity are legal input: they reach the rows that see them, without a warning, and no others.
+NaN and infinity are legal input: they reach only the rows that see them, without a warning.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,39 +21,39 @@ from ringspan.schedule import ALL, Block
 
 Array = npt.NDArray[np.floating]
 
-# Small enough for the scores to stay in a core's cache, large enough for the calls not to count.
+# Small enough for the scores to stay in a core's cache, large enough to make the overhead of calls negligible.
 Q_ROWS = 256
 KV_ROWS = 512
 
 
 class _Cell(NamedTuple):
-    """One block of scores: its keys, and the part of the mask that falls on it (None: all visible)."""
+    """One block of scores: its keys, and its part of the mask (None: all visible)."""
 
     kv: slice
     allowed: Allowed | None
 
 
 class Blockwise:
-    """NumPy sums in `dtype`, softmax scaled by `scale`."""
+    """Attention arithmetic in NumPy: sums in `dtype`, scores multiplied by `scale`."""
 
     def __init__(self, dtype: npt.DTypeLike, scale: float) -> None:
         self.dtype = np.dtype(dtype)
         self.scale = np.asarray(scale, self.dtype)
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
-        """Nothing summed yet: out = 0 with lse = -inf, or zero gradients."""
+        """Make an empty sum: out = 0 with lse = -inf, or zero gradients."""
         value = tuple(np.zeros(shape, self.dtype) for shape in shapes)
         if block.kind == "out":
             value[1].fill(-np.inf)
         return value
 
     def room(self, shapes: Sequence[Shape]) -> Value:
-        """What will be overwritten."""
+        """Allocate uninitialised arrays."""
         return tuple(np.empty(shape, self.dtype) for shape in shapes)
 
     @np.errstate(all="ignore")
     def merge(self, block: Block, into: Value, part: Value) -> None:
-        """Add a part to a sum in place; partial attention is weighed by its share of the softmax."""
+        """Add a part to a sum in place; partial outputs are weighted by their share of the softmax."""
         if block.kind != "out":
             for total, addend in zip(into, part, strict=True):
                 total += addend
@@ -68,7 +68,7 @@ class Blockwise:
         out += part_weight / total * part_out
 
     def merged(self, block: Block, parts: Sequence[Value]) -> Value:
-        """The sum of some parts, one after the other."""
+        """Merge parts one after the other into a new sum."""
         first, *others = parts
         total = tuple(x.copy() for x in first)
         for part in others:
@@ -76,7 +76,7 @@ class Blockwise:
         return total
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
-        """Forward: the (out, lse) of all queries after their first keys."""
+        """Attend the first keys of the queries; return (out, lse)."""
         rows = q[0].shape[:-1]
         out = self.new_sum(Block("out", ALL), ((*rows, kv[1].shape[-1]), (*rows, 1)))
         self.attend(piece, q, kv, out)
@@ -84,7 +84,7 @@ class Blockwise:
 
     @np.errstate(all="ignore")
     def attend(self, piece: Piece, q: Value, kv: Value, out: Value, is_first: bool = False) -> None:  # noqa: ARG002
-        """Forward: take the piece's keys into the running (out, lse) of its queries."""
+        """Attend the piece's keys and update the running (out, lse) of its queries."""
         for queries, keys, values, outs, lses in _batches(piece, *q, *kv, *out):
             group = queries.shape[-3] // keys.shape[-3]
             for rows, cells in _rows_of_cells(piece, group):
@@ -102,7 +102,7 @@ class Blockwise:
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
     ) -> tuple[Value, Value]:
-        """Backward: add the piece's share of dq, dk and dv, given the merged out and lse of its queries.
+        """Add the piece's share of dq, dk and dv, given the merged out and lse of its queries.
 
         With s = scale · q kᵀ: dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k, dk = dsᵀ (scale · q).
         """
@@ -134,13 +134,13 @@ class Blockwise:
         return dq, dkv
 
     def _fold(self, x: Array, group: int) -> Array:
-        """(..., heads, seq, dim) to (..., KV heads, group · seq, dim): heads that share keys are just more rows."""
+        """Reshape (..., heads, seq, dim) to (..., KV heads, group · seq, dim), so heads that share keys are rows."""
         *batch, heads, rows, dim = x.shape
         return np.asarray(x, self.dtype).reshape(*batch, heads // group, group * rows, dim)
 
 
 class _Running:
-    """Online softmax of some queries: the largest score so far, the sum of weights relative to it, and their values."""
+    """The state of an online softmax: the largest score so far, the sum of weights relative to it, and their values."""
 
     def __init__(self, out: Array, lse: Array) -> None:
         self.peak = lse
@@ -165,7 +165,7 @@ class _Running:
 
 
 def _product(weights: Array, x: Array, allowed: Allowed | None) -> Array:
-    """The product weights @ x, where a NaN or infinity in x reaches only those that see its row (0 · NaN is NaN)."""
+    """Compute weights @ x so that NaN and infinity in x reach only the rows that see them (0 · NaN is NaN)."""
     if allowed is None or np.isfinite(x).all():
         return weights @ x
     is_broken = np.any(~np.isfinite(x), axis=(*range(x.ndim - 2), -1), keepdims=True)
@@ -176,12 +176,12 @@ def _product(weights: Array, x: Array, allowed: Allowed | None) -> Array:
 
 
 def _finite(peak: Array) -> Array:
-    """A base to subtract: exp(-inf - 0) is 0, while exp(-inf - -inf) is NaN."""
+    """Replace -inf by 0 as the base to subtract: exp(-inf - 0) is 0, while exp(-inf - -inf) is NaN."""
     return np.where(np.isneginf(peak), 0, peak)
 
 
 def _batches(piece: Piece, *arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """Views of the arrays for each batch row the piece stands for, or all of them at once."""
+    """Yield views of the arrays for each batch row of the piece, or for all rows at once."""
     if piece.rows is None:
         yield arrays
         return
@@ -190,7 +190,7 @@ def _batches(piece: Piece, *arrays: Array) -> Iterator[tuple[Array, ...]]:
 
 
 def _rows_of_cells(piece: Piece, group: int) -> Iterator[tuple[slice, Iterator[_Cell]]]:
-    """The piece in blocks of scores: rows of the tile, and for them the cells they see."""
+    """Yield blocks of rows of the piece, each with the cells that the rows see."""
     height = piece.q.stop - piece.q.start
     for top in range(0, height, Q_ROWS):
         rows = range(top, min(top + Q_ROWS, height))
@@ -198,7 +198,7 @@ def _rows_of_cells(piece: Piece, group: int) -> Iterator[tuple[slice, Iterator[_
 
 
 def _cells(piece: Piece, rows: range, group: int) -> Iterator[_Cell]:
-    """The cells of some rows of the piece, those beyond the diagonal left out; masks are repeated for each head."""
+    """Yield the cells of some rows, without those past the diagonal; masks are repeated for each head."""
     is_causal, is_anticausal = (piece.kind is kind for kind in (PieceKind.CAUSAL, PieceKind.ANTICAUSAL))
     reach = rows.stop if is_causal else piece.kv.stop - piece.kv.start
     for left in range(rows.start if is_anticausal else 0, reach, KV_ROWS):

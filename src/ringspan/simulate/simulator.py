@@ -1,11 +1,12 @@
-"""What would every device do and hold, step by step, and what comes out? All ranks in one process, in NumPy.
+"""What does every rank do and hold, step by step, and what is the result? All ranks in one process, in NumPy.
 
-The simulator runs the same bound programs as the runtime through the same executor, all ranks in lockstep, with a
-dictionary for a network. Numbers are exact to rounding, and nothing of size seq_len × seq_len is ever made.
+The simulator runs the same bound programs as the runtime, through the same executor, all ranks in lockstep; a
+dictionary is the network. Results are exact to rounding, and no array of seq_len × seq_len is allocated.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from ringspan.algorithms import Direction, Side, as_mesh
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
+from ringspan.arguments import FLAG, TEXT, check_arguments, instance_of, optional
 from ringspan.errors import ScheduleError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -27,22 +29,23 @@ Array = npt.NDArray[np.floating]
 
 
 class RankStep(NamedTuple):
-    """What one rank held and did in one step."""
+    """What one rank holds and does in one step."""
 
     rank: int
     step: int
     held: tuple[Block, ...]
     events: tuple[Event, ...]
-    lse: Array | None  # (..., heads, seq) of the rank's own queries after the step; None in a backward pass
+    lse: Array | None
+    """(..., heads, seq), of the rank's own queries after the step; None in a backward pass."""
 
     @property
     def attended(self) -> tuple[Event, ...]:
-        """The tiles computed, with their coverage and visible pairs."""
+        """The computed tiles, with coverage and visible pairs."""
         return tuple(event for event in self.events if event.action == "attend")
 
     @property
     def sent(self) -> tuple[Event, ...]:
-        """The messages sent, with peer and bytes."""
+        """The sent messages, with peer and bytes."""
         return tuple(event for event in self.events if event.action == "send")
 
 
@@ -51,12 +54,12 @@ Trace = tuple[tuple[RankStep, ...], ...]
 
 
 def bytes_sent(trace: Trace) -> int:
-    """All bytes that went from one rank to another."""
+    """Bytes of all messages."""
     return sum(event.nbytes for step in trace for of_rank in step for event in of_rank.sent)
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k and v, and how they were made."""
+    """Gradients of q, k and v, with the schedule and trace that made them."""
 
     dq: Array
     dk: Array
@@ -67,7 +70,10 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Simulation:
-    """The result of a forward pass, and how it was made: out (..., heads, seq, v_head_dim), lse (..., heads, seq)."""
+    """The result of a forward pass with its schedule and trace.
+
+    out is (..., heads, seq, v_head_dim), lse (..., heads, seq).
+    """
 
     out: Array
     lse: Array
@@ -78,14 +84,17 @@ class Simulation:
     def __repr__(self) -> str:
         return f"<Simulation: out {self.out.shape} {self.out.dtype} by {self.schedule!r}>"
 
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.case.problem.layout._repr_html_()}{self.schedule._repr_html_()}"
+
     def gradients(self, dout: Array, schedule: Schedule | None = None) -> Gradients:
-        """The backward pass for `dout`, by the same algorithm with the lighter side travelling, or by a schedule."""
+        """The backward pass for `dout`: by the same algorithm with the lighter side moving, or by `schedule`."""
         return _simulate_backward(self, dout, schedule or self.case.schedule(self.case.problem.lighter_side()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Whole arrays, and how they are to be attended."""
+    """The arguments of a simulation."""
 
     q: Array
     k: Array
@@ -98,12 +107,14 @@ class Case:
     reproducible: bool
 
     def schedule(self, backward: Side | None = None) -> Schedule:
-        """The schedule of the named algorithm, or the one given."""
+        """The schedule of the algorithm, or the given one."""
         if isinstance(self.algorithm, Schedule):
             if backward is not None:
                 raise ScheduleError(
-                    "schedule=None: the forward pass ran a schedule of your own, so its backward is not known; "
-                    "give gradients(dout, schedule=…) one"
+                    "the forward pass ran a custom schedule, so its backward schedule is not known",
+                    argument="schedule",
+                    value=None,
+                    remedy="pass gradients(dout, schedule=…)",
                 )
             return self.algorithm
         return build(self.problem, self.algorithm, self.options(backward))
@@ -131,9 +142,14 @@ def simulate_attention(
     """Attention of whole arrays (..., heads, seq, dim) or (seq, dim), sharded over the ranks of the layout.
 
     Row i of q is the i-th position of `layout`, row j of k and v the j-th of `kv_layout` (by default the same).
-    `algorithm` is a name or any Schedule; either is proved to compute exactly what the mask shows before it runs.
-    With `reproducible` the results are the same bits for any number of ranks.
+    `algorithm` is a name or any Schedule; it is proved to compute exactly the visible pairs before it runs. With
+    `reproducible` the results have the same bits for any number of ranks.
     """
+    check_arguments(
+        kv_layout=(optional(instance_of(Layout, "zigzag(1000, 4)")), kv_layout),
+        direction=(optional(TEXT), direction),
+        reproducible=(FLAG, reproducible),
+    )
     check_kinds(mask, layout, kv_layout or layout)
     if isinstance(algorithm, Schedule):
         _refuse_options(direction=direction, mesh=mesh)
@@ -144,11 +160,13 @@ def simulate_attention(
 
 
 def _refuse_options(**options: object) -> None:
-    """A schedule says all of it."""
     for name, value in options.items():
         if value is not None:
             raise ScheduleError(
-                f"{name}={value!r}: algorithm is a schedule, which has its own; leave it out, or name an algorithm"
+                "algorithm is a schedule, which has its own",
+                argument=name,
+                value=value,
+                remedy="leave it out, or name an algorithm",
             )
 
 
@@ -173,12 +191,14 @@ def _simulate_backward(forward: Simulation, dout: Array, schedule: Schedule) -> 
     case, layout = forward.case, forward.case.problem.layout
     dout = _check_array("dout", dout)
     if dout.shape != forward.out.shape:
-        raise ShapeError(f"dout.shape={dout.shape}: one gradient for each element of out; expected {forward.out.shape}")
+        raise ShapeError(
+            "out has another shape", argument="dout.shape", value=dout.shape, remedy=f"give {forward.out.shape}"
+        )
 
     def inputs(rank: int) -> dict[Block, Value]:
         arrays = [layout.shard(x, rank, -2) for x in (case.q, dout, forward.out, forward.lse[..., None])]
         if rank > 0 and layout.replicated:
-            # Every rank computes the replicated queries, but their gradient is to count once.
+            # Every rank computes the replicated queries; their gradient counts once, on rank 0.
             arrays[1] = arrays[1].copy()
             arrays[1][..., local_rows(layout, rank).replicated, :] = 0
         return {Block("q_grad", rank): tuple(map(_with_heads, arrays))} | _kv_inputs(case, rank)
@@ -192,7 +212,7 @@ def _simulate_backward(forward: Simulation, dout: Array, schedule: Schedule) -> 
 
 
 class _Network:
-    """Messages by step and transfer; the lockstep guarantees that a message is there before it is asked for."""
+    """Messages by step and transfer; lockstep guarantees that a message is sent before it is received."""
 
     def __init__(self) -> None:
         self.messages: dict[tuple[int, Transfer], Value] = {}
@@ -205,10 +225,10 @@ class _Network:
         return self.messages.pop((step, transfer))
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Nothing to wait for: messages are handed over by reference."""
+        """Messages are passed by reference, so there is nothing to wait for."""
 
     def release(self, value: Value, /) -> None:
-        """Nothing to reuse."""
+        """There are no buffers to reuse."""
 
 
 def _run(
@@ -217,9 +237,13 @@ def _run(
     problem = case.problem
     if schedule.is_backward != backward and any(any(step.attends) for step in schedule.steps):
         found, wanted = ("backward", "forward") if schedule.is_backward else ("forward", "backward")
-        raise ScheduleError(f"the schedule is a {found} one, where a {wanted} one is needed; build it that way")
+        raise ScheduleError(f"this is a {found} schedule", argument="schedule", remedy=f"build a {wanted} one")
     if schedule.heads not in (None, problem.shapes.heads):
-        raise ScheduleError(f"the schedule splits heads {schedule.heads}, but the arrays have {problem.shapes.heads}")
+        raise ScheduleError(
+            f"it splits {tuple(schedule.heads)} heads, and the arrays have {tuple(problem.shapes.heads)}",
+            argument="schedule",
+            remedy="build it for the heads of the arrays",
+        )
     prepared = prepare_ranks(problem, schedule, case.options())
     arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), case.scale)
     network = _Network()
@@ -265,12 +289,16 @@ def _lse(state: RankState) -> Array | None:
 def _has_replicated_query(schedule: Schedule, layout: Layout) -> bool:
     owners = {q.owner for step in schedule.steps for attends in step.attends for attend in attends for q in attend.qs}
     if ALL in owners and any(layout.spans_by_rank):
-        raise ScheduleError("the schedule attends q*, a query that every rank holds, but the layout shards the queries")
+        raise ScheduleError(
+            "it attends q*, queries that every rank holds, and the layout shards the queries",
+            argument="schedule",
+            remedy="use a layout with replicated positions only",
+        )
     return ALL in owners
 
 
 def _kv_inputs(case: Case, rank: int) -> dict[Block, Value]:
-    """A rank's own keys and values, and those every rank holds."""
+    """This rank's own keys and values, and the replicated ones."""
     layout = case.problem.kv_layout
     whole = tuple(_with_heads(layout.shard(x, rank, -2)) for x in (case.k, case.v))
     if not layout.replicated:
@@ -283,7 +311,7 @@ def _kv_inputs(case: Case, rank: int) -> dict[Block, Value]:
 
 
 def _unshard_keys(states: list[RankState], layout: Layout, i: int) -> Array:
-    """All of dk (i = 0) or dv (i = 1); the ranks' parts of replicated keys are added up."""
+    """All of dk (i = 0) or dv (i = 1); parts of replicated keys are summed over the ranks."""
     replicated = sum(state.sum(Block("dkv", ALL))[i] for state in states)
     parts = []
     for state in states:
@@ -296,7 +324,7 @@ def _unshard_keys(states: list[RankState], layout: Layout, i: int) -> Array:
 
 
 def _with_heads(x: Array) -> Array:
-    """(seq, dim) is one head."""
+    """Add a heads dim to (seq, dim)."""
     return x[None] if x.ndim == 2 else x
 
 
@@ -304,11 +332,12 @@ def _check_array(name: str, x: npt.ArrayLike) -> Array:
     try:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ShapeError(f"{name} is no array: {error}; give a NumPy array") from None
+        raise ShapeError(f"expected an array: {error}", argument=name, remedy="give a NumPy array") from None
     if array.dtype not in (np.float16, np.float32, np.float64) or array.ndim < 2:
         raise ShapeError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}; give a float16, float32 or float64 array of "
-            "shape (seq, dim) or (..., heads, seq, dim)"
+            f"it has shape {array.shape} and dtype {array.dtype}",
+            argument=name,
+            remedy="give a float16, float32 or float64 array of shape (seq, dim) or (..., heads, seq, dim)",
         )
     return array
 

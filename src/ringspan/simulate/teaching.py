@@ -1,7 +1,7 @@
-"""Ring attention in two plain functions, for lessons and exercises: numbers in, numbers out.
+"""How does ring attention work, in two plain functions for lessons and exercises?
 
-They have published signatures and units of their own (rounded results, MB of 1024² bytes), so they stand apart from the
-rest of the library; the first runs through the very schedule and simulator that everything else uses.
+Their signatures and units (rounded results, MB of 1024² bytes) are published, so they differ from the rest of the
+library. The first function runs the same schedule and simulator as everything else.
 """
 
 import operator
@@ -24,10 +24,11 @@ def ring_attention_simulate(
     V: npt.ArrayLike,  # noqa: N803
     num_devices: int,
 ) -> tuple[npt.NDArray[np.float64], list[list[int]]]:
-    """Full attention of (seq_len, d) arrays on a ring of devices: (output, comm_schedule).
+    """Compute full attention of (seq_len, d) arrays on a ring of devices.
 
-    The output is rounded to 4 decimals. comm_schedule[step][device] is the device whose K and V are processed there;
-    blocks move to the next device, so it is (device - step) mod num_devices.
+    Returns:
+        (output, comm_schedule). The output is rounded to 4 decimals. `comm_schedule[s][d]` is the device whose K and V
+        device d attends in step s. Blocks move to the next device, so it is (d - s) mod num_devices.
     """
     devices = _check_count("num_devices", num_devices)
     q, k, v = (_check_matrix(name, x) for name, x in (("Q", Q), ("K", K), ("V", V)))
@@ -46,7 +47,7 @@ def ring_attention_simulate(
 
 
 class RingCosts(TypedDict):
-    """What ring attention takes of each GPU, and what travels. In each ring step a GPU attends one block of K and V."""
+    """The memory and traffic of ring attention per GPU. In each ring step a GPU attends one block of K and V."""
 
     chunk_length: int
     ring_steps: int
@@ -62,10 +63,10 @@ class RingCosts(TypedDict):
 def ring_attention_context_parallel(
     total_seq_len: int, num_gpus: int, hidden_dim: int, num_heads: int, bytes_per_element: int = 2
 ) -> RingCosts:
-    """Memory and traffic of one GPU when a sequence of K, V and Q is split over a ring.
+    """Compute memory and traffic of one GPU when a sequence is split over a ring.
 
-    A GPU holds its chunk of Q, K and V, total_seq_len // num_gpus tokens (a remainder is not counted). It attends the
-    num_gpus chunks of K and V in as many steps; each step but the last sends one chunk of K and V.
+    A GPU holds a chunk of Q, K and V with total_seq_len // num_gpus tokens; a remainder is not counted. It attends
+    num_gpus chunks of K and V in num_gpus steps, and each step but the last sends one chunk of K and V.
     """
     seq_len, gpus, width, heads, element_bytes = (
         _check_count(name, value)
@@ -103,9 +104,9 @@ def _check_count(name: str, value: int) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise ShapeError(f"{name}={value!r}: it is a count; give a whole number") from None
+        raise ShapeError(f"{name}={value!r}: expected a count; give a whole number") from None
     if isinstance(value, bool) or count < 1:
-        raise ShapeError(f"{name}={value!r}: it is a count; give a whole number of at least 1")
+        raise ShapeError(f"{name}={value!r}: expected a count; give a whole number of at least 1")
     return count
 
 
@@ -113,7 +114,7 @@ def _check_matrix(name: str, x: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         array = np.asarray(x).astype(np.float64, casting="same_kind" if np.iscomplexobj(x) else "unsafe")
     except (TypeError, ValueError):
-        raise ShapeError(f"{name} is no array of numbers; give one of shape (seq_len, d)") from None
+        raise ShapeError(f"{name} is not an array of numbers; give one of shape (seq_len, d)") from None
     if array.ndim != 2 or not array.size:
         raise ShapeError(f"{name} has shape {array.shape}; it must be (seq_len, d), both at least 1")
     if not np.isfinite(array).all():

@@ -1,4 +1,4 @@
-"""Sharding batches, gathering results, labels, positions and the loss, with gradients."""
+"""Batches, labels, positions, the loss, shard and gather on ranks."""
 
 from ringspan.training.batches import (
     IGNORE_INDEX,

@@ -1,8 +1,8 @@
-"""What must be done differently when a rank sees a part of the sequence only: labels, positions and the loss.
+"""How are batches sharded, and how is the loss of all ranks computed?
 
-A rank cannot know the label of its last token, nor where its first one stands, and a mean over its own tokens is not
-that of all. So labels are shifted before anything is sharded, positions are the global ones, and the loss is a sum over
-all ranks divided by a count over all ranks.
+A rank does not know the label of its last token or the position of its first token, and a mean over its own tokens is
+not the mean over all tokens. So labels are shifted before the batch is sharded, positions are global, and the loss is a
+sum over all ranks divided by a count over all ranks.
 """
 
 import struct
@@ -23,18 +23,19 @@ from ringspan.runtime.contract import Signature, describe
 from ringspan.runtime.session import RankCall, session_of
 from ringspan.transports.base import Transport
 
-IGNORE_INDEX = -100  # a label that does not count, as in torch and transformers
-_SHARE = struct.Struct("<dq")  # a rank's sum of losses, and how many
+IGNORE_INDEX = -100  # a label without a loss, as in torch and transformers
+_SHARE = struct.Struct("<dq")  # a rank's sum of losses and number of labels
 
 
 def next_token_labels(tokens: torch.Tensor, *, document_lengths: Sequence[int] | None = None) -> torch.Tensor:
-    """The label of every token of whole sequences, (…, seq): the next one, and -100 where there is none.
-
-    They are int64 whatever the tokens are, as `cross_entropy` wants them: bytes have no -100.
+    """Shift whole sequences by one token: each label is the next token, and -100 where there is none.
 
     Args:
-        tokens: The input_ids; or labels as transformers has them, each beside its own token, -100 among them.
-        document_lengths: Of packed documents; the last token of each has no next one.
+        tokens: The input_ids, (…, seq), or unshifted labels as transformers takes them, with -100 to ignore a token.
+        document_lengths: The lengths of packed documents; the last token of each document has no next token.
+
+    Returns:
+        Labels of the same shape, int64 for every dtype of tokens, as `cross_entropy` needs them.
     """
     _check_whole_numbers("tokens", tokens)
     if not tokens.ndim:
@@ -55,9 +56,9 @@ def position_ids(
     document_lengths: Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """The global position of each of this rank's tokens, (seq,): what RoPE must turn them by.
+    """Return the global position of each of this rank's tokens, (seq,), for RoPE.
 
-    With `document_lengths` they begin at 0 in each document.
+    With `document_lengths`, positions begin at 0 in each document.
     """
     session = session_of(group)
     check_world_size(layout, session.transport.world_size)
@@ -78,23 +79,23 @@ def shard_batch(
     document_lengths: Sequence[int] | None = None,
     contract: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of a batch that every rank holds: input_ids, labels, position_ids and all else in it.
+    """Cut this rank's part out of a batch that every rank holds: input_ids, labels, position_ids and other tensors.
 
-    All ranks of the group must call this, with the same batch: parts of different ones would attend to each other, and
-    nothing would tell. So data is drawn, and a sampler is seeded, by the number of the replica, not of the rank.
+    All ranks of the group must call this with the same batch; parts of different batches would attend to each other.
+    Seed a sampler by the number of the data-parallel replica, not by the rank.
 
     Args:
-        batch: `input_ids`, (…, seq), and any tensors with the sequence in the same dim. `labels`, if given, stand each
-            beside its own token, as transformers has them, and are shifted here. `position_ids`, if given, are kept.
+        batch: `input_ids`, (…, seq), and any tensors with the sequence in the same dim. `labels` are unshifted, as
+            transformers takes them, and are shifted here. `position_ids` are kept.
         layout: Who holds which token.
         group: As in `attention`.
-        document_lengths: Of packed documents, the same in every row, from position 0 on: labels end and positions begin
-            in each.
-        contract: Check that all ranks have the same batch, by a digest of it. Without it no message is sent.
+        document_lengths: The lengths of packed documents, the same in every row, from position 0 on. Labels end and
+            positions restart at the end of each.
+        contract: Compare a digest of the batch between the ranks. False sends no message.
 
     Returns:
-        The labels are those of the next token: compare them with the logits as they are, and do not hand them to a
-        model that would shift them again. A token that all ranks hold counts on rank 0 only.
+        This rank's part. `labels[i]` belongs to `logits[i]`: do not pass the labels to a model that shifts them again.
+        The label of a replicated token counts on rank 0 only.
     """
     session = session_of(group)
     rank = session.transport.rank
@@ -118,21 +119,21 @@ def shard_batch(
 
 @outside_of_programs("compute the loss")
 def cross_rank_mean_loss(losses: torch.Tensor, labels: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The mean loss over the labels of all ranks that are not -100; the same number on every rank.
+    """Return the mean loss over the labels of all ranks that are not -100, the same number on every rank.
 
-    All ranks must call this, and then all must call backward: those without a label too, since their keys were used by
-    others. Such a rank adds nothing to the mean; without a label on any rank the loss is 0.
+    All ranks must call this function, and then all must call `backward()`, including ranks without a label, because
+    other ranks used their keys. Such a rank adds nothing to the mean. Without a label on any rank the loss is 0.
 
-    **Gradients.** `backward()` gives a parameter, on each rank, this rank's share of its gradient: what comes by way of
-    this rank's tokens. The SUM of the shares over the ranks of `group` is the gradient of the mean, as in one process.
-    So where gradients are reduced by hand, sum them. DDP and FSDP take the average over all their ranks instead: there,
-    differentiate `loss * n` with n the number of ranks in `group`. If `group` is the context-parallel one, the means of
-    data-parallel replicas are then averaged, as is usual; if it is all ranks, the mean is over the labels of all.
+    **Gradients.** After `backward()` each rank has its share of a parameter's gradient. The sum of the shares over the
+    ranks of `group` is the gradient of one process. If you reduce gradients yourself, sum them. DDP and FSDP average
+    over all their ranks: differentiate `loss * n` there, with n the number of ranks in `group`. If `group` is the
+    context-parallel group, the means of data-parallel replicas are then averaged; if it is all ranks, the mean is over
+    the labels of all replicas.
 
     Args:
-        losses: One for each label, such as `cross_entropy(logits.transpose(1, 2), labels, reduction="none")`.
-        labels: This rank's, -100 where a loss does not count.
-        group: As in `attention`; or the ranks of all replicas, for instance a DeviceMesh of both dimensions.
+        losses: One loss per label, such as `cross_entropy(logits.transpose(1, 2), labels, reduction="none")`.
+        labels: This rank's labels, -100 where a loss does not count.
+        group: As in `attention`, or the ranks of all replicas, for instance a DeviceMesh of both dimensions.
     """
     session = session_of(group)
     transport = session.transport
@@ -158,7 +159,7 @@ def _mean(losses: torch.Tensor, labels: torch.Tensor, call: RankCall, transport:
 
 
 class _Mean(torch.autograd.Function):
-    """A sum over all ranks, in the same order on each, divided; its gradient goes to this rank's addend."""
+    """A total over all ranks divided by a count; the gradient goes to this rank's addend."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, total: float, number: int) -> torch.Tensor:
@@ -171,10 +172,10 @@ class _Mean(torch.autograd.Function):
 
 
 def check_can_be_ignored(labels: torch.Tensor) -> None:
-    """Refuse labels of a type that has no -100: theirs would be another number."""
+    """Refuse labels of a dtype that cannot hold -100."""
     check_tensor("labels", labels)
     if not labels.dtype.is_signed or labels.is_floating_point() or labels.is_complex():
-        raise ShapeError(f"labels are {labels.dtype}: they must be able to be {IGNORE_INDEX}; use torch.int64")
+        raise ShapeError(f"labels are {labels.dtype}: their dtype must be able to hold {IGNORE_INDEX}; use torch.int64")
 
 
 def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -182,26 +183,26 @@ def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.d
     are_whole = all(isinstance(length, Integral) for length in lengths)
     if not are_whole or any(length < 1 for length in lengths) or sum(lengths) != seq_len:
         raise ShapeError(
-            f"document_lengths={list(lengths)}: documents have at least one token and make up the whole sequence; "
-            f"expected a sum of {seq_len}, with padding as a document of its own"
+            f"document_lengths={list(lengths)}: every document has at least one token and their sum is the whole "
+            f"sequence; expected a sum of {seq_len}, with padding as a document of its own"
         )
     return np.cumsum(np.asarray(lengths, np.int64))
 
 
 def _global_document_ends(lengths: Sequence[int], layout: Layout) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """In positions, which begin at 0, whether the layout does or not."""
+    """Return the ends of documents as positions; the first document begins at position 0 for every layout."""
     positions = layout.all_positions()
     return _document_ends(lengths, int(positions[-1]) + 1 if len(positions) else 0)
 
 
 def _lengths_of_rows(lengths: Sequence[int], layout: Layout) -> list[int]:
-    """Of each document the tokens that the layout has; those with none are left out."""
+    """Return how many tokens of each document the layout has, without documents that have none."""
     ends = np.searchsorted(layout.all_positions(), _global_document_ends(lengths, layout))
     return [int(length) for length in np.diff(ends, prepend=0) if length]
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
-    """The dim of the sequence."""
+    """Check a batch and return the dim of the sequence."""
     if not isinstance(batch, Mapping):
         raise ShapeError(f"batch is a {type(batch).__name__}: give tensors by name, input_ids (…, seq) among them")
     if "input_ids" not in batch:
@@ -211,8 +212,8 @@ def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
             raise ShapeError(f"batch[{name!r}] is a {type(x).__name__}: give tensors, as return_tensors='pt' does")
     if "attention_mask" in batch:
         raise ShapeError(
-            "batch has an attention_mask: a rank sees a part of it only; leave it out and describe padding by the mask "
-            "given to attention, such as per_row, and by labels of -100"
+            "batch has an attention_mask: a rank would see only a part of it; leave it out, describe padding by the "
+            "mask of attention, such as per_row, and set the labels of padding to -100"
         )
     dim = batch["input_ids"].ndim - 1
     if dim < 0:
@@ -229,7 +230,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
 
 
 def _check_labels(labels: torch.Tensor, input_ids: torch.Tensor) -> None:
-    """Beside their own tokens."""
+    """Refuse labels of another shape and labels that are already shifted."""
     if labels.shape != input_ids.shape:
         raise ShapeError(
             f"batch['labels'].shape={tuple(labels.shape)}: one label for each of the input_ids, whose shape is "
@@ -240,8 +241,8 @@ def _check_labels(labels: torch.Tensor, input_ids: torch.Tensor) -> None:
     is_next = (labels[..., :-1] == input_ids[..., 1:]) | ~counts[..., :-1]
     if counts[..., :-1].any() and is_next.all() and ((labels != input_ids) & counts).any():
         raise ShapeError(
-            "batch['labels'] are those of the next token already, and would be shifted once more; give each beside its "
-            "own token (labels=input_ids, -100 where none counts), or leave them out"
+            "batch['labels'] are shifted already, and shard_batch would shift them again; give unshifted labels "
+            "(labels=input_ids, -100 to ignore a token), or leave them out"
         )
 
 
@@ -252,7 +253,7 @@ def _check_whole_numbers(name: str, x: torch.Tensor) -> None:
 
 
 def _check_is_list(name: str, values: Any) -> None:
-    """Or an array. A generator could be read only once, and a set has no order."""
+    """Accept a list or an array. A generator can be read only once, and a set has no order."""
     if not isinstance(values, Sequence) and np.ndim(values) != 1:
         raise ShapeError(f"{name}={values!r}: give a list of whole numbers, such as [300, 700]")
 
@@ -262,6 +263,6 @@ def _check_losses(losses: torch.Tensor, labels: torch.Tensor) -> None:
     check_can_be_ignored(labels)
     if losses.shape != labels.shape or not losses.is_floating_point():
         raise ShapeError(
-            f"losses.shape={tuple(losses.shape)} ({losses.dtype}), labels.shape={tuple(labels.shape)}: one loss for "
-            'each label; use reduction="none", since the mean of a rank says nothing about that of all'
+            f"losses.shape={tuple(losses.shape)} ({losses.dtype}), labels.shape={tuple(labels.shape)}: expected one "
+            'loss per label; use reduction="none", because the mean of all ranks needs the losses of each'
         )

@@ -1,13 +1,14 @@
-"""Whole sequences to shards and back, with gradients, for uneven shards.
+"""How do whole sequences become shards and shards whole sequences, with gradients?
 
-`shard` takes this rank's rows of a tensor every rank holds; `gather` puts the whole together on every rank. The
-gradient of a gathered row goes to the rank that owns it, summed over all ranks, as each of them may have used it.
+`shard` takes this rank's rows of a tensor that every rank holds; `gather` puts the whole together on every rank. Shards
+may be uneven. The gradient of a gathered row is summed over all ranks and goes to the rank that owns the row.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import WHOLE, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.program.problem import local_rows
@@ -19,7 +20,7 @@ from ringspan.transports.all_to_all import all_to_all
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:
-    """This rank's rows of a tensor that every rank holds; differentiable as any indexing is, without messages."""
+    """Take this rank's rows of a tensor that every rank holds, without messages; differentiable like indexing."""
     session = session_of(group)
     check_world_size(layout, session.transport.world_size)
     _check_dim("whole", whole, dim)
@@ -30,9 +31,14 @@ def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -
 def gather(
     part: torch.Tensor, layout: Layout, group: Any = None, *, dim: int, timeout_s: float | None = None
 ) -> torch.Tensor:
-    """The whole tensor on every rank, from the ranks' shards; differentiable.
+    """Put the ranks' shards together to the whole tensor, on every rank; differentiable.
 
-    `timeout_s` is the deadline of every wait for another rank, also in the backward pass; by default that of the group.
+    Args:
+        part: This rank's rows, in the order of `layout.positions(rank)`.
+        layout: Who holds which position.
+        group: As in `attention`.
+        dim: The dim of the sequence.
+        timeout_s: The deadline of every wait for another rank, also in the backward pass; by default that of the group.
     """
     session = session_of(group)
     with session.call(timeout_s) as call:
@@ -57,6 +63,8 @@ def _way_out(part: torch.Tensor, shard_len: int) -> str:
 
 
 def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
+    check_tensor(name, x)
+    check_arguments(dim=(WHOLE, dim))
     if not x.ndim:
         raise ShapeError(f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one")
     if not -x.ndim <= dim < x.ndim:
@@ -64,7 +72,7 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
 
 
 class _Where(NamedTuple):
-    """Who holds which rows of which dim, and how long ranks wait for each other."""
+    """The layout, group, dim and deadline of a call."""
 
     layout: Layout
     session: Session
@@ -87,17 +95,17 @@ def _reduced(whole: torch.Tensor, where: _Where, place: Place) -> torch.Tensor:
 
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:
-    """With its own numbers in memory, which is what is sent: not those it is the conjugate or the negative of."""
+    """Materialise a lazy conjugate or negative, because the memory is sent."""
     return x.resolve_conj().resolve_neg()
 
 
 def _keep(ctx: Any, where: _Where) -> None:
-    """For the gradient, which says which call it belongs to: ranks might differentiate like calls in other orders."""
+    """Save the identity of the call, so that ranks that differentiate equal calls in another order are detected."""
     ctx.where, ctx.place = where, Place("gradient of call", where.session.contract.num_calls)
 
 
 class _Gather(torch.autograd.Function):
-    """All parts, on every rank. Linear, as is its gradient, so that each has the other for its own."""
+    """Gather the parts on every rank. Gather and reduce are linear, and each is the gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, where: _Where) -> torch.Tensor:
@@ -113,8 +121,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """This rank's part of the sum over the ranks."""
-
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, where: _Where) -> torch.Tensor:
         _keep(ctx, where)
@@ -125,7 +131,7 @@ class _Reduce(torch.autograd.Function):
         received = all_to_all(session.transport, pieces, [tuple(pieces[rank].shape)] * layout.world_size, deadline_s)
         part = torch.stack(received).sum(dim=0)
         if rank > 0 and layout.replicated:
-            # The whole has the replicated rows of rank 0, so its gradient is rank 0's alone.
+            # `gather` takes replicated rows from rank 0, so only rank 0 gets their gradient.
             part.movedim(dim, 0)[local_rows(layout, rank).replicated] = 0
         return part
 
@@ -135,7 +141,7 @@ class _Reduce(torch.autograd.Function):
 
 
 def _signature(what: str, x: torch.Tensor, where: _Where) -> Signature:
-    """Equal on ranks that make the same call, with tensors that differ in the sharded dim only."""
+    """Describe a call; equal on ranks whose tensors differ in the sharded dim only."""
     layout, dim = where.layout, where.dim
     return Signature.of(
         {

@@ -17,11 +17,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ringspan.arguments import CALLABLE, NUMBER, WHOLE, check_arguments
 from ringspan.errors import ShapeError, TransportError
 from ringspan.transports.base import Posted, Receive, Send
 
 T = TypeVar("T")
 
+_MOST_THREADS = 1024
 _GRACE_S = 1.0  # for ranks to notice, after the time of a run is over, that their waits have ended
 
 
@@ -217,8 +219,9 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
     is left behind. Ranks run in the caller's gradient mode, autocast and default device. They share torch's random
     generator: draw inputs outside, or from a generator of each rank's own.
     """
-    if world_size < 1:
-        raise ShapeError(f"world_size={world_size}: a group has at least one rank")
+    check_arguments(fn=(CALLABLE, fn), world_size=(WHOLE, world_size), timeout_s=(NUMBER, timeout_s))
+    if not 1 <= world_size <= _MOST_THREADS:
+        raise ShapeError(f"world_size={world_size}: a group has at least one rank, and at most {_MOST_THREADS} threads")
     room = _Room(world_size)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}  # in the order in which ranks failed

@@ -4,15 +4,20 @@ All ranks tell each other where they run. Those of one host connect, and each tr
 just made up. Whatever the reason that it fails (a container, a rule of the kernel), the two then go on with the network
 as ranks of different hosts do. There is a link where both have succeeded, so both know whether there is one. A rank
 that cannot even say where it is takes part all the same, since the others wait for its word.
+
+The sockets have names that every user of the host can read and connect to. So each end asks the kernel who is at the
+other end before it sends anything: processes of other users are dropped and hear nothing.
 """
 
 import ctypes
 import os
 import secrets
+import selectors
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -44,16 +49,11 @@ def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Pe
     with listener:
         cards = gather(host + name)
         names = {peer: card[_ID_BYTES:] for peer, card in enumerate(cards) if peer != rank and card.startswith(host)}
-        sockets = _connect(rank, names, listener)
-        for it in sockets:
-            with suppress(OSError):
-                it.send(_HELLO.pack(rank, ctypes.addressof(word), word.raw))
-        readable = {peer.rank: peer for peer in map(_meet, sockets) if peer is not None}
-    linked = gather(bytes(other in readable for other in range(len(cards))))
-    peers = [peer for peer in readable.values() if linked[peer.rank][rank]]
-    for it in set(sockets) - {peer.socket for peer in peers}:
-        it.close()
-    return peers
+        met = _meet(rank, names, listener, _HELLO.pack(rank, ctypes.addressof(word), word.raw))
+    linked = gather(bytes(other in met for other in range(len(cards))))
+    for peer in [peer for peer in met.values() if not linked[peer.rank][rank]]:
+        met.pop(peer.rank).socket.close()
+    return list(met.values())
 
 
 class _Place(NamedTuple):
@@ -94,28 +94,81 @@ def _address(name: bytes) -> bytes:
     return b"\0ringspan-" + name.hex().encode()
 
 
-def _connect(rank: int, names: dict[int, bytes], listener: socket.socket) -> list[socket.socket]:
-    """To all lower ranks, and from all higher ones."""
-    sockets: list[socket.socket] = []
-    with suppress(OSError):
+def _meet(rank: int, names: Mapping[int, bytes], listener: socket.socket, hello: bytes) -> dict[int, Peer]:
+    """Connect to all lower ranks, accept all higher ones, and greet them, all at the same time."""
+    met: dict[int, Peer] = {}
+    greeted: set[socket.socket] = set()
+    num_expected = sum(peer > rank for peer in names)
+    deadline = time.monotonic() + _PATIENCE_S
+    with suppress(OSError), selectors.DefaultSelector() as selector:
+
+        def greet(link: socket.socket) -> bool:
+            """False for a stranger, who is neither answered nor counted: our own peer may still be in the queue."""
+            greeted.add(link)
+            if not _is_same_user(link):
+                greeted.remove(link)
+                link.close()
+                return False
+            link.setblocking(False)
+            with suppress(OSError):  # it has left again, which its end of the socket is about to say
+                link.send(hello)
+            selector.register(link, selectors.EVENT_READ)
+            return True
+
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
         for name in [name for peer, name in names.items() if peer < rank]:
-            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            sockets[-1].connect(_address(name))
-        listener.settimeout(_PATIENCE_S)
-        while len(sockets) < len(names):
-            sockets.append(listener.accept()[0])
-    return sockets
+            if (lower := _connect(name)) is not None:
+                greet(lower)
+        while (num_expected or greeted) and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                if key.fileobj is listener:
+                    with suppress(BlockingIOError, ConnectionAbortedError):
+                        num_expected -= greet(listener.accept()[0])
+                    continue
+                link = key.fileobj
+                assert isinstance(link, socket.socket)
+                selector.unregister(link)
+                greeted.remove(link)
+                peer = _identify(link)
+                if peer is None or peer.rank not in names or peer.rank in met:
+                    link.close()
+                else:
+                    met[peer.rank] = peer
+    for link in greeted:
+        link.close()
+    return met
 
 
-def _meet(link: socket.socket) -> Peer | None:
-    """Who is at the other end, if its memory can be read."""
+def _connect(name: bytes) -> socket.socket | None:
+    """None if nobody is there any more."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(_PATIENCE_S)
+    try:
+        link.connect(_address(name))
+    except OSError:
+        link.close()
+        return None
+    return link
+
+
+def _credentials(link: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, by the kernel's word."""
+    pid, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
+
+
+def _is_same_user(link: socket.socket) -> bool:
+    return _credentials(link)[1] == os.geteuid()
+
+
+def _identify(link: socket.socket) -> Peer | None:
+    """Who has greeted, if its memory can be read."""
     read = ctypes.create_string_buffer(_ID_BYTES)
     try:
-        pid, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         rank, address, word = _HELLO.unpack(link.recv(_HELLO.size))
-        memory = Memory(pid)
+        memory = Memory(_credentials(link)[0])
         memory.read(address, ctypes.addressof(read), _ID_BYTES)
     except (OSError, struct.error):
         return None
-    return Peer(rank, link, memory) if user == os.getuid() and read.raw == word else None
+    return Peer(rank, link, memory) if read.raw == word else None

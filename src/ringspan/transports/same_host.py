@@ -79,15 +79,15 @@ class SameHost:
     def __contains__(self, rank: int) -> bool:
         return rank in self._links
 
-    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> "_Message":
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> "SameHostMessage":
         """Start to send one tensor, which nobody may write to until it has gone."""
-        message = _Message(self, dst, tag, *tensors)
+        message = SameHostMessage(self, dst, tag, *tensors)
         self._links[dst].send(message)
         return message
 
-    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int) -> "_Message":
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int) -> "SameHostMessage":
         """Start to receive into one tensor."""
-        message = _Message(self, src, tag, *tensors)
+        message = SameHostMessage(self, src, tag, *tensors)
         self._links[src].receive(message)
         return message
 
@@ -95,20 +95,20 @@ class SameHost:
         """Take what has arrived already, without waiting, so that its sender need not wait."""
         self._serve(0)
 
-    def wait(self, message: "_Message", timeout_s: float) -> None:
-        """Return when a message is through; TransportError if its peer is gone, or late."""
-        if message.is_through:
-            return
+    def wait(self, message: "SameHostMessage", timeout_s: float) -> bool:
+        """Whether a message is through, after some time at the most; TransportError if its peer is gone."""
         link = self._links[message.peer]
         deadline = time.monotonic() + timeout_s
-        link.advance()
+        if not message.is_through:
+            link.advance()
         while not message.is_through:
             if not link.is_open:
                 raise TransportError("connection closed by peer")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise TransportError(f"timed out after {timeout_s:g} s")
+                return False
             self._serve(left_s)
+        return True
 
     def _serve(self, timeout_s: float) -> None:
         """Wait for any link to have something to do, for a day at most, and do it."""
@@ -122,7 +122,7 @@ class SameHost:
                 link.socket.shutdown(socket.SHUT_RDWR)
 
 
-class _Message:
+class SameHostMessage:
     """One end of a message under way. Messages with the same tag are matched in order."""
 
     __slots__ = ("_links", "is_through", "peer", "tag", "tensor")
@@ -135,8 +135,24 @@ class _Message:
         self.tensor = tensor
         self.is_through = False
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.tensor.nbytes
+
+    @property
+    def bytes_done(self) -> int:
+        """A message is copied at once."""
+        return self.nbytes if self.is_through else 0
+
+    def advance(self, timeout_s: float) -> bool:
+        """Whether the message is through, after some time at the most."""
+        return self._links.wait(self, timeout_s)
+
     def wait(self, timeout: timedelta) -> None:
-        self._links.wait(self, timeout.total_seconds())
+        """Return when the message is through; TransportError if its peer is gone, or late."""
+        if not self.advance(timeout.total_seconds()):
+            raise TransportError(f"timed out after {timeout.total_seconds():g} s")
 
 
 class _Arrived(NamedTuple):
@@ -158,12 +174,12 @@ class _Link:
         self._poll.register(self.descriptor, select.POLLIN)
         self._packet = bytearray(_HEADER.size + _MOST_INLINE_BYTES)
         # Packets that found the socket full, each with the message that is through once it has left.
-        self._unsent: deque[tuple[bytes, _Message | None]] = deque()
-        self._offered: defaultdict[int, deque[_Message]] = defaultdict(deque)  # by tag
-        self._expected: defaultdict[int, deque[_Message]] = defaultdict(deque)  # by tag
+        self._unsent: deque[tuple[bytes, SameHostMessage | None]] = deque()
+        self._offered: defaultdict[int, deque[SameHostMessage]] = defaultdict(deque)  # by tag
+        self._expected: defaultdict[int, deque[SameHostMessage]] = defaultdict(deque)  # by tag
         self._arrived: defaultdict[int, deque[_Arrived]] = defaultdict(deque)  # by tag; only if nothing is expected
 
-    def send(self, message: _Message) -> None:
+    def send(self, message: SameHostMessage) -> None:
         address, nbytes = message.tensor.data_ptr(), message.tensor.nbytes
         if nbytes <= _MOST_INLINE_BYTES:
             contents = ctypes.string_at(address, nbytes)
@@ -172,7 +188,7 @@ class _Link:
             self._offered[message.tag].append(message)
             self._write(_HEADER.pack(_OFFER, message.tag, nbytes, address), None)
 
-    def receive(self, message: _Message) -> None:
+    def receive(self, message: SameHostMessage) -> None:
         arrived = self._arrived[message.tag]
         if arrived:
             self._take(message, arrived.popleft())
@@ -210,7 +226,7 @@ class _Link:
         else:
             self._arrived[tag].append(arrived)
 
-    def _take(self, message: _Message, arrived: _Arrived) -> None:
+    def _take(self, message: SameHostMessage, arrived: _Arrived) -> None:
         nbytes, source = arrived
         into = message.tensor.data_ptr()
         expected = message.tensor.nbytes
@@ -228,7 +244,7 @@ class _Link:
             raise TransportError(f"{nbytes} bytes from rank {self.peer} cannot be read ({error.strerror})") from error
         self._write(_HEADER.pack(_TAKEN, message.tag, 0, 0), message)
 
-    def _write(self, packet: bytes, message: _Message | None) -> None:
+    def _write(self, packet: bytes, message: SameHostMessage | None) -> None:
         """Send a packet, at once if it can be; then the message, if given, is through."""
         if not self._unsent and self.is_open:
             try:

@@ -3,13 +3,16 @@
 The first time all ranks gather bytes they find out which of them share a host (`neighbours.py`). From then on messages
 between those are copied from memory to memory (`same_host.py`), for a fraction of the CPU time that gloo takes.
 
-Three habits of gloo shape this file. A receive cannot be cancelled or polled, so the waits of a rank that gives up are
-ended on purpose: `abort` writes the reason to the group's store and closes this rank's connections. A wait that times
-out closes every connection of the group, so waits carry the whole deadline and cannot look elsewhere now and then. And
-a closed connection ends only the waits on that connection. So a thread looks at the store while a wait lasts: once any
-rank has given up, it closes this rank's connections too, and the wait ends with the reason in the store, which is the
-first one and the same on all ranks. If the store went down with the rank that served it, waits end by their own
-connection or deadline and each rank gives its own reason. A group that was aborted is of no more use.
+Three habits of gloo shape this file. A receive cannot be cancelled or polled, so a thread waits in gloo and the caller
+waits for the thread (`gloo_wait.py`). A closed connection ends only the waits on that connection, and none for a
+message that is half-way: so the caller looks around four times a second, whether another rank has given up or shows no
+sign of life (`heartbeat.py`). A wait in gloo that times out closes every connection of the group: only a rank that
+gives up lets that happen.
+
+A rank that gives up publishes the reason in the group's store, where the first one stands, so that all ranks raise the
+same; tells it to all others by their heartbeats; and closes its connections. Before the first agreement there are no
+heartbeats, and NCCL goes without them: then a thread looks for the reason in the store while a wait lasts. If the store
+went down with the rank that served it, each rank gives its own reason. A group that was aborted is of no more use.
 
 What ranks say to agree on a call has a tag of its own: should one of them skip that, no payload meets a buffer that was
 made for a header, which would end the process.
@@ -25,7 +28,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -35,16 +38,21 @@ import torch.distributed as dist
 
 from ringspan.errors import TransportError
 from ringspan.transports.base import Posted, Receive, Send
+from ringspan.transports.gloo_wait import GlooMessage, Waiter, cut
+from ringspan.transports.heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
+from ringspan.transports.heartbeat_links import connect_heartbeats
 from ringspan.transports.neighbours import find_peers
-from ringspan.transports.same_host import SameHost
+from ringspan.transports.same_host import SameHost, SameHostMessage
 
 _LOG = logging.getLogger("ringspan")
 _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
-_STORE_PATIENCE_S = 2.0
-_LOOK_EVERY_S = 0.5
+_STORE_PATIENCE_S, _LOST_STORE_PATIENCE_S = 1.0, 0.3  # the latter if some rank is silent, which may serve the store
+_NEWS_PATIENCE_S = 0.3
+_LOOK_EVERY_S = 0.25
+_LONGEST_DEADLINE_S = 60.0
 _POLL_EVERY_S = 50e-6
-_SHORTEST_S, _LONGEST_S = 1e-3, 1e9  # gloo counts milliseconds, takes 0 of them for no deadline, and adds to a clock
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e9  # NCCL's waits count in milliseconds, and add to a clock
 
 
 class TorchDistributed:
@@ -58,9 +66,15 @@ class TorchDistributed:
         self._has_nccl = self._backends.get("cuda") == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._has_nccl else torch.device("cpu")
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
-        self.timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
+        group_timeout_s = group._get_backend(self._device).options._timeout.total_seconds()
+        self.timeout_s: float = min(group_timeout_s, _LONGEST_DEADLINE_S)
         self._has_met = self._has_nccl or self.world_size == 1
         self._same_host: SameHost | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._waiter = Waiter()
+        weakref.finalize(self, self._waiter.abandon)
+        self._reason: str | None = None  # why this group is of no more use
+        self._limit_s = silence_limit_s()
         self._waiting_since: float | None = None
         self._is_looking = threading.Lock()
         threading.Thread(target=_keep_looking, args=(weakref.ref(self),), name="ringspan look", daemon=True).start()
@@ -80,6 +94,8 @@ class TorchDistributed:
         return self._post(sends, receives, _PAYLOAD_TAG)
 
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive], tag: int) -> Posted:
+        if self._reason is not None:
+            raise TransportError(self._reason)
         incoming = [self._start("recv", src, buffer, tag) for src, buffer in receives]
         outgoing = [self._start("send", dst, tensor, tag) for dst, tensor in sends]
         if self._same_host is not None:
@@ -94,11 +110,14 @@ class TorchDistributed:
         if tag == _AGREEMENT_TAG:
             what += " to agree on the call"
         host = self._same_host
-        carrier = host if host is not None and peer in host and tensor.device.type == "cpu" else self.group
         try:
-            return _Handle(self, getattr(carrier, way)([tensor], peer, tag), what)
+            if host is not None and peer in host and tensor.device.type == "cpu":
+                return _Handle(self, getattr(host, way)([tensor], peer, tag), way, peer, what)
+            works = [getattr(self.group, way)([part], peer, tag) for part in cut(tensor)]
+            return _Handle(self, GlooMessage(works, tensor.nbytes), way, peer, what)
         except RuntimeError as error:
-            raise self._failure(f"rank {self.rank} posted {what}", error) from None
+            why = f"{self._why_closed(error, peer)}; 0 of {tensor.nbytes} bytes were through"
+            raise TransportError(self._give_up(f"rank {self.rank} posted {what}: {why}")) from None
 
     def _exchange_batch(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         operations = [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=src) for src, buffer in receives] + [
@@ -111,10 +130,19 @@ class TorchDistributed:
         """The first time, ranks find out as well who shares their host: now all of them are here."""
         everyone = self._gather(payload, timeout_s)
         if not self._has_met:
-            peers = find_peers(self.rank, partial(self._gather, timeout_s=timeout_s))
-            self._same_host, self._has_met = SameHost(peers) if peers else None, True
-            _LOG.info("rank %d reads the memory of ranks %s", self.rank, sorted(peer.rank for peer in peers) or "none")
+            self._meet(partial(self._gather, timeout_s=timeout_s))
         return everyone
+
+    def _meet(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        host, links = connect_heartbeats(self.rank, gather, self._store)
+        self._heartbeat = Heartbeat(self.rank, host, links, self._limit_s)
+        self._heartbeat.watch_over(self)
+        peers = find_peers(self.rank, gather)
+        self._same_host, self._has_met = SameHost(peers) if peers else None, True
+        _LOG.info("rank %d reads the memory of ranks %s", self.rank, sorted(peer.rank for peer in peers) or "none")
+        if len(links) < self.world_size - 1:
+            reached = sorted(link.rank for link in links) or "none"
+            _LOG.warning("rank %d exchanges signs of life with ranks %s only", self.rank, reached)
 
     def _gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
@@ -148,6 +176,7 @@ class TorchDistributed:
             self._same_host.close()
 
     def _wait(self, work: Any, timeout_s: float, what: str) -> None:
+        """For NCCL."""
         self._waiting_since = time.monotonic()
         try:
             work.wait(timedelta(seconds=min(max(timeout_s, _SHORTEST_S), _LONGEST_S)))
@@ -155,17 +184,78 @@ class TorchDistributed:
             raise self._failure(f"rank {self.rank} waited for {what}", error) from None
         self._waiting_since = None
 
+    def _wait_for(self, handle: "_Handle", timeout_s: float) -> None:
+        """Until it is through, the peer is lost, any rank has given up, or no progress is made until the deadline."""
+        message, peer = handle.message, handle.peer
+        if self._heartbeat is not None:
+            self._heartbeat.begin_wait(SENDING if handle.way == "send" else RECEIVING, peer)
+        if isinstance(message, GlooMessage):
+            self._waiter.start(message)
+        self._waiting_since = since = time.monotonic()
+        bytes_done, reason = 0, None
+        try:
+            while not message.advance(min(_LOOK_EVERY_S, max(since + timeout_s - time.monotonic(), 0.0))):
+                if message.bytes_done > bytes_done:
+                    bytes_done, since = message.bytes_done, time.monotonic()
+                reason = self._verdict(peer)
+                if reason is None and time.monotonic() - since >= timeout_s:
+                    reason = f"timed out after {timeout_s:g} s without progress{self._who_is_late(handle)}"
+                if reason is not None:
+                    break
+        except RuntimeError as error:
+            reason = self._why_closed(error, peer)
+        if reason is not None:
+            so_far = f"{message.bytes_done} of {message.nbytes} bytes were through"
+            raise TransportError(self._give_up(f"rank {self.rank} waited for {handle.what}: {reason}; {so_far}"))
+        self._waiting_since = None
+        if self._heartbeat is not None:
+            self._heartbeat.end_wait()
+
+    def _verdict(self, peer: int) -> str | None:
+        """Why a wait for a peer is in vain."""
+        return self._reason or (self._heartbeat.verdict(peer) if self._heartbeat is not None else None)
+
+    def _who_is_late(self, handle: "_Handle") -> str:
+        heartbeat, message = self._heartbeat, handle.message
+        if heartbeat is None:
+            return ""
+        # A message of which some has come is under way: its sender waits for nobody, whatever it last said.
+        is_coming = handle.way == "recv" and message.bytes_done > 0
+        late = handle.peer if is_coming else heartbeat.suspect(handle.peer)
+        if not heartbeat.is_alive(late):
+            return ""
+        return f": {heartbeat.name(late)} is alive, but slow or busy with something else"
+
+    def _why_closed(self, error: RuntimeError, peer: int) -> str:
+        """A connection was closed, by a peer that died, or has given up and says why."""
+        heartbeat = self._heartbeat
+        if heartbeat is not None:
+            heartbeat.await_news(peer, _NEWS_PATIENCE_S)
+            if heartbeat.ended(peer):
+                return f"{heartbeat.name(peer)} is gone: its process has ended"
+        return _plain(error)
+
     def _failure(self, what: str, error: RuntimeError) -> TransportError:
         """The error to raise: the reason the first rank to fail has published, which may be this one."""
         return TransportError(self._give_up(f"{what}: {_plain(error)}"))
 
     def _give_up(self, reason: str) -> str:
         """Close the connections, so that no rank waits for this one in vain; returns the first reason given."""
+        heartbeat = self._heartbeat
+        is_lost = heartbeat is not None and not heartbeat.hears_all
+        patience_s = _LOST_STORE_PATIENCE_S if is_lost else _STORE_PATIENCE_S
         # A thread that comes back from torch while its interpreter shuts down kills the process: let it come back now.
         self._waiting_since = None
-        if self._is_looking.acquire(timeout=_STORE_PATIENCE_S):
+        if self._is_looking.acquire(timeout=patience_s):
             self._is_looking.release()
-        reason = self._publish(reason)
+        if heartbeat is None or heartbeat.reason is None:
+            reason = self._publish(reason, patience_s)
+            if heartbeat is not None:
+                heartbeat.tell(reason)
+        else:
+            reason = heartbeat.reason
+        self._reason = reason
+        self._waiter.abandon()
         self._close_connections()
         return reason
 
@@ -183,6 +273,8 @@ class TorchDistributed:
 
     def look(self) -> bool:
         """If this rank is in a long wait and any rank has given up, end the wait; whether to look again later."""
+        if self._heartbeat is not None and self._heartbeat.num_links == self.world_size - 1:
+            return False
         with self._is_looking:
             since = self._waiting_since
             if since is None or time.monotonic() - since < _LOOK_EVERY_S:
@@ -190,12 +282,14 @@ class TorchDistributed:
             try:
                 if not self._store.check([_REASON]):
                     return True
-                self._close_connections()
+                self._reason = self._store.get(_REASON).decode()
+                if self._has_nccl:
+                    self._close_connections()
             except RuntimeError:  # the store is gone, or the group
                 pass
             return False
 
-    def _publish(self, reason: str) -> str:
+    def _publish(self, reason: str, patience_s: float) -> str:
         """Tell the store, which may be gone or stuck with the rank that serves it: then this rank's word must do."""
         answer = [reason]
 
@@ -205,7 +299,7 @@ class TorchDistributed:
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(_STORE_PATIENCE_S)
+        asking.join(patience_s)
         return answer[-1]
 
 
@@ -230,15 +324,19 @@ def _plain(error: RuntimeError) -> str:
 class _Handle:
     """One message."""
 
-    __slots__ = ("_transport", "_what", "_work")
+    __slots__ = ("_transport", "message", "peer", "way", "what")
 
-    def __init__(self, transport: TorchDistributed, work: Any, what: str) -> None:
+    def __init__(
+        self, transport: TorchDistributed, message: "GlooMessage | SameHostMessage", way: str, peer: int, what: str
+    ) -> None:
         self._transport = transport
-        self._work = work
-        self._what = what
+        self.message = message
+        self.way = way
+        self.peer = peer
+        self.what = what
 
     def wait(self, timeout_s: float) -> None:
-        self._transport._wait(self._work, timeout_s, self._what)
+        self._transport._wait_for(self, timeout_s)
 
 
 class _Batch:

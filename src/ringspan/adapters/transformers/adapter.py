@@ -1,8 +1,8 @@
 """What happens before and after a forward of a parallelized model?
 
-Before: the arguments are checked, the ranks agree that they mean the same forward, and this rank's part is taken.
-After: the loss is that of all ranks, and outputs of a forward that was given whole sequences are whole again. The
-model itself never sees a label, nor a mask, nor a cache other than ours.
+Before: the arguments are checked, the ranks agree on the forward, and this rank's part is taken. After: the loss is
+reduced over all ranks, and the outputs of a forward on whole sequences are gathered. The model itself never receives a
+label, a mask or a foreign cache.
 """
 
 import inspect
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.arguments import Arguments, Found
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
-from ringspan.adapters.transformers.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
@@ -50,21 +50,19 @@ _BY_ROW = ("logits", "last_hidden_state")
 
 
 class LastTurn(NamedTuple):
-    """What a forward over a cache ran."""
+    """The algorithm of a forward over a cache, and why it was chosen."""
 
     algorithm: str
     reason: str
 
 
 class _Forward(NamedTuple):
-    """What must be known until a forward is through."""
-
     run: ShardRun | TurnRun
     is_whole: bool
     labels: torch.Tensor | None
     num_items: Any
     keep: "Keep | Layout | None"
-    encoded: torch.Tensor | None = None  # given by the caller, whole
+    encoded: torch.Tensor | None = None  # whole encoder states from the caller
 
 
 class Adapter:
@@ -78,12 +76,12 @@ class Adapter:
         self.parameters = inspect.signature(model.forward).parameters
         self.arguments = Arguments(model, found, wiring.name)
         self._batch = self.arguments.batch
-        self._forward: _Forward | None = None  # under way
+        self._forward: _Forward | None = None  # in progress
         self.last_turn: LastTurn | None = None
-        self._num_trained = 0  # forwards in training
+        self._num_trained = 0  # number of training forwards
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch, with what its forward must know."""
+        """Return this rank's part of a batch, with the run for its forward."""
         given = {name: value for name, value in batch.items() if value is not None}
         with self.options.session.call():
             self.arguments.check_batch(given)
@@ -93,7 +91,6 @@ class Adapter:
         return {**inputs, RUN: run} | ({} if num_items is None else {"num_items_in_batch": num_items})
 
     def before(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the model's own forward."""
         given = dict(arguments)
         run = given.pop(RUN, None)
         with self.options.session.call():
@@ -108,7 +105,7 @@ class Adapter:
                 new = self._check_turn(given)
             else:
                 forward, inputs = self._split_whole(given)
-        if new is not None:  # which tells others itself what it refuses
+        if new is not None:  # a turn tells the other ranks about a refusal itself
             forward, inputs = self._begin(new, given)
         else:
             self._agree(forward.run)
@@ -120,14 +117,14 @@ class Adapter:
         return inputs | ({RUN: forward.run} if self.found.passes_run else {})
 
     def is_within(self, arguments: Mapping[str, Any]) -> bool:
-        """Is a forward with these arguments part of another's? What was interrupted before is forgotten."""
+        """Whether a forward with these arguments is part of one in progress; forgets an interrupted forward."""
         is_within = RUN in arguments if self.found.passes_run else self.wiring.run is not None
         if is_within:
             self._forward = None
         return is_within
 
     def after(self, output: Any) -> Any:
-        """The outputs a caller expects; None is the output of a forward that is failing."""
+        """Return the outputs that a caller expects; `output` is None if the forward failed."""
         forward, self._forward = self._forward, None
         if forward is None:
             return None
@@ -145,7 +142,6 @@ class Adapter:
         return finished
 
     def call(self, **arguments: Any) -> Any:
-        """A forward without hooks."""
         inputs = self.before(arguments)
         try:
             output = self.model.forward(**inputs)
@@ -222,7 +218,7 @@ class Adapter:
 
     def _begin(self, new: NewTokens, given: dict[str, Any]) -> tuple[_Forward, dict[str, Any]]:
         inputs, run, keep = begin_turn(new, self.options, self.found.layers)
-        # The ranks agree on it with the turn, before its first message.
+        # The ranks agree on this together with the turn, before its first message.
         said = {**new.batch, "tokens": new.columns, "logits_to_keep": new.num_kept}
         run.turn.said = describe(said)
         if run.source is not None:
@@ -235,7 +231,7 @@ class Adapter:
         return _Forward(run, True, None, None, keep, encoded_by_caller(given)), inputs | rows | cache
 
     def _keep(self, rows: Any, *, is_all: bool) -> dict[str, torch.Tensor]:
-        """Which rows of this rank go through the model's head; all of them if it cannot be told."""
+        """Return which rows of this rank go through the model's head; all if the model cannot select rows."""
         if is_all or "logits_to_keep" not in self.parameters:
             return {}
         return {"logits_to_keep": torch.from_numpy(rows).to(self.model.device)}
@@ -244,14 +240,14 @@ class Adapter:
 
     def _tell_failure(self, run: ShardRun | TurnRun) -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, Exception) and not isinstance(error, RingspanError):  # of which the others know
+        if isinstance(error, Exception) and not isinstance(error, RingspanError):  # other ranks know RingspanErrors
             run.fail(error)
 
     def _finish(self, forward: _Forward, output: Any) -> Any:
         unknown = sorted(output.keys() - _OUTPUTS)
         if unknown:
             raise UnsupportedError(
-                f"{type(self.model).__name__} returns {', '.join(unknown)}, which is not made token by token; use a "
+                f"{type(self.model).__name__} returns {', '.join(unknown)}, which has no row per token; use a "
                 "model without it"
             )
         fields = dict(output)
@@ -290,7 +286,7 @@ class Adapter:
 
 
 def encoder_adapter(adapter: Adapter) -> Adapter:
-    """The encoder of a model by itself, as generate() calls it."""
+    """Make the adapter of a model's encoder, which generate() calls separately."""
     found = adapter.found
     encoder = adapter.model.get_encoder()
     passes_run = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(encoder.forward).parameters.values())
@@ -305,7 +301,7 @@ def _said_of(whose: str, said: Mapping[str, str]) -> dict[str, str]:
 
 
 def _attention_dtype(layer: Layer, device: torch.device) -> torch.dtype:
-    """In a region of autocast its type."""
+    """Return the dtype of a layer's attention: that of autocast inside its region."""
     if layer.dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return layer.dtype

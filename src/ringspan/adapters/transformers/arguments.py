@@ -1,6 +1,6 @@
 """Which arguments of a forward mean the same on ranks? All others are refused by name.
 
-So is what others have changed since the model was parallelized: its attention, or the number of its layers.
+Changes to the model after `parallelize`, to its attention or its number of layers, are refused too.
 """
 
 import inspect
@@ -21,30 +21,30 @@ from ringspan.mask import full
 
 _BATCH = {*BY_TOKEN, "attention_mask"}
 _OPTIONS = {"past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
-_UNUSED = {"tokenizer"}  # generate(stop_strings=…) passes it on to forward, which has no use for it
+_UNUSED = {"tokenizer"}  # generate(stop_strings=…) passes it on to forward, which does not use it
 _REFUSED = {
-    "output_attentions": "attention weights are never in one place",
-    "output_router_logits": "the balance of experts over all tokens is no mean of that over shards",
+    "output_attentions": "no rank has all attention weights",
+    "output_router_logits": "the balance of experts over all tokens is not the mean over shards",
 }
 
 
 class Found(NamedTuple):
-    """What dry calls told about a model."""
+    """The properties of a model that dry calls found."""
 
     layers: dict[nn.Module, Layer]
     cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
-    no_cache: str  # and why not
-    passes_run: bool  # does forward take keyword arguments of others?
-    counters: dict[nn.Module, Side]  # modules that count positions, where the model does not take them
-    has_encoder: bool  # an encoder and a decoder, each with a sequence of its own
-    shifts_labels: bool | None = None  # None: labels are for something else than tokens
-    takes_num_items: bool = False  # does its loss heed num_items_in_batch?
-    is_random: bool = False  # in training, as far as it shows
-    pads_alike: bool = False  # does its own attention make the same of padding as ours?
+    no_cache: str  # the reason if it cannot
+    passes_run: bool  # whether forward passes unknown keyword arguments on to attention
+    counters: dict[nn.Module, Side]  # modules that count positions, if the model takes no position_ids
+    has_encoder: bool  # an encoder and a decoder, each with its own sequence
+    shifts_labels: bool | None = None  # None: labels do not belong to tokens
+    takes_num_items: bool = False  # whether its loss divides by num_items_in_batch
+    is_random: bool = False  # in training, as far as dry calls show
+    pads_alike: bool = False  # whether its own attention treats padding as ours does
 
 
 class Arguments:
-    """What a model's forward may be given."""
+    """Checks the arguments of a model's forward."""
 
     def __init__(self, model: PreTrainedModel, found: Found, attention: str) -> None:
         self.model = model
@@ -53,8 +53,8 @@ class Arguments:
         self._takes = inspect.signature(model.forward).parameters
         self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - self._takes.keys())
         self.takes_use_cache = takes_use_cache(model)
-        # Other modules may hold copies of the config, which set_attn_implementation does not reach. No attention
-        # layer reads those.
+        # Other modules may hold copies of the config that set_attn_implementation does not reach. Attention layers do
+        # not read those copies.
         configs = [
             getattr(module, "config", None)
             for module in model.modules()
@@ -64,25 +64,22 @@ class Arguments:
         self._configs = [(config, _num_layers(config)) for config in by_id.values()]
 
     def drop_unused(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that are given and used."""
         return {name: value for name, value in given.items() if value is not None and name not in _UNUSED}
 
     def check_batch(self, given: Mapping[str, Any]) -> None:
-        """Of what is to be sharded."""
+        """Check the names of a batch that is to be sharded."""
         self._check_names(given, self.batch | {"num_items_in_batch"})
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Of a forward."""
         encoded = {ENCODED} if self.found.has_encoder else set()
         self._check_names(given, self.batch | _OPTIONS | encoded | {"output_hidden_states"})
         self._check_configs()
         if given.get("return_dict") is False:
-            raise UnsupportedError("return_dict=False: outputs are told apart by name; leave it out")
+            raise UnsupportedError("return_dict=False: outputs are identified by name; leave it out")
         if self.model.training:
             check_random(self.model, self.found.is_random)
 
     def check_part(self, given: Mapping[str, Any], run: object, rank: int) -> None:
-        """Refuse what does not go with a part of a batch."""
         if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
             raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
         prefix = "decoder_" if self.found.has_encoder else ""
@@ -90,7 +87,9 @@ class Arguments:
         expected = run.layout.shard_len(rank)
         has_positions = "position_ids" in given or "position_ids" not in self.batch
         if x is None or x.shape[1] != expected or not has_positions:
-            raise ShapeError(f"the batch is not what shard() returned: {expected} tokens with their position_ids")
+            raise ShapeError(
+                f"the batch is not the one that shard() returned: {expected} tokens with their position_ids"
+            )
         for name in ("past_key_values", "logits_to_keep", "attention_mask", "decoder_attention_mask", ENCODED):
             if name in given:
                 raise UnsupportedError(f"{name} with a sharded batch: give it to shard(), or give whole sequences")
@@ -98,7 +97,7 @@ class Arguments:
             raise UnsupportedError("use_cache=True with a sharded batch: give whole sequences to fill a cache")
 
     def wants_cache(self, given: Mapping[str, Any]) -> bool:
-        """For whole sequences: with a cache, or without?"""
+        """Whether a forward on whole sequences uses a cache."""
         model = self.model
         learned = (*model.parameters(), *given.values(), encoded_by_caller(given))
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in learned):
@@ -113,23 +112,22 @@ class Arguments:
         default = self._makes_caches() and "labels" not in given
         wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
         if wants_cache and not self.found.cached:
-            raise UnsupportedError(f"use_cache, past_key_values: no cache can be sharded, as {self.found.no_cache}")
+            raise UnsupportedError(f"use_cache, past_key_values: its cache cannot be sharded: {self.found.no_cache}")
         if "labels" in given and (wants_cache or given.get("logits_to_keep")):
-            raise UnsupportedError("labels beside use_cache, past_key_values or logits_to_keep: leave those out")
+            raise UnsupportedError("labels with use_cache, past_key_values or logits_to_keep: leave those out")
         return wants_cache
 
     def check_documents(self, given: Mapping[str, Any]) -> None:
-        """Of whole sequences that are packed: with a cache, which it makes unasked, the model does not notice it."""
+        """Refuse packed whole sequences with a cache: with a cache the model does not keep documents apart."""
         if not any(layer.keeps_documents for layer in self.found.layers.values()):
             return
         if self.takes_use_cache and given.get("use_cache", self._makes_caches()):
             raise UnsupportedError(
-                "position_ids begin anew, but the model makes a cache by default, and then sees one document; say "
+                "position_ids restart, but the model makes a cache by default and then sees one document; pass "
                 "use_cache=False to keep packed documents apart"
             )
 
     def _check_num_kept(self, num_kept: object) -> None:
-        """Of the last tokens; 0 is all."""
         if not isinstance(num_kept, int):
             raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
         if num_kept < 0:
@@ -143,7 +141,6 @@ class Arguments:
             )
 
     def _makes_caches(self) -> bool:
-        """Unless it is told not to."""
         return bool(getattr(self.model.config.get_text_config(), "use_cache", False))
 
     def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
@@ -152,28 +149,27 @@ class Arguments:
                 raise UnsupportedError(f"{name}={value!r}: {_REFUSED[name]}; leave it out")
             if name not in known | {*_REFUSED}:
                 raise UnsupportedError(
-                    f"{name}: what it does to a part of a sequence is not known; leave it out, or use some of "
+                    f"{name}: its effect on a shard of a sequence is unknown; leave it out, or use some of "
                     f"{', '.join(sorted(known))}"
                 )
         if "num_items_in_batch" in given and not self.found.takes_num_items:
             raise UnsupportedError(
-                f"num_items_in_batch: {type(self.model).__name__} does not heed it, its loss is the mean over the "
+                f"num_items_in_batch: {type(self.model).__name__} does not use it, its loss is the mean over the "
                 "labels of the batch; leave it out"
             )
         if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
-            raise UnsupportedError("token_type_ids: a decoder may make masks of them; leave them out")
+            raise UnsupportedError("token_type_ids: a decoder may derive masks from them; leave them out")
         if "labels" in given and self.found.shifts_labels is None:
             raise UnsupportedError(
-                f"labels: {type(self.model).__name__} has another loss than that of tokens; compute it from the outputs"
+                f"labels: {type(self.model).__name__} has a loss that is not over tokens; compute it from the outputs"
             )
 
     def _check_configs(self) -> None:
-        """Refuse what others changed since."""
         for config, num_layers in self._configs:
             if config._attn_implementation != self.attention:
                 raise UnsupportedError(
                     f"the attention of {type(self.model).__name__} was set to {config._attn_implementation!r}, which "
-                    "sees a rank's own tokens only; restore the model before, and parallelize it anew"
+                    "sees a rank's own tokens only; restore the model before, and parallelize it again"
                 )
             if _num_layers(config) != num_layers:
                 raise UnsupportedError(
@@ -183,10 +179,10 @@ class Arguments:
 
 
 def check_random(model: PreTrainedModel, is_random: bool) -> None:
-    """Refuse a model that is random in training: ranks would draw other numbers than one process.
+    """Refuse a model that is random in training, because ranks would draw other numbers than one process.
 
-    Its dropout is looked for anew each time: adapters such as LoRA bring their own, and it does not show while they
-    are 0.
+    Dropout is looked up at each forward: adapters such as LoRA add their own, and dry calls do not show it while their
+    weights are 0.
     """
     modules = [
         name
@@ -202,7 +198,7 @@ def check_random(model: PreTrainedModel, is_random: bool) -> None:
 
 
 def takes_use_cache(model: PreTrainedModel) -> bool:
-    """Can forward be told to make no cache? Some models pass `use_cache` on to an inner model through `**kwargs`."""
+    """Whether forward takes `use_cache`; some models pass it on to an inner model through `**kwargs`."""
     parameters = inspect.signature(model.forward).parameters
     if "use_cache" in parameters:
         return True

@@ -1,11 +1,12 @@
 """How does a cache of transformers hold its keys and values on ranks?
 
-The layers of an empty DynamicCache are replaced by ours, so whoever made it, generate() or the caller, goes on using
-it. Ours store nothing themselves: `update` only tells the run which layer is next, and attention stores and attends
-through one KVCache for all layers. Rows are sequences of that cache, and padding is left out of them: `columns` says
-which columns of a row are tokens.
+The layers of an empty DynamicCache are replaced by sharded ones, so generate() or the caller goes on using the same
+object. A sharded layer stores nothing itself: `update` tells the run which layer is next, and attention stores and
+attends through one KVCache for all layers. Each row is a sequence of that cache, without padding; `columns` says which
+columns of a row are tokens.
 
-What a decoder keeps of its encoder does not grow. Each rank has those of the tokens it encoded, in a plain cache.
+The cross-attention keys and values of a decoder do not grow. Each rank keeps those of the tokens that it encoded, in a
+plain cache.
 """
 
 import copy
@@ -21,41 +22,39 @@ from ringspan.errors import CacheError, UnsupportedError
 
 
 class Updated(Protocol):
-    """A run that is told which layer of a cache comes next."""
+    """A run that learns which layer of a cache is next."""
 
     pending: int | None
 
     def end(self, is_done: bool) -> None:
-        """Count its tokens in, or forget them."""
+        """Commit the run's tokens, or drop them."""
 
 
 class Conversation:
-    """What the layers of one cache share."""
+    """The state that the layers of one cache share."""
 
     def __init__(self, kv: Any, owner: object) -> None:
         self.kv: KVCache = kv
-        self.owner = owner  # whose model it is for
+        self.owner = owner  # the adapter of the model that the cache belongs to
         self.columns: Tokens = np.zeros((0, 0), np.bool_)  # (batch, columns so far): which are tokens
         self.run: Updated | None = None
-        self.whole: EncoderDecoderCache | None = None  # the cache this is one half of
-        self.num_encoded = 0  # columns of the encoder that the other half was made from
+        self.whole: EncoderDecoderCache | None = None  # the cache that this is the decoder's half of
+        self.num_encoded = 0  # columns of the encoder's sequence
 
     @property
     def num_columns(self) -> int:
-        """The length of each row, padding included: what transformers calls the length of a cache."""
+        """The length of each row, padding included; transformers calls it the length of a cache."""
         return int(self.columns.shape[1])
 
     def forget_run(self) -> None:
-        """End a run that was interrupted."""
+        """Drop the tokens of an interrupted run."""
         if self.run is not None:
             self.run.end(is_done=False)
 
     def extend(self, new: Tokens) -> None:
-        """Columns that were added."""
         self.columns = np.concatenate([self.columns, new], 1) if self.num_columns else new
 
     def crop(self, num_columns: int) -> None:
-        """Forget the columns from here on."""
         self.forget_run()
         columns = self.columns[:, :num_columns]
         for row, length in enumerate(columns.sum(1).tolist()):
@@ -64,14 +63,14 @@ class Conversation:
         self.columns = columns
 
     def select(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] is."""
+        """Make row i a copy of row rows[i]."""
         self.forget_run()
         if self.num_columns:
             self.kv.select(rows)
             self.columns = self.columns[rows]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Conversation":
-        """A prefix that is kept, to go on from it more than once: each rank copies its part, without a message."""
+        """Copy the cache, for example to continue one prompt more than once; each rank copies its part."""
         self.forget_run()
         memo[id(self)] = twin = Conversation(self.kv.copy(), self.owner)
         twin.columns, twin.num_encoded = self.columns, self.num_encoded
@@ -79,14 +78,13 @@ class Conversation:
         return twin
 
     def forget_encoded(self) -> None:
-        """Empty the other half."""
+        """Empty the encoder's half."""
         self.num_encoded = 0
         if self.whole is not None:
             self.whole.cross_attention_cache = DynamicCache()
             self.whole.is_updated.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         self.forget_run()
         self.forget_encoded()
         for row in [*self.kv.lengths]:
@@ -95,7 +93,7 @@ class Conversation:
 
 
 class ShardedLayer(CacheLayerMixin):
-    """One layer of a cache; what concerns all layers is done by the first."""
+    """One layer of a sharded cache; the first layer does the work that concerns all layers."""
 
     is_sliding = False
     is_croppable = True
@@ -113,34 +111,32 @@ class ShardedLayer(CacheLayerMixin):
         *args: Any,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values as they are: attention stores them."""
+        """Return the new keys and values unchanged; attention stores them."""
         if self.conversation.run is None:
             raise UnsupportedError("update of a sharded cache outside of its model's forward; call the model itself")
         self.conversation.run.pending = self.index
         return key_states, value_states
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing; the KVCache allocates storage."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of all keys."""
+        """Return the length and offset of all keys."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Of all ranks together."""
+        """Return the length over all ranks."""
         return self.conversation.num_columns
 
     def get_max_length(self) -> int:
-        """There is no limit."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
         if self.index == 0:
             self.conversation.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns; the number is negative, as transformers has it."""
+        """Remove the last columns; the number is negative, as in transformers."""
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop({tokens_to_remove}): the tokens to remove are a negative number; to keep {tokens_to_remove}, "
@@ -150,29 +146,26 @@ class ShardedLayer(CacheLayerMixin):
             self.conversation.crop(max(0, self.get_seq_length() + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Rows move on, or are copied."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows."""
         if self.index == 0:
             rows = torch.arange(len(self.conversation.columns))[indices.cpu()]
             self.conversation.select(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row as often."""
         if self.index == 0:
             self.conversation.select([row for row in range(len(self.conversation.columns)) for _ in range(repeats)])
 
     def offload(self) -> None:
-        """Refused: each rank has its own part where its model is."""
+        """Refuse offloading: each rank keeps its part on the device of its model."""
         raise UnsupportedError("a sharded cache cannot be offloaded; leave out offloading")
 
     prefetch = offload
 
 
 def open_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Conversation:
-    """The conversation of a cache; an empty DynamicCache becomes a sharded one."""
+    """Return the conversation of a cache; make an empty DynamicCache sharded."""
     layers = getattr(cache, "layers", [])
     if layers and all(isinstance(layer, ShardedLayer) for layer in layers):
         conversation: Conversation = layers[0].conversation
@@ -194,7 +187,7 @@ def open_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Co
 
 
 def open_encoder_decoder_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Conversation:
-    """The same for the two caches of a decoder with an encoder."""
+    """Return the conversation of an EncoderDecoderCache; make both halves sharded."""
     if not isinstance(cache, EncoderDecoderCache):
         raise UnsupportedError(
             f"past_key_values is a {type(cache).__name__}: a model with an encoder and a decoder needs an "
@@ -214,5 +207,5 @@ def open_encoder_decoder_cache(cache: Cache, make_kv: Any, owner: object, num_la
         conversation.whole = cache
         conversation.forget_encoded()
     elif conversation.whole is not cache:
-        raise CacheError("past_key_values: its halves come from different caches")
+        raise CacheError("past_key_values: its two halves belong to different caches")
     return conversation

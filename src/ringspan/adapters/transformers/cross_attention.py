@@ -1,8 +1,9 @@
-"""How do the tokens of a decoder attend to those of an encoder, when each sequence is split on its own?
+"""How do a decoder's tokens attend to an encoder's tokens, when each sequence is sharded on its own?
 
-Every token of a decoder sees every token of the encoder, so the mask says nothing but which keys are padding.
+Every token of a decoder sees every token of the encoder, so the mask only hides padding keys.
 
-Over a cache every rank has all the queries. Each attends to the keys it holds, and the parts are merged on all.
+Over a cache every rank has all queries. Each rank attends to the keys that it holds, and the parts are merged on all
+ranks.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +22,13 @@ from ringspan.transports.single import ALONE
 
 
 class Crossing(NamedTuple):
-    """Who sees whom, in positions of both sequences."""
+    """The mask and layouts of cross-attention, in positions of both sequences."""
 
     mask: Mask
     layout: Layout  # of the decoder
     kv_layout: Layout  # of the encoder
 
     def on_rank(self, rank: int) -> "Crossing":
-        """The same for a rank that attends alone to what it holds."""
         layouts = (Layout((_spans(layout, rank),)) for layout in (self.layout, self.kv_layout))
         return Crossing(self.mask, *layouts)
 
@@ -49,7 +49,7 @@ def attend_to_parts(
     kernel: str,
     scale: float | None,
 ) -> torch.Tensor:
-    """Out of queries that all ranks have, (batch, heads, seq, dim), over keys and values of which each has a part."""
+    """Attend replicated queries (batch, heads, seq, dim) to keys and values that are spread over the ranks."""
     mask, layout, kv_layout = crossing.on_rank(rank)
     part = attention(
         q,
@@ -72,6 +72,6 @@ def attend_to_parts(
     packed = torch.cat([part.out.to(dtype), part.lse.to(dtype).unsqueeze(-1)], -1)
     world_size = crossing.kv_layout.world_size
     parts = gather(packed.unsqueeze(0), contiguous(world_size, world_size), group, dim=0)
-    # exp(lse) of each part in the sum of all; a row that sees nothing on any rank has 0 of each.
+    # The weight of a part is its exp(lse) over the sum of all; a row that sees no key on any rank has weights of 0.
     shares = torch.softmax(parts[..., -1:], 0).nan_to_num()
     return (parts[..., :-1] * shares).sum(0).to(part.out.dtype)

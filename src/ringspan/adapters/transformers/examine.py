@@ -1,7 +1,8 @@
-"""What is in this model? Everything that can be told from its config and from dry calls on a few tokens.
+"""What does a model ask of attention? Its config and dry calls on a few tokens tell.
 
-The attention layers tell what they ask for, caches which layer they serve, and modules that count positions whether
-they would take them. A model need not be known by name; what it then makes of a small batch is seen in `reference.py`.
+The dry calls show the options of each attention layer, the layer that each cache layer serves, and whether modules that
+count positions accept them. No model is known by name. `reference.py` then compares the model's results on a small
+batch.
 """
 
 import inspect
@@ -14,6 +15,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.modes import in_mode
 from ringspan.adapters.transformers.arguments import Found, takes_use_cache
 from ringspan.adapters.transformers.cache import Conversation, ShardedLayer
 from ringspan.adapters.transformers.layers import Layer, Recorder, Side, describe_layers
@@ -25,7 +27,7 @@ _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 
 
 def check_config(model: PreTrainedModel) -> None:
-    """Refuse what can be told without a call."""
+    """Refuse a model by its class and config, without a call."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
             f"model is a {type(model).__name__}: give the model of transformers itself, before DDP, FSDP or compile"
@@ -43,12 +45,12 @@ def check_config(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"{name} has weights on the meta device; load them first")
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes:
-        raise UnsupportedError(f"{name}.forward takes no input_ids: what else it takes is not known by token")
+        raise UnsupportedError(f"{name}.forward takes no input_ids; only models on tokens are supported")
     if config.is_encoder_decoder and "decoder_input_ids" not in takes:
         raise UnsupportedError(f"{name} has an encoder, and its forward takes no decoder_input_ids")
     for option in ("output_attentions", "output_router_logits"):
         if getattr(config, option, False):
-            raise UnsupportedError(f"config.{option}=True: it needs all tokens in one place; set it to False")
+            raise UnsupportedError(f"config.{option}=True: it needs all tokens on one rank; set it to False")
     for path, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, Mapping) else (kinds,):
@@ -59,7 +61,7 @@ def check_config(model: PreTrainedModel) -> None:
 
 
 def examine(model: PreTrainedModel, wiring: Wiring) -> Found:
-    """The layers of a model whose attention is wired already."""
+    """Find the attention layers and other properties of a model whose attention is wired already."""
     names = {module: name for name, module in model.named_modules()}
     parameters = inspect.signature(model.forward).parameters
     passes_run = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
@@ -85,8 +87,8 @@ def examine(model: PreTrainedModel, wiring: Wiring) -> Found:
     missing = {"own", "encoder"} - {*counters.values()} if has_encoder else {"own"} - {*counters.values()}
     if missing and not takes_positions:
         raise UnsupportedError(
-            f"{type(model).__name__}.forward takes no position_ids, nor does a module that counts positions for it: of "
-            "a part of a sequence it would count those of the part"
+            f"{type(model).__name__}.forward takes no position_ids, nor does a module that counts positions for it: on "
+            "a shard it would count from 0"
         )
     cached, no_cache = _find_cached(model, layers, record)
     return Found(layers, cached, no_cache, passes_run, counters, has_encoder)
@@ -102,7 +104,7 @@ class Counted(NamedTuple):
 
 @contextmanager
 def _watch(model: nn.Module) -> Iterator[list[Counted]]:
-    """See the modules of a model that take position_ids being called."""
+    """Record calls of the model's modules that take position_ids."""
     counted: list[Counted] = []
     hooks = []
     for module in model.modules():
@@ -123,7 +125,7 @@ def _watch(model: nn.Module) -> Iterator[list[Counted]]:
 
 
 def find_counters(counted: list[Counted], num_encoded: int | None) -> dict[nn.Module, Side]:
-    """The modules that count positions from 0, unless they are given: then they take those."""
+    """Find the modules that count positions from 0, and use position_ids instead if they are given."""
     counters: dict[nn.Module, Side] = {}
     for module, given, output in counted:
         if not isinstance(output, torch.Tensor) or output.ndim < 2:
@@ -150,7 +152,7 @@ def _record(
     conversation: Conversation | None = None,
     **options: Any,
 ) -> Recorder:
-    """What a dry call asks for."""
+    """Record what the attention layers ask for in a dry call."""
     recorder = Recorder(model.device)
     if conversation is not None:
         conversation.run = recorder
@@ -171,7 +173,7 @@ def _record(
 
 @contextmanager
 def left_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Without a trace in the random numbers that come later; with gradients in training, as checkpoints expect."""
+    """Preserve the state of random numbers; enable gradients in training, as checkpoints expect."""
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.set_grad_enabled(model.training):
         yield
@@ -180,9 +182,9 @@ def left_alone(model: PreTrainedModel) -> Iterator[None]:
 def _find_cached(
     model: PreTrainedModel, layers: dict[nn.Module, Layer], record: Callable[..., Recorder]
 ) -> tuple[tuple[Layer, ...], str]:
-    """The layers in the order of a cache, or none and why."""
+    """Return the layers in the order of a cache, or none and the reason."""
     if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return (), "its forward takes no past_key_values"
+        return (), "forward takes no past_key_values"
     conversation = Conversation(None, None)
     cache = DynamicCache()
     cache.layers = [ShardedLayer(conversation, index) for index in range(len(layers))]
@@ -195,17 +197,5 @@ def _find_cached(
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """How the model is told to make no cache, if it can make one."""
+    """Return the arguments that tell the model to make no cache."""
     return {"use_cache": False} if takes_use_cache(model) else {}
-
-
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or not, for a while."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training

@@ -1,8 +1,8 @@
-"""What must be known of a call of generate(), and no forward is told?
+"""Which options of generate() must be checked before any forward?
 
-A limit of time: each rank would stop by its own clock, and the others wait for it in their next step. And that the last
-logits of a decoder's prompt are those which count, where a model cannot be asked for these alone. So the model gets a
-generate() that looks at its options first. It is taken away again as a hook is.
+A time limit is refused: each rank would stop by its own clock while the others wait for it. Padding at the end of a
+decoder's prompt is refused: the next token would be chosen from its logits. The model gets a generate() that checks
+both first; `remove` restores the original.
 """
 
 import inspect
@@ -19,7 +19,7 @@ _Check = Callable[[Mapping[str, Any], Any], None]
 
 
 class CheckedGenerate:
-    """The generate() of a model, with options that mean the same on all ranks."""
+    """A model's generate() that first checks that its options mean the same on all ranks."""
 
     def __init__(self, model: Any, options: Options) -> None:
         def check(given: Mapping[str, Any], default: Any) -> None:
@@ -32,11 +32,10 @@ class CheckedGenerate:
 
         self._model = model
         self._before = vars(model).get("generate")
-        # In a copy of the model a partial is one of the copy; a function would still be one of this model.
+        # deepcopy copies the model inside a partial; a closure would still refer to this model.
         model.generate = partial(_generate, check, model, model.generate)
 
     def remove(self) -> None:
-        """The generate() it had."""
         del self._model.generate
         if self._before is not None:
             self._model.generate = self._before
@@ -54,8 +53,8 @@ def _check_time(given: Mapping[str, Any], default: Any) -> None:
     for limit in (*limits, *(x.max_time for x in criteria)):
         if limit is not None:
             raise UnsupportedError(
-                f"max_time={limit}: each rank would stop by its own clock, and the others wait for it; leave it out, "
-                "in a generation_config too, and set max_new_tokens"
+                f"max_time={limit}: each rank would stop by its own clock while the others wait; leave it out, "
+                "also in a generation_config, and set max_new_tokens"
             )
 
 
@@ -63,6 +62,6 @@ def _check_prompt(given: Mapping[str, Any]) -> None:
     mask = given.get("decoder_attention_mask")
     if mask is not None and not mask[:, -1].all():
         raise UnsupportedError(
-            "decoder_attention_mask has padding in its last column, where the next token would be chosen: what padding "
-            "says is not computed; put padding before the tokens"
+            "decoder_attention_mask has padding in its last column, and the next token would be chosen there: logits "
+            "of padding are not computed; put padding before the tokens"
         )

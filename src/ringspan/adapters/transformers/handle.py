@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers on ranks, as they are: sequences are split, attention goes round the ring.
+"""How does an unmodified model of Hugging Face transformers run on ranks?
 
     handle = parallelize(model)
     loss = model(**handle.shard(batch)).loss      # training: the loss of one process, on every rank
@@ -7,10 +7,10 @@
     tokens = model.generate(**prompt)             # inference: the whole prompt on every rank
     handle.restore()
 
-Nothing of the model is replaced: it looks attention up by a name that is registered for it (`wiring.py`), and two hooks
-take this rank's part before a forward and see to the outputs afterwards (`adapter.py`). What cannot be computed exactly
-is refused by `parallelize` (`examine.py`, `reference.py`), or where an argument asks for it (`arguments.py`, for
-generate() `generating.py`), before a message is sent.
+The model's modules are not replaced. The model looks attention up under a name that is registered for it (`wiring.py`).
+A hook takes this rank's part before a forward, and another handles the outputs afterwards (`adapter.py`). Everything
+that cannot be exact is refused before a message is sent: models by `parallelize` (`examine.py`, `reference.py`),
+arguments at the call (`arguments.py`, and `generating.py` for generate()).
 """
 
 import hashlib
@@ -21,11 +21,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.adapter import Adapter, LastTurn, encoder_adapter
 from ringspan.adapters.transformers.arguments import check_random
+from ringspan.adapters.transformers.by_name import NAME
 from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
-from ringspan.adapters.transformers.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.layers import Layer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import Options, check_options
@@ -38,7 +39,7 @@ __all__ = ["Handle", "parallelize"]
 
 
 class Handle:
-    """A parallelized model. As a context manager it restores the model at the end."""
+    """A parallelized model. As a context manager it restores the model on exit."""
 
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
@@ -54,7 +55,7 @@ class Handle:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What the attention layers were found to ask for."""
+        """The attention layers and the options that they were found to use."""
         return tuple(self._adapter.found.layers.values())
 
     @property
@@ -63,39 +64,39 @@ class Handle:
         return self._adapter.last_turn
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch that every rank holds, for `model(**handle.shard(batch))`.
+        """Cut this rank's part out of a batch that every rank holds, for `model(**handle.shard(batch))`.
 
         Args:
-            batch: `input_ids` or `inputs_embeds`, (batch, seq, …), and if need be `attention_mask` (2-D, padding before
-                or behind a row's tokens), `position_ids`, `token_type_ids`, `labels` as transformers takes them, each
-                beside its own token, and `num_items_in_batch`. Positions that begin anew without an attention_mask are
-                packed documents, which do not see each other, as in transformers without a cache. A model with an
-                encoder takes these for it, and `decoder_input_ids`, `decoder_attention_mask` and `labels`, or labels
-                alone, for the decoder.
+            batch: `input_ids` or `inputs_embeds`, (batch, seq, …). Optional: `attention_mask` (2-D, padding before or
+                after a row's tokens), `position_ids`, `token_type_ids`, unshifted `labels` as transformers takes them,
+                and `num_items_in_batch`. Positions that restart without an attention_mask are packed documents, which
+                do not see each other, as in transformers without a cache. For a model with an encoder these belong to
+                the encoder; the decoder takes `decoder_input_ids`, `decoder_attention_mask` and `labels`, or labels
+                alone.
 
         Returns:
-            Arguments for the model. Its outputs are then those of this rank's tokens, except the loss, which is that
-            of the whole batch, on every rank. Sum the gradients over the ranks with `reduce_gradients`, or as with
-            `rs.cross_rank_mean_loss`. Labels are shifted already: each stands at the position that predicts it.
+            Arguments for the model. Its outputs then cover this rank's tokens, except the loss, which is the loss of
+            the whole batch on every rank. Sum the gradients over the ranks with `reduce_gradients`, or let DDP or FSDP
+            do it as for `rs.cross_rank_mean_loss`. Labels are shifted already, to the position that predicts them.
         """
         if not self._hooks:
             name = type(self._adapter.model).__name__
             raise UnsupportedError(
-                f"shard() of a closed handle: {name} was restored, and would see a part of the batch only; give it "
-                "the whole batch, or parallelize it anew"
+                f"shard() of a closed handle: {name} was restored, and would see only a part of the batch; give it "
+                "the whole batch, or parallelize it again"
             )
         return self._adapter.shard(batch)
 
     def reduce_gradients(self) -> None:
-        """Sum the parameters' gradients over the ranks: then each rank has the gradients of one process.
+        """Sum the parameters' gradients over the ranks, so that each rank has the gradients of one process.
 
-        Call it on every rank after the last `backward()` of a step, before gradients are clipped and the optimizer
-        steps. Leave it out if DDP or FSDP reduces gradients.
+        Call it on every rank after the last `backward()` of a step and before clipping and the optimizer's step. Do not
+        call it if DDP or FSDP reduces gradients.
         """
-        reduce_gradients(self._adapter.model, self._adapter.options)
+        reduce_gradients(self._adapter.model, self._adapter.options.group)
 
     def restore(self) -> None:
-        """The model as it was before; a second call does nothing."""
+        """Make the model what it was before `parallelize`; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         _set_attention(self._attention)
@@ -117,7 +118,7 @@ class Handle:
 
 
 def _hooks(adapter: Adapter, *, is_part: bool = False) -> list[RemovableHandle]:
-    """Around the forwards of a model; a part of one has some that belong to the whole."""
+    """Add hooks around a model's forward; forwards of a part (an encoder) can belong to a forward of the whole."""
     model = adapter.model
     names = [*adapter.parameters]
 
@@ -146,15 +147,15 @@ def parallelize(
     kernel: str = "auto",
     verify: bool = True,
 ) -> Handle:
-    """Let a model run on the ranks of a group; every rank must call this with the same model.
+    """Make a model run on the ranks of a group; every rank must call this with the same model.
 
     Args:
         model: A decoder, an encoder or both of transformers, with its weights, before DDP, FSDP or compilation.
         group: As in `rs.attention`.
         layout: How `handle.shard` splits sequences: "zigzag", "contiguous" or "striped".
-        algorithm: As in `rs.attention`. Over a cache "pass_kv" and "pass_q" count, and all else is "auto".
+        algorithm: As in `rs.attention`. Over a cache, every choice but "pass_kv" and "pass_q" means "auto".
         kernel: As in `rs.attention`.
-        verify: Run the model on a few tokens, alone and on two ranks in threads, and refuse it if the numbers differ.
+        verify: Run the model on a few tokens, alone and on ranks in threads, and refuse it if the numbers differ.
 
     Raises:
         UnsupportedError: The model cannot run on ranks exactly; the message says which layers, and why.
@@ -165,7 +166,7 @@ def parallelize(
     with session.call():
         check_options(layout, algorithm)
         check_config(model)
-        with torch.autocast(model.device.type, enabled=False):  # the threads of `verify` would not inherit it
+        with torch.autocast(model.device.type, enabled=False):  # the threads of `verify` do not inherit it
             handle = _parallelize(model, options, verify)
     fields = {
         "call": "parallelize",
@@ -188,15 +189,17 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
     ]
+    # A model loaded under our name has PyTorch's attention until now, and gets the name back when it is restored.
+    own = [(module, "sdpa" if name == NAME else name) for module, name in attention]
     wiring = Wiring()
     try:
         model.set_attn_implementation(wiring.name)
         found = examine(model, wiring)
-        _set_attention(attention)
+        _set_attention(own)
         reference = make_reference(model)
         found = found._replace(
             is_random=find_random(model, reference),
-            pads_alike=_pads_alike(attention, found.layers.values()),
+            pads_alike=_pads_alike(own, found.layers.values()),
             **find_loss(model, reference)._asdict(),
         )
         if model.training:
@@ -204,7 +207,7 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
         model.set_attn_implementation(wiring.name)
         if verify:
             compare(model, wiring, options, found, reference)
-            _set_attention(attention)
+            _set_attention(own)
             check_sizes(model, options)
             model.set_attn_implementation(wiring.name)
     except BaseException:
@@ -214,17 +217,17 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
 
 
 def _pads_alike(attention: "list[tuple[PreTrainedModel, str]]", layers: Iterable[Layer]) -> bool:
-    """Does the model's own attention make of padding what we do?
+    """Whether the model's own attention treats padding queries as this library does.
 
-    A query that sees no token gets 0 here, from sdpa, and wherever there are sinks; from eager attention it gets the
-    mean of all values. Flash attention gives 0 to all padding.
+    The output of a query that sees no token is 0 here, in sdpa, and with sinks; in eager attention it is the mean of
+    all values. Flash attention returns 0 for all padding.
     """
     has_sinks = all(layer.has_sinks for layer in layers)
     return all(name == "sdpa" or (name == "eager" and has_sinks) for _, name in attention)
 
 
 def _set_attention(attention: "list[tuple[PreTrainedModel, str]]") -> None:
-    """From the outermost model to the innermost: each sets those within it."""
+    """Set the attention from the outermost model to the innermost, because each sets those within it."""
     for module, name in attention:
         module.set_attn_implementation(name)
 

@@ -1,7 +1,7 @@
-"""What does each attention layer of a model ask for, and can it be had exactly?
+"""Which attention does each layer of a model ask for, and can it be computed exactly?
 
-A model is called on a few tokens with a recorder in the place of attention. What its layers pass then is taken at its
-word: heads, mask, window, sinks, scale. Whatever is not known is refused by name: nothing is swallowed.
+The model is called on a few tokens with a recorder in place of attention. The recorder keeps the options that each
+layer passes: heads, mask, window, sinks, scale. An unknown option is refused by name, never ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,18 +18,18 @@ from ringspan.errors import UnsupportedError
 from ringspan.mask import Mask, causal, full
 from ringspan.schedule import Heads
 
-# What layers pass along and attention has no use for: RoPE is done, and the rest is for outputs or caches.
+# Options that layers pass and attention does not need: RoPE is applied already, the rest is for outputs or caches.
 _OF_NO_USE = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
 _REASONS = {
     "softcap": "scores are capped before the softmax, which no kernel here does",
-    "position_bias": "a bias for relative positions is added to the scores, which no mask can say",
-    "output_attentions": "attention weights are never in one place",
+    "position_bias": "a bias for relative positions is added to the scores, which no mask can express",
+    "output_attentions": "no rank has all attention weights",
 }
-_FUNCTION = "ringspan_mask_function"  # how a recorded mask carries the function it comes from
+_FUNCTION = "ringspan_mask_function"  # the attribute of a recorded mask that holds its function
 
 
 Side = Literal["own", "encoder", "cross"]
-"""Whose tokens attend to whose: those of the sequence that has outputs, those of an encoder, or the first to these."""
+"""The sequences of an attention layer: that of the outputs, that of an encoder, or cross-attention between them."""
 
 
 class Options(NamedTuple):
@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
-    """What a layer passes; refused by name if it is not known."""
+    """Read the options that a layer passes; refuse unknown ones by name."""
     given = {
         name: value
         for name, value in given.items()
@@ -65,12 +65,12 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What an attention layer always asks for."""
+    """The options that an attention layer uses in every call."""
 
     name: str
     side: Side
     mask: Mask  # within a document
-    keeps_documents: bool  # does it keep packed documents apart?
+    keeps_documents: bool  # whether it keeps packed documents apart
     heads: Heads
     head_dim: int
     v_head_dim: int
@@ -82,35 +82,35 @@ class Layer:
     dropout: float  # in training
 
     def check(self, asked: Asked) -> Options:
-        """The options of a call; refused if they are not those of the dry call."""
+        """Return the options of a call; refuse options that differ from those of the dry call."""
         try:
             options = read_options(asked.options)
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}") from None
         if asked.mask is not None:
-            raise UnsupportedError(f"{self.name}: an attention mask that was made elsewhere; give a 2-D attention_mask")
+            raise UnsupportedError(f"{self.name}: attends with a foreign mask; give a 2-D attention_mask")
         heads = Heads(asked.q.shape[1], asked.k.shape[1])
         expected = (self.scale, self.window, self.has_sinks, self.is_causal, self.heads)
         found = (options.scale, options.window, options.sinks is not None, _is_causal(asked, options), heads)
         if found != expected or options.dropout:
             raise UnsupportedError(
-                f"{self.name}: scale, window, sinks, is_causal and heads are {found}, dropout {options.dropout}, where "
-                f"{expected} and no dropout were found by parallelize; restore the model and parallelize it anew"
+                f"{self.name}: scale, window, sinks, is_causal and heads are {found}, dropout {options.dropout}, but "
+                f"parallelize found {expected} and no dropout; restore the model and parallelize it again"
             )
         return options
 
 
 @dataclass(slots=True)
 class Recorder:
-    """A run that attends nothing and remembers what was asked."""
+    """A run that computes nothing and records what the layers ask for."""
 
     device: torch.device
     asked: list[Asked] = field(default_factory=list)
     cache_indices: dict[nn.Module, int] = field(default_factory=dict)
-    pending: int | None = None  # the layer of a cache that was updated last
+    pending: int | None = None  # the last updated layer of a cache
 
     def attend(self, asked: Asked) -> torch.Tensor:
-        """Zeros: what layers ask for does not depend on them."""
+        """Record a call and return zeros; the options of later layers do not depend on them."""
         self.asked.append(asked)
         if self.pending is not None:
             self.cache_indices[asked.module] = self.pending
@@ -118,22 +118,19 @@ class Recorder:
         return asked.q.new_zeros(*asked.q.shape[:3], asked.v.shape[-1])
 
     def end(self, is_done: bool) -> None:
-        """Nothing was begun."""
+        """Do nothing; a dry call has no turn."""
 
     def positions(self, side: Side) -> None:
-        """The model's own."""
         del side
 
     def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor:
-        """A mask that leads back to its function, as long as nobody works on it."""
+        """Return a mask tagged with its function; the tag is lost if the model computes with the mask."""
         mask = torch.ones(1, 1, options["q_length"], options["kv_length"], dtype=torch.bool, device=self.device)
         setattr(mask, _FUNCTION, options["mask_function"])
         return mask
 
 
 class Refusal(NamedTuple):
-    """A layer, and why it cannot be had."""
-
     layer: str
     reason: str
 
@@ -146,13 +143,13 @@ def describe_layers(
     trained: Recorder,
     num_encoded: int | None,
 ) -> dict[nn.Module, Layer]:
-    """The layers of a model from three dry calls: of one document, of packed ones, and in training.
+    """Describe the layers of a model from three dry calls: one document, packed documents, and training.
 
-    An encoder was given another number of tokens, `num_encoded`, by which its layers are told apart.
+    An encoder gets another number of tokens, `num_encoded`, which identifies its layers.
     """
     layers: dict[nn.Module, Layer] = {}
     refusals: list[Refusal] = []
-    masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share them
+    masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share masks
     dropouts = {asked.module: asked.options.get("dropout", 0.0) for asked in trained.asked}
     for asked, asked_packed in zip(plain.asked, packed.asked, strict=True):
         name = names.get(asked.module, type(asked.module).__name__)
@@ -170,7 +167,7 @@ def describe_layers(
 
 
 def tell(refusals: Iterable[Refusal]) -> str:
-    """The reasons, each with the layers it holds for."""
+    """Join the reasons, each with its layers."""
     by_reason: dict[str, list[str]] = {}
     for layer, reason in refusals:
         by_reason.setdefault(reason, []).append(layer)
@@ -200,7 +197,7 @@ def _describe(
     options = read_options(asked.options)
     mask = _mask_of(asked, options, masks)
     if side == "cross" and mask != full():
-        raise UnsupportedError("it sees some of an encoder's tokens only, which no mask here says of two sequences")
+        raise UnsupportedError("cross-attention that hides some of an encoder's tokens is not supported")
     if options.window is not None and mask.allowed([4 * options.window], [0]).any():
         raise UnsupportedError(f"sliding_window={options.window}, but its mask has no such window")
     return Layer(
@@ -223,7 +220,7 @@ def _describe(
 def _function_of(asked: Asked) -> MaskFunction | None:
     function: MaskFunction | None = getattr(asked.mask, _FUNCTION, None)
     if asked.mask is not None and function is None:
-        raise UnsupportedError("it attends with a mask that the model works on itself")
+        raise UnsupportedError("it attends with a mask that the model changes itself")
     return function
 
 
@@ -238,7 +235,7 @@ def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> M
             )
         if is_causal is not None and is_causal == mask.allowed([8], [9]).any():
             raise UnsupportedError(
-                f"is_causal={is_causal}, where its mask is {mask}: it depends on padding which of them counts; use "
+                f"is_causal={is_causal}, but its mask is {mask}: which of them applies would depend on padding; use "
                 "config.is_causal, which sets both"
             )
         return mask
@@ -248,13 +245,12 @@ def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> M
 
 
 def _is_causal(asked: Asked, options: Options) -> bool | None:
-    """What a layer says of itself, unless the call says otherwise."""
     said: bool | None = getattr(asked.module, "is_causal", None)
     return said if options.is_causal is None else options.is_causal
 
 
 def _keeps_documents(packed: Asked, mask: Mask, position_ids: torch.Tensor) -> bool:
-    """Does its mask change when positions begin anew?"""
+    """Whether the layer's mask changes when positions restart."""
     function = _function_of(packed)
     if function is None:
         return False

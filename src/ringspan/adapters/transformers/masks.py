@@ -1,21 +1,20 @@
 """Which mask does a model mean, and which tokens does a batch keep apart?
 
-A model of transformers describes its masks by functions of a query's and a key's index. Such a function is asked about
-a query far out, which tells how far it sees, and the mask that follows is then held against the function at many other
-places. So a mask is never concluded from a name, and one that has no equal here (chunks, images, prefixes) is noticed.
+A model of transformers describes its masks by functions of a query's and a key's index. The function's values for one
+distant query give the window; the resulting mask is then compared with the function at many other places. So a mask is
+never inferred from a name, and a mask that has no equal here (chunks, images, prefixes) is detected.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringspan.adapters.keys import Keys, by_row
 from ringspan.errors import MaskError
-from ringspan.mask import Allowed, Band, Mask, causal, documents, full, per_row, sliding_window
-from ringspan.span import Positions
+from ringspan.mask import Mask, causal, documents, full, sliding_window
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tokens = npt.NDArray[np.bool_]  # (batch, columns): False is padding
@@ -24,7 +23,7 @@ _FAR = 2**20
 
 
 def evaluate(function: MaskFunction, q: Any, kv: Any, device: torch.device) -> npt.NDArray[np.bool_]:
-    """(q, kv): what the function says of the first row and head."""
+    """Evaluate a mask function for the first row and head, (q, kv)."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
     q, kv = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (q, kv))
     allowed = function(zero, zero, q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1))
@@ -33,7 +32,7 @@ def evaluate(function: MaskFunction, q: Any, kv: Any, device: torch.device) -> n
 
 
 def find_mask(function: MaskFunction, window: int | None, device: torch.device) -> Mask | None:
-    """The mask that says the same as the function, or None if there is none."""
+    """Return the mask that equals the function, or None if there is none."""
     far = max(_FAR, 4 * (window or 0))
     seen = np.flatnonzero(evaluate(function, [far], np.arange(2 * far + 1), device))
     if not len(seen):
@@ -52,34 +51,17 @@ def _window(left: int | None, right: int | None) -> Mask:
 
 
 def _places(far: int, ends: list[int]) -> npt.NDArray[np.int64]:
-    """Positions at which masks differ, if they do: small ones, powers of two, multiples of the window."""
+    """Return positions where different masks differ: small ones, powers of two, multiples of the window."""
     marks = [2**i for i in range(far.bit_length())] + [n * end for end in ends for n in (1, 2, 3)]
     near = {mark + by for mark in marks for by in (-1, 0, 1)} | set(range(24))
     return np.array(sorted(place for place in near if 0 <= place < 2 * far))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Keys(Mask):
-    """Every query sees the keys from `first` on and before `stop`."""
-
-    first: int
-    stop: int
-
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return np.broadcast_to((self.first <= kv) & (kv < self.stop), (q.size, kv.size))
-
-    def _bands(self, q: Positions) -> tuple[Band, ...]:
-        return (Band(np.full_like(q, self.first), np.full_like(q, self.stop)),)
-
-    def __repr__(self) -> str:
-        return f"keys({self.first}, {self.stop})"
-
-
 def padding_mask(tokens: Tokens) -> Mask | None:
-    """Who may see whom if padding is seen by nobody; None if there is none.
+    """Return a mask that hides padding keys; None if there is no padding.
 
-    Padding itself sees tokens, as in transformers: a label may stand beside it, and then its logits count. Before the
-    tokens of a causal row there is nothing to see, and attention is 0.
+    Padding queries still attend to tokens, as in transformers' sdpa, so that labels at padding positions count the
+    same. Padding before the tokens of a causal row sees no key, and its output is 0.
     """
     return by_row([_padding(row, number) for number, row in enumerate(tokens)])
 
@@ -89,25 +71,18 @@ def _padding(tokens: npt.NDArray[np.bool_], number: int) -> Mask:
     if len(found) == len(tokens):
         return full()
     if not len(found):
-        return _Keys(0, 0)
+        return Keys(0, 0)
     first, last = int(found[0]), int(found[-1])
     if len(found) != last - first + 1:
         raise MaskError(
-            f"attention_mask[{number}] has padding between tokens: it may stand before them or behind them; take it out"
+            f"attention_mask[{number}] has padding between tokens: padding may be before or after the tokens; remove it"
         )
-    return _Keys(first, last + 1)
+    return Keys(first, last + 1)
 
 
 def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:
-    """Packed documents, (batch, seq): as in transformers, one begins wherever positions do not go on by one."""
+    """Return the mask of packed documents, (batch, seq): one begins wherever positions do not increase by one."""
     cuts = [np.flatnonzero(np.diff(row) != 1) + 1 for row in position_ids]
     length = position_ids.shape[1]
     rows = [documents(np.diff([0, *found, length]).tolist()) if len(found) else full() for found in cuts]
     return by_row(rows)
-
-
-def by_row(rows: list[Mask]) -> Mask | None:
-    """One mask for all rows, if it is the same for all; None if nothing is masked."""
-    if all(row == full() for row in rows):
-        return None
-    return rows[0] if all(row == rows[0] for row in rows) else per_row(rows)

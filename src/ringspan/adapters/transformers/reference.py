@@ -1,7 +1,7 @@
-"""What does a model itself make of a small batch, and do two ranks make the same of it?
+"""Do ranks compute what the model computes by itself on a small batch?
 
-The model is run as it is, and once more on two ranks in threads of this process, on shards and over a cache; if the
-numbers differ, something in it joins tokens in a way nobody foresaw, and it is refused. So none is silently wrong.
+The model runs unchanged, and again on two ranks in threads of this process, on shards and over a cache. If the numbers
+differ, an unknown part of the model mixes tokens, and the model is refused.
 """
 
 import inspect
@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from ringspan.adapters.modes import in_mode
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
 from ringspan.adapters.transformers.arguments import Found
-from ringspan.adapters.transformers.examine import in_mode, left_alone, without_cache
+from ringspan.adapters.transformers.examine import left_alone, without_cache
 from ringspan.adapters.transformers.shards import Options
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
@@ -24,23 +25,23 @@ from ringspan.training import IGNORE_INDEX, next_token_labels
 from ringspan.transports.in_process import run_in_process
 
 _COLUMNS = 12
-_FEWER_DECODED = 3  # columns than its encoder has
-_PADDING = 2  # columns of the second row
+_FEWER_DECODED = 3  # the decoder has this many columns fewer than the encoder
+_PADDING = 2  # padding columns of the second row
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_BY_TOKEN = ("logits", "last_hidden_state")  # of the sequence that has outputs
+_BY_TOKEN = ("logits", "last_hidden_state")  # outputs with a row per token
 _LABELLED = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
 
 
 class Reference(NamedTuple):
-    """What the model itself makes of a small batch."""
+    """The results of the unchanged model on a small batch."""
 
     batch: dict[str, torch.Tensor]
-    unlabelled: dict[str, torch.Tensor]  # the same without labels
+    unlabelled: dict[str, torch.Tensor]  # the batch without labels
     outputs: dict[str, torch.Tensor]
     packed: dict[str, torch.Tensor]  # a batch of packed documents, if the model takes positions
 
     def tokens(self, output: str) -> torch.Tensor:
-        """Which rows of an output count: (batch, seq)."""
+        """Return which rows of an output are tokens, (batch, seq)."""
         if output == "packed":
             return torch.ones_like(self.packed["input_ids"]).bool()
         if "decoder_input_ids" in self.unlabelled and not output.startswith("encoder_"):
@@ -49,7 +50,7 @@ class Reference(NamedTuple):
 
 
 def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Reference:
-    """Run the model as it is on two rows, one with padding."""
+    """Run the unchanged model on two rows, one with padding."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (2, num_columns), generator=generator)
@@ -74,9 +75,7 @@ def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Refer
     outputs = _rows(output)
     rows = [x for name, x in outputs.items() if name in _BY_TOKEN]
     if not rows or any(x.shape[:2] != own.shape for x in rows):
-        raise UnsupportedError(
-            f"{type(model).__name__} returns nothing that has a row for each token; use its base model"
-        )
+        raise UnsupportedError(f"{type(model).__name__} has no output with a row for each token; use its base model")
     packed: dict[str, torch.Tensor] = {}
     if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
         positions = torch.arange(num_columns, device=model.device) % (num_columns // 2 - 1)
@@ -91,26 +90,28 @@ def _packed_rows(model: PreTrainedModel, packed: dict[str, torch.Tensor]) -> tor
 
 
 def find_random(model: PreTrainedModel, reference: Reference) -> bool:
-    """Does the model show to be random in training?"""
+    """Whether two training forwards of the model differ."""
     runs = []
     with in_mode(model, training=True), left_alone(model):
         for seed in (0, 1):
             torch.manual_seed(seed)
             runs.append(model(**reference.unlabelled, **without_cache(model))[0])
     first, second = runs
-    drops_layers = any(getattr(module, "layerdrop", 0) for module in model.modules())  # seldom, maybe not just now
+    drops_layers = any(
+        getattr(module, "layerdrop", 0) for module in model.modules()
+    )  # layers are dropped rarely, so two forwards may agree
     return drops_layers or not _is_close(_errors(first, second, reference.tokens("")), model)
 
 
 class Loss(NamedTuple):
-    """How a model makes its loss of labels."""
+    """How a model computes its loss from labels."""
 
-    shifts_labels: bool | None  # None: labels are for something else than tokens
-    takes_num_items: bool  # does it divide by num_items_in_batch? Some models take it and go on with the mean
+    shifts_labels: bool | None  # None: labels do not belong to tokens
+    takes_num_items: bool  # whether it divides by num_items_in_batch; some models accept it and use the mean
 
 
 def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
-    """What becomes of the labels of a small batch."""
+    """Find out how the model uses the labels of a small batch."""
     if "loss" not in reference.outputs:
         return Loss(None, False)
     labels = reference.batch["labels"]
@@ -124,7 +125,7 @@ def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
     first_only = torch.full_like(labels, IGNORE_INDEX)
     first_only[:, 0] = labels[:, 0]
     alone = loss_of(labels=first_only)
-    shifts_labels = not (bool(alone.isfinite()) and bool(alone))  # a first token is nobody's next one
+    shifts_labels = not (bool(alone.isfinite()) and bool(alone))  # a first token is no token's next token
     own = next_token_labels(labels) if shifts_labels else labels
     loss = cross_entropy(reference.outputs["logits"].float().flatten(0, 1), own.flatten(), ignore_index=IGNORE_INDEX)
     if not _is_close(_errors(loss, reference.outputs["loss"]), model):
@@ -144,8 +145,8 @@ def compare(
     reference: Reference,
     world_size: int = 2,
 ) -> None:
-    """Refuse the model if ranks do not get the numbers it gets alone."""
-    options = options._replace(algorithm=DEFAULT_ALGORITHM)  # neither measured nor dependent on a mesh
+    """Refuse the model if ranks do not compute the numbers of one process."""
+    options = options._replace(algorithm=DEFAULT_ALGORITHM)  # needs no measurement and no mesh
     batch = reference.unlabelled if found.shifts_labels is None else reference.batch
 
     def run(group: Any) -> dict[str, torch.Tensor]:
@@ -184,9 +185,9 @@ def compare(
             if not _is_close(errors, model):
                 raise UnsupportedError(
                     f"{type(model).__name__}: {name} of a small batch differ by {errors.max():.1e} on "
-                    f"rank {rank} of {world_size} from one process: something besides attention joins tokens, such as "
-                    "a convolution, a recurrence, a scale to quantise by or positions it counts itself; verify=False "
-                    "leaves out this check"
+                    f"rank {rank} of {world_size} from one process: something besides attention mixes tokens, such as "
+                    "a convolution, a recurrence, a quantisation scale or positions that it counts itself; "
+                    "verify=False skips this check"
                 )
 
 
@@ -195,7 +196,7 @@ def _ranks(world_size: int) -> str:
 
 
 def _turns(reference: Reference, outputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """The small batch in three turns of a cache, of many tokens, of two, and of one."""
+    """Yield the small batch as three turns over a cache: many tokens, two, and one."""
     batch = reference.unlabelled
     if "decoder_input_ids" in batch:
         whole, name = batch["decoder_input_ids"], "decoder_input_ids"
@@ -227,14 +228,14 @@ def _num_labels(model: PreTrainedModel) -> int:
 
 
 def _errors(x: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest error of each token, in units of the largest number; of a loss a single one."""
+    """Return the largest error of each token relative to the largest number; a loss has a single error."""
     x, y = (part.float()[tokens] if part.ndim else part.float() for part in (x, y))
     errors = (x - y).abs() / y.abs().max()
     return errors.flatten(1).amax(1) if errors.ndim else errors
 
 
 def _is_close(errors: torch.Tensor, model: nn.Module) -> bool:
-    """Within the rounding of the weights' type. In half types a rounding may send a token to another expert."""
+    """Whether errors are within the rounding of the dtype. In half dtypes, rounding can change a token's expert."""
     dtypes = [x.dtype for x in model.parameters() if x.is_floating_point()]
     dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     is_exact = dtype in (torch.float64, torch.float32)

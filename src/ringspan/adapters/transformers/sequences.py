@@ -1,7 +1,7 @@
-"""Which arguments of a model with an encoder and a decoder belong to which of its two sequences?
+"""Which arguments of a model with an encoder and a decoder belong to which sequence?
 
-Apart, each is a batch as models with one sequence have it, and is split as theirs are. What an encoder has made already
-takes the place of its inputs.
+Each sequence becomes a batch of its own, as in models with one sequence, and is sharded like theirs. Encoder states
+from the caller replace the encoder's inputs.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Apart(NamedTuple):
 
 
 def apart(model: PreTrainedModel, given: Mapping[str, Any]) -> Apart:
-    """What belongs to which; the decoder's tokens are made from labels, if there are no others."""
+    """Separate the two batches; without decoder_input_ids the decoder's tokens are made from labels."""
     encoder = {name: given[name] for name in _OF_EACH if name in given}
     decoder = {name: given[_PREFIX + name] for name in _OF_EACH if _PREFIX + name in given}
     if ENCODED in given:
@@ -43,12 +43,12 @@ def apart(model: PreTrainedModel, given: Mapping[str, Any]) -> Apart:
     rows = {len(x) for batch in (encoder, decoder) for x in batch.values()}
     if len(rows) > 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items() if isinstance(x, torch.Tensor))
-        raise ShapeError(f"{shapes}: the encoder and the decoder have as many rows; give a row of each for each")
+        raise ShapeError(f"{shapes}: the encoder and the decoder need the same number of rows")
     return Apart(encoder, decoder)
 
 
 def together(encoder: Mapping[str, Any], decoder: Mapping[str, Any], is_encoded: bool) -> dict[str, Any]:
-    """Parts of both, under the names the model knows them by."""
+    """Join the parts of both batches under the model's own names."""
     joined = {name: x for name, x in encoder.items() if name in _OF_EACH}
     if is_encoded:
         joined = {ENCODED: BaseModelOutput(last_hidden_state=joined["inputs_embeds"])}
@@ -56,10 +56,10 @@ def together(encoder: Mapping[str, Any], decoder: Mapping[str, Any], is_encoded:
 
 
 def encoded_by_caller(given: Mapping[str, Any]) -> Any:
-    """What an encoder made, (batch, seq, dim); None if it is still to run."""
+    """Return encoder states from the caller, (batch, seq, dim); None if the encoder must run."""
     if ENCODED not in given:
         return None
     hidden = given[ENCODED][0]
     if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
-        raise UnsupportedError(f"{ENCODED}: its first element is no tensor (batch, seq, dim)")
+        raise UnsupportedError(f"{ENCODED}: its first element must be a tensor (batch, seq, dim)")
     return hidden

@@ -1,8 +1,8 @@
 """What is this rank's part of a whole batch, and what does its attention see?
 
-Sequences are split along their tokens; rows of the batch stay together. That of an encoder and that of its decoder are
-split each on its own. Padding and packed documents become part of
-the mask, which every rank knows, since every rank is given the whole batch. Labels are shifted before they are split.
+Sequences are sharded along their tokens; every rank has all rows. The sequences of an encoder and of its decoder are
+sharded separately. Padding and packed documents become part of the mask, which every rank knows because it gets the
+whole batch. Labels are shifted before they are sharded.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,11 +31,17 @@ from ringspan.span import Span
 from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, next_token_labels
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}
-BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels")  # what has a row for each token
+BY_TOKEN = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "token_type_ids",
+    "labels",
+)  # inputs with a row for each token
 
 
 class Options(NamedTuple):
-    """How a model runs on ranks."""
+    """The options of `parallelize` for one model."""
 
     group: Any
     layout: str
@@ -44,29 +50,26 @@ class Options(NamedTuple):
 
     @property
     def session(self) -> Session:
-        """Of the group."""
         return session_of(self.group)
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.session.transport.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
         return self.session.transport.world_size
 
     def refuse(self, error: Exception) -> None:
-        """Tell the other ranks, which are about to begin a call, that this one will not."""
+        """Tell the other ranks, which are about to begin a call, that this rank refuses it."""
         self.session.call().tell(error)
 
     def layout_of(self, seq_len: int) -> Layout:
-        """Who holds which token; a sequence with fewer tokens than ranks is held by all of them."""
+        """Return the layout; a sequence with fewer tokens than ranks is replicated on all ranks."""
         return _layout_of(self.layout, seq_len, self.world_size)
 
 
-@lru_cache(maxsize=64)  # a compiled model is compiled anew for another layout, be it equal
+@lru_cache(maxsize=64)  # torch.compile recompiles for another layout object, even an equal one
 def _layout_of(name: str, seq_len: int, world_size: int) -> Layout:
     if seq_len < world_size:
         return Layout(((),) * world_size, (Span(0, seq_len),))
@@ -82,13 +85,13 @@ class ShardRun:
     layout: Layout
     padding: Mask | None
     documents: Mask | None
-    said: dict[str, str]  # what the batch is, for the ranks to agree on
-    num_labels: int = 0  # that count, on all ranks
+    said: dict[str, str]  # the description of the batch on which the ranks agree
+    num_labels: int = 0  # labels that count, on all ranks
     masks: dict[tuple[Mask, bool], Mask] = field(default_factory=dict)
-    source: "ShardRun | None" = None  # the part of the encoder, if this is the decoder's
+    source: "ShardRun | None" = None  # the encoder's run, if this is the decoder's
 
     def attend(self, asked: Asked) -> torch.Tensor:
-        """Attention with the tokens of all ranks."""
+        """Attend to the tokens of all ranks."""
         layer = layer_of(self.layers, asked)
         if layer.side == "encoder" and self.source is not None:
             return self.source.attend(asked)
@@ -115,20 +118,19 @@ class ShardRun:
         return out
 
     def fail(self, error: Exception) -> None:
-        """Tell the others, which wait for this rank's next call."""
+        """Tell the other ranks, which wait for this rank's next call."""
         self.options.refuse(error)
 
     def make_mask(self, options: Mapping[str, Any]) -> None:
-        """None: the mask is ours to make."""
+        """Return None, because `attend` makes the mask."""
         del options
 
     def positions(self, side: Side) -> torch.Tensor:
-        """Of this rank's tokens."""
         run = self.source if side == "encoder" and self.source is not None else self
         return torch.from_numpy(run.layout.positions(self.options.rank))
 
     def seen_by(self, layer: Layer) -> Crossing:
-        """What a layer sees of this batch."""
+        """Return the mask and layouts of a layer on this batch."""
         if layer.side == "cross":
             assert self.source is not None
             return self.source.seen_from(self.layout)
@@ -141,22 +143,21 @@ class ShardRun:
         return Crossing(self.masks[key], self.layout, self.layout)
 
     def seen_from(self, layout: Layout) -> Crossing:
-        """What a decoder, laid out so, sees of this encoder's batch."""
+        """Return the mask and layouts of a decoder's cross-attention to this encoder's batch."""
         return Crossing(full() if self.padding is None else self.padding, layout, self.layout)
 
 
 def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
-    """The layer a module was found to be."""
     if asked.module not in layers:
         raise UnsupportedError(
             f"{type(asked.module).__name__}: parallelize did not see this layer attend; restore the model and "
-            "parallelize it anew"
+            "parallelize it again"
         )
     return layers[asked.module]
 
 
 class Part(NamedTuple):
-    """This rank's part of a batch, and the run it belongs to."""
+    """This rank's part of a batch, and its run."""
 
     inputs: dict[str, torch.Tensor]
     run: ShardRun
@@ -172,7 +173,7 @@ def shard_inputs(
     pads_alike: bool = False,
     is_known: bool = False,
 ) -> Part:
-    """Split a whole batch that every rank holds; one that is known has been compared before, but for its padding."""
+    """Cut a rank's part out of a batch that every rank holds; of a known batch only the padding is compared again."""
     size, seq_len = check_batch(batch)
     layout, rank = options.layout_of(seq_len), options.rank
     whole = {name: batch[name] for name in BY_TOKEN if name in batch}
@@ -183,7 +184,7 @@ def shard_inputs(
     elif "position_ids" not in whole:
         device = next(iter(whole.values())).device
         whole["position_ids"] = torch.arange(seq_len, device=device).expand(size, -1)
-    elif "attention_mask" not in batch:  # as in transformers: one or the other
+    elif "attention_mask" not in batch:  # as in transformers, an attention_mask overrides packed documents
         documents = documents_mask(batch["position_ids"].expand(size, -1).cpu().numpy())
     num_labels = 0
     if "labels" in whole:
@@ -201,7 +202,7 @@ def shard_inputs(
 
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """(batch, seq) of whole tensors that fit each other."""
+    """Check that whole tensors fit each other, and return (batch, seq)."""
     for name, x in batch.items():
         if not isinstance(x, torch.Tensor):
             raise ShapeError(f"{name} is a {type(x).__name__}: give tensors, (batch, seq)")
@@ -216,52 +217,51 @@ def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         rows = (1, size) if name == "position_ids" else (size,)
         if name != "attention_mask" and (tensor.ndim < 2 or tensor.shape[0] not in rows or tensor.shape[1] != seq_len):
             raise ShapeError(
-                f"{name}.shape={tuple(tensor.shape)}: {given[0]} has {size} rows of {seq_len} tokens, and all else in "
-                "the batch as many"
+                f"{name}.shape={tuple(tensor.shape)}: {given[0]} has {size} rows of {seq_len} tokens, and every "
+                "tensor of the batch must match"
             )
     if "position_ids" in batch and batch["position_ids"].ndim != 2:
         raise UnsupportedError(
-            f"position_ids.shape={tuple(batch['position_ids'].shape)}: one position for each token, (batch, seq)"
+            f"position_ids.shape={tuple(batch['position_ids'].shape)}: expected one position per token, (batch, seq)"
         )
     return size, seq_len
 
 
 def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> Tokens | None:
-    """Which columns are tokens, by the 2-D attention mask."""
+    """Return which columns are tokens, by the 2-D attention mask."""
     if attention_mask is None:
         return None
     if tuple(attention_mask.shape) != (size, seq_len):
         raise UnsupportedError(
-            f"attention_mask.shape={tuple(attention_mask.shape)}: it says what is padding, ({size}, {seq_len}); "
-            "leave out others, or use rs.attention with a mask of your own"
+            f"attention_mask.shape={tuple(attention_mask.shape)}: expected a padding mask ({size}, {seq_len}); "
+            "leave out other masks, or use rs.attention with your own"
         )
     is_token = attention_mask == 1
     if not (is_token | (attention_mask == 0)).all():
-        raise UnsupportedError("attention_mask has other values than 0 and 1; mark documents by position_ids instead")
-    tokens: Tokens = is_token.cpu().numpy()  # of a type that NumPy has, whatever the mask's is
+        raise UnsupportedError("attention_mask has values other than 0 and 1; mark documents by position_ids instead")
+    tokens: Tokens = is_token.cpu().numpy()  # bool, because NumPy lacks some dtypes of masks
     return tokens
 
 
 def _check_labels(labels: torch.Tensor, tokens: Tokens, are_shifted: bool) -> None:
-    """Refuse a label that counts beside padding, if the model's own attention makes other outputs of padding."""
+    """Refuse a label at a padding position if the model's own attention computes padding differently."""
     beside = np.argwhere((labels.cpu().numpy() != IGNORE_INDEX) & ~tokens)
     if len(beside):
         row, column = beside[0].tolist()
         raise UnsupportedError(
             f"labels[{row}, {column + are_shifted}] is for the logits of padding, attention_mask[{row}, {column}]=0: "
-            "the model's own attention makes something else of it; set it to -100 (behind padding also the label of a "
-            'row\'s first token), or load the model with attn_implementation="sdpa"'
+            "the model's own attention computes padding differently; set the label to -100 (after padding also the "
+            'label of a row\'s first token), or load the model with attn_implementation="sdpa"'
         )
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
-    """The mean over the labels of all ranks, as transformers computes it on one."""
+    """Return the mean loss over the labels of all ranks, as transformers computes it on one rank."""
     losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
     return cross_rank_mean_loss(losses.view(labels.shape), labels, group)
 
 
 def check_options(layout: str, algorithm: str) -> None:
-    """Refuse names of no layout and no algorithm."""
     known = ("auto", *ALGORITHMS)
     if algorithm not in known:
         meant = str(algorithm).replace("-", "_")

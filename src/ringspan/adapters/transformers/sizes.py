@@ -1,8 +1,8 @@
 """Does a model stay equal beyond every number of tokens that its config names?
 
-A window, a compression rate or a temperature floor of 8192 tokens does not show in a batch of twelve. So the model is
-built once more from a config in which these numbers are 8, with the same weights, and compared on tokens that cross
-them several times. A model that does not run so is compared at its real sizes if they are small, and refused otherwise.
+A window, a compression rate or a temperature floor of 8192 tokens has no effect on twelve tokens. So the model is built
+again from a config in which these numbers are 8, with the same weights, and compared on tokens that cross them several
+times. A model that does not run with small numbers is compared at its real sizes up to a limit, and refused beyond it.
 """
 
 import copy
@@ -21,11 +21,11 @@ from ringspan.adapters.transformers.wiring import Wiring
 from ringspan.errors import UnsupportedError
 
 _SHRUNK = 8
-_COLUMNS = 41  # five times a shrunk size; no rank's part is a multiple of it
-_MOST_COLUMNS = 1024  # that are run at real sizes
+_COLUMNS = 41  # crosses a shrunk size five times; no rank's part is a multiple of the size
+_MOST_COLUMNS = 1024  # limit of a comparison at real sizes
 _WORLD_SIZE = 3  # two boundaries between ranks, in a contiguous layout too
-# Names of integers that count tokens or positions. The longest sequence (max_position_embeddings, n_positions) is left
-# out: RoPE that depends on it is refused, and a learned table ends there.
+# Names of integers that count tokens or positions. The longest sequence (max_position_embeddings, n_positions) is not
+# among them: RoPE that depends on it is refused, and a learned table ends there.
 _SIZE = re.compile(
     "window|chunk|compress|block_size|floor|stride|context|local_attention|radius|topk_blocks|index_topk|distance"
     "|original_max_position|_span|_len$|_length$|_tokens$"
@@ -36,13 +36,13 @@ _NO_SIZE = re.compile("layers|pattern|theta|_id$|_ids$|feed_forward|dropout|^(ma
 class Size(NamedTuple):
     """An integer of a config that counts tokens."""
 
-    owner: Any  # the config, dict or list that has it
+    owner: Any  # the config, dict or list that contains it
     key: Any
     name: str
     value: int
 
     def shrink(self) -> None:
-        """Set it to a number that a small batch crosses."""
+        """Set the size to a number that a small batch crosses."""
         if isinstance(self.owner, PreTrainedConfig):
             setattr(self.owner, self.key, _SHRUNK)
         else:
@@ -50,7 +50,7 @@ class Size(NamedTuple):
 
 
 def find_sizes(config: PreTrainedConfig) -> list[Size]:
-    """The sizes that a small batch does not cross, of a config and those within it."""
+    """Return the sizes of a config and of nested configs that a small batch does not cross."""
     return [size for size in _integers(config, "") if size.value > _SHRUNK and _is_size(size.name)]
 
 
@@ -72,7 +72,7 @@ def _integers(owner: Any, prefix: str) -> Iterator[Size]:
 def check_sizes(model: PreTrainedModel, options: Options) -> None:
     """Refuse a model that differs on ranks beyond one of its sizes, or cannot be run beyond them.
 
-    The model attends by its own implementation, and may be left with another.
+    The model must use its own attention implementation; this function may change it.
     """
     sizes = find_sizes(model.config)
     if not sizes:
@@ -87,7 +87,7 @@ def check_sizes(model: PreTrainedModel, options: Options) -> None:
         if columns > _MOST_COLUMNS:
             raise UnsupportedError(
                 f"{name}: config has {told}, and a copy with {_SHRUNK} in their place, which a few tokens would cross, "
-                f"fails: {type(error).__name__}: {error}; verify=False leaves out this check"
+                f"fails: {type(error).__name__}: {error}; verify=False skips this check"
             ) from error
         subject, reference = model, make_reference(model, columns)
     try:
@@ -104,10 +104,7 @@ def _compare(model: PreTrainedModel, options: Options, reference: Reference) -> 
 
 
 def _shrunk_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model of a config with small sizes. It shares the weights, so it takes no memory.
-
-    Weights that have another shape in it are random.
-    """
+    """Build the model from a config with small sizes. It shares the weights; weights with another shape are random."""
     config = copy.deepcopy(model.config)
     for size in find_sizes(config):
         size.shrink()

@@ -1,9 +1,8 @@
-"""How does a model run on whole prompts and single tokens, over a cache that lies on all ranks?
+"""How does a model run on whole prompts and single tokens, over a cache that is spread over all ranks?
 
-The tokens of all rows stand one behind the other, without padding, and every rank computes some of them; where there
-are too few to share out, as in decode, every rank computes all of them. So it is with a decoder that has an encoder:
-tokens one behind the other could not attend each to its own row of the encoder's. Only the rows whose logits are asked
-for go through the model's head.
+The tokens of all rows are concatenated without padding, and every rank computes some of them. If there are too few to
+share, as in decode, every rank computes all of them. So does a decoder with an encoder, because concatenated tokens
+could not attend to their own row of the encoder. Only rows whose logits are requested go through the model's head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +34,14 @@ _TURNS = ("auto", *RINGS)
 
 @dataclass(slots=True)
 class TurnRun:
-    """A forward over new tokens of a conversation."""
+    """A forward over the new tokens of a cache."""
 
     options: Options
     layers: Mapping[nn.Module, Layer]
     conversation: Conversation
     turn: Turn
     columns: Tokens  # (batch, new columns): which are tokens
-    is_decode: bool  # one token of each row, as (batch, 1)
+    is_decode: bool  # one token per row, (batch, 1)
     dtype: torch.dtype
     places: torch.Tensor  # positions of this rank's tokens
     source: ShardRun | None  # the encoder's part
@@ -50,7 +49,7 @@ class TurnRun:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, asked: Asked) -> torch.Tensor:
-        """Store keys and values, and attend to all that is cached."""
+        """Store keys and values, and attend to everything cached."""
         layer = layer_of(self.layers, asked)
         if layer.side == "encoder":
             assert self.source is not None
@@ -71,12 +70,12 @@ class TurnRun:
         assert isinstance(result, Attention)
         if options.sinks is None:
             return result.out
-        # A sink joins the softmax after everything is merged.
+        # A sink joins the softmax after all parts are merged.
         share = torch.sigmoid(result.lse - options.sinks.to(result.lse.dtype)[:, None])
         return (result.out * share.unsqueeze(-1)).to(self.dtype)
 
     def _cross(self, asked: Asked, scale: float | None) -> torch.Tensor:
-        """Attend to what is kept of the encoder."""
+        """Attend to the cached keys and values of the encoder."""
         assert self.source is not None
         tokens = torch.from_numpy(self.columns).to(asked.q.device)
         q = asked.q if self.is_decode else _rows_apart(asked.q, tokens)
@@ -88,25 +87,24 @@ class TurnRun:
         return out if self.is_decode else out.transpose(1, 2)[tokens].transpose(0, 1)[None]
 
     def positions(self, side: Side) -> torch.Tensor:
-        """Of this rank's tokens."""
         if side == "encoder":
             assert self.source is not None
             return self.source.positions(side)
         return self.places
 
     def make_mask(self, options: Mapping[str, Any]) -> None:
-        """None: the mask is ours to make."""
+        """Return None, because `attend` makes the mask."""
         del options
 
     def fail(self, error: Exception) -> None:
-        """Tell the others: where they agree on the turn, or, if they are in the midst of it, by ending the group."""
+        """Tell the other ranks: when they agree on the turn, or, in the middle of the turn, by ending the group."""
         if not self.turn.is_open:
-            return  # who ended it has told them
+            return  # the rank that ended it has told them
         self.options.session.call(is_agreed=self.turn.is_agreed).tell(error)
         self.turn.abort()
 
     def end(self, is_done: bool) -> None:
-        """Count the new tokens in, or forget them: also those that did not go through every layer, which it refuses."""
+        """Commit the new tokens, or drop them; tokens that skipped a layer are dropped and refused."""
         self.conversation.run = None
         if not is_done:
             self._forget()
@@ -128,7 +126,7 @@ class TurnRun:
 
 
 def _rows_apart(q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, columns, dim) from tokens that stand one behind the other, (1, heads, tokens, dim)."""
+    """Reshape concatenated tokens (1, heads, tokens, dim) to rows (batch, heads, columns, dim)."""
     apart = q.new_zeros(*tokens.shape, q.shape[1], q.shape[3])
     apart[tokens] = q[0].transpose(0, 1)
     return apart.transpose(1, 2)
@@ -139,21 +137,20 @@ def _all_have(world_size: int, num_tokens: int) -> Layout:
 
 
 def cached_layers(layers: Mapping[nn.Module, Layer], indices: Mapping[nn.Module, int]) -> tuple[Layer, ...]:
-    """The layers in the order of a cache's; refused if one KVCache cannot hold them all."""
+    """Return the layers in the order of a cache; refuse layers that one KVCache cannot hold."""
     layers = {module: layer for module, layer in layers.items() if layer.side == "own"}
     if indices.keys() != layers.keys() or sorted(indices.values()) != [*range(len(indices))]:
-        raise UnsupportedError("not every attention layer has a layer of the cache to itself")
+        raise UnsupportedError("every attention layer needs its own layer of the cache")
     ordered = tuple(sorted(layers.values(), key=lambda layer: {layers[m]: i for m, i in indices.items()}[layer]))
     if len({(layer.heads, layer.head_dim, layer.v_head_dim, layer.dtype) for layer in ordered}) > 1:
-        raise UnsupportedError("the attention layers differ in heads or dims, and a cache has one shape")
+        raise UnsupportedError("the attention layers differ in heads or dims, but a cache has one shape")
     for layer in ordered:
         if layer.mask.allowed([8], [9]).any():
-            raise UnsupportedError(f"{layer.name}: it sees tokens that come later, so nothing can be cached")
+            raise UnsupportedError(f"{layer.name}: it sees later tokens, so it cannot use a cache")
     return ordered
 
 
 def make_kv(ordered: tuple[Layer, ...], options: Options, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """An empty cache for these layers."""
     first = ordered[0]
     return KVCache(
         num_layers=len(ordered),
@@ -172,7 +169,7 @@ def make_kv(ordered: tuple[Layer, ...], options: Options, dtype: torch.dtype, de
 def check_columns(
     attention_mask: torch.Tensor | None, conversation: Conversation, size: int, seq_len: int, has_window: bool
 ) -> Tokens:
-    """(batch, seq): which of the new columns are tokens."""
+    """Return which of the new columns are tokens, (batch, seq)."""
     past = conversation.columns
     if len(past) not in (0, size):
         raise CacheError(f"a batch of {size} rows: the cache has {len(past)}; give a cache to each batch")
@@ -184,7 +181,7 @@ def check_columns(
             )
         return np.ones((size, seq_len), np.bool_)
     if past.size and not np.array_equal(whole[:, : past.shape[1]], past):
-        raise CacheError("attention_mask does not say of the cached columns what it said when they were new")
+        raise CacheError("attention_mask changes the padding of cached columns; keep it as it was when they were new")
     if has_window:
         for row, tokens in enumerate(whole):
             found = np.flatnonzero(tokens)
@@ -196,13 +193,13 @@ def check_columns(
 
 
 class NewTokens(NamedTuple):
-    """New tokens of whole rows, found in order."""
+    """The checked new tokens of whole rows."""
 
     conversation: Conversation
     batch: dict[str, torch.Tensor]  # (batch, new columns, …) each
     columns: Tokens  # which of them are tokens
-    num_kept: int  # of the last columns, those whose outputs are asked for; 0 is all
-    source: Part | None  # of the encoder, if there is one
+    num_kept: int  # number of last columns whose outputs are requested; 0 is all
+    source: Part | None  # the encoder's part, if there is an encoder
 
 
 def check_new_tokens(
@@ -212,7 +209,6 @@ def check_new_tokens(
     num_kept: int,
     source: Part | None,
 ) -> NewTokens:
-    """Refuse what does not fit the cache."""
     size, seq_len = check_batch(batch)
     has_window = any(layer.mask != causal() for layer in layers.values() if layer.side == "own")
     if source is not None and conversation.num_encoded not in (0, source.run.layout.num_positions):
@@ -233,7 +229,7 @@ def check_new_tokens(
 
 
 def _check_kept(columns: Tokens, conversation: Conversation, num_kept: int) -> None:
-    """Refuse padding behind a row's tokens if the last columns are asked for; before them nobody uses what is said."""
+    """Refuse padding after a row's tokens if the outputs of the last columns are requested."""
     if not num_kept:
         return
     has_begun = conversation.columns.any(1, keepdims=True) if conversation.num_columns else False
@@ -241,14 +237,14 @@ def _check_kept(columns: Tokens, conversation: Conversation, num_kept: int) -> N
     found = np.argwhere(is_behind[:, -num_kept:])
     if len(found):
         raise UnsupportedError(
-            f"attention_mask[{found[0, 0]}] has padding behind its tokens, where the next token would be chosen: what "
-            'padding says is not computed; put padding before the tokens (padding_side="left"), or leave out '
+            f"attention_mask[{found[0, 0]}] has padding after its tokens, and the next token would be chosen there: "
+            'logits of padding are not computed; put padding before the tokens (padding_side="left"), or leave out '
             "logits_to_keep"
         )
 
 
 class Begun(NamedTuple):
-    """This rank's new tokens, the run, and how its outputs become whole."""
+    """This rank's new tokens, the run, and how to gather its outputs."""
 
     inputs: dict[str, torch.Tensor]
     run: TurnRun
@@ -256,13 +252,13 @@ class Begun(NamedTuple):
 
 
 def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Layer]) -> Begun:
-    """Share out new tokens to the ranks."""
+    """Deal the new tokens to the ranks and begin a turn."""
     conversation, batch, columns, num_kept, source = new
     conversation.forget_run()
     lengths = {row: int(count) for row, count in enumerate(columns.sum(1)) if count}
     size, seq_len = columns.shape
     past = conversation.columns.sum(1) if conversation.num_columns else np.zeros(size, np.int64)
-    starts = {row: int(past[row]) for row in lengths}  # refused if the cache has others
+    starts = {row: int(past[row]) for row in lengths}  # the cache refuses a turn that begins elsewhere
     turn = _share_out(conversation.kv, lengths, starts, options, is_shared=seq_len > 1 and source is None)
     is_decode = seq_len == 1 and len(lengths) == size
     device = batch["position_ids"].device
@@ -296,21 +292,21 @@ def _share_out(
         turn = kv.begin(lengths, starts=starts, algorithm=algorithm)
         if all(turn.layout.shard_len(rank) for rank in range(options.world_size)):
             return turn
-        turn.abort()  # a model is not run on no tokens
+        turn.abort()  # a model cannot run on zero tokens
     return kv.begin(lengths, starts=starts, query="replicated")
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which tokens' outputs are asked for, and where they are."""
+    """The tokens whose outputs are requested, and their places."""
 
     by_rank: tuple[npt.NDArray[np.int64], ...]  # local rows that are kept
-    layout: Layout  # of the kept tokens, counted through
+    layout: Layout  # of the kept tokens, numbered consecutively
     places: Tokens  # (batch, kept columns): which of them are tokens
 
     @classmethod
     def of(cls, is_kept: npt.NDArray[np.bool_], places: Tokens, layout: Layout) -> "Keep":
-        """From one flag for each token, counted through the rows."""
+        """Make it from one flag per token, numbered through the rows."""
         ranks = range(layout.world_size)
         by_rank = tuple(np.flatnonzero(is_kept[layout.positions(rank)]) for rank in ranks)
         if layout.replicated:
@@ -322,7 +318,7 @@ class Keep:
         return cls(by_rank, layout_of_positions(kept), places)
 
     def whole(self, part: torch.Tensor, group: Any) -> torch.Tensor:
-        """(batch, kept columns, dim) on every rank, 0 for padding, from (1, kept rows of this rank, dim)."""
+        """Gather (1, kept rows of this rank, dim) to (batch, kept columns, dim) on every rank, 0 for padding."""
         rows = part if self.layout.replicated else gather(part, self.layout, group, dim=1)
         places = torch.from_numpy(self.places).to(part.device)
         whole = part.new_zeros(*places.shape, part.shape[-1])
@@ -331,5 +327,5 @@ class Keep:
 
 
 def layout_of_positions(by_rank: Sequence[npt.NDArray[np.int64]]) -> Layout:
-    """Each rank holds these positions."""
+    """Make the layout in which each rank holds the given positions."""
     return Layout(tuple(tuple(Span(n, n + 1) for n in mine.tolist()) for mine in by_rank))

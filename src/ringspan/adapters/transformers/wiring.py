@@ -1,9 +1,9 @@
-"""How does a model's attention find out which forward it is part of?
+"""How does a model's attention find the forward that it belongs to?
 
-transformers looks attention up by name. Every parallelized model has a name of its own, so that two of them, or one
-that was restored, never meet. Behind the name stands a function that passes what a layer asks for to the run under way:
-that of a shard, that of a turn of a cache, or the recorder of a dry call. A run is handed to the layers as a keyword
-argument, as far as the model passes those on, since activation checkpoints call layers again later, from any thread.
+transformers looks attention up by name. Every parallelized model has its own name, so that two models, or a restored
+one, never interfere. The registered function passes each call to the current run: that of a shard, that of a turn of a
+cache, or the recorder of a dry call. The run travels to the layers as a keyword argument if the model passes those on,
+because activation checkpoints call layers again later, from any thread.
 """
 
 import inspect
@@ -24,13 +24,13 @@ from ringspan.errors import UnsupportedError
 RUN = "ringspan"  # the keyword argument
 _OUTSIDE = (
     "outside of its forward: call the model itself, not a part of it; a model that shares the config of a parallelized "
-    "one needs a copy of it"
+    "one needs its own copy of the config"
 )
 _NAMES = (f"ringspan-{number}" for number in itertools.count(1))
 
 
 class Asked(NamedTuple):
-    """What a layer asks of attention: q, k and v are (batch, heads, seq, dim)."""
+    """One call of attention by a layer: q, k and v are (batch, heads, seq, dim)."""
 
     module: nn.Module
     q: torch.Tensor
@@ -41,16 +41,14 @@ class Asked(NamedTuple):
 
 
 class Run(Protocol):
-    """A forward under way."""
-
     def attend(self, asked: Asked) -> torch.Tensor:
-        """Out, (batch, heads, seq, v_head_dim)."""
+        """Compute out, (batch, heads, seq, v_head_dim)."""
 
     def make_mask(self, options: Mapping[str, Any]) -> torch.Tensor | None:
-        """What the model gets for a mask it asks for."""
+        """Return the mask that the model requests."""
 
     def positions(self, side: Any) -> torch.Tensor | None:
-        """Of the tokens a module counts, alike in all rows; None leaves it to count them."""
+        """Return the positions for a module that counts them, equal in all rows; None lets the module count."""
 
 
 class Wiring:
@@ -59,14 +57,14 @@ class Wiring:
     def __init__(self) -> None:
         self.name = next(_NAMES)
         self._here = threading.local()
-        # The registries keep what they are given, so they are given no way to the model.
+        # The registries keep their entries for ever, so the entries hold only weak references to the model.
         itself = weakref.ref(self)
         AttentionInterface.register(self.name, partial(_attend, itself))
         AttentionMaskInterface.register(self.name, partial(_make_mask, itself))
 
     @property
     def run(self) -> Run | None:
-        """The forward under way in this thread."""
+        """The forward in progress in this thread."""
         return getattr(self._here, "run", None)
 
     @run.setter
@@ -75,7 +73,7 @@ class Wiring:
 
 
 def tell_positions(wiring: Wiring, counters: Mapping[nn.Module, Any]) -> list[RemovableHandle]:
-    """Hooks that give positions to modules which count them otherwise; each is of one side of the model."""
+    """Add hooks that pass positions to modules that would count them; each module belongs to one side of the model."""
     return [
         module.register_forward_pre_hook(_tell(wiring, side), with_kwargs=True) for module, side in counters.items()
     ]
@@ -95,7 +93,7 @@ def _tell(wiring: Wiring, side: Any) -> Callable[..., Any]:
 
 
 def is_wired(attention: str | None) -> bool:
-    """Is this the name of a parallelized model's attention?"""
+    """Whether this is the name of a parallelized model's attention."""
     return (attention or "").startswith("ringspan-")
 
 
@@ -108,7 +106,7 @@ def _attend(
     attention_mask: object = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention, as transformers calls it; out is (batch, seq, heads, dim)."""
+    """Attend as transformers calls it; out is (batch, seq, heads, dim)."""
     run = options.pop(RUN, None) or _run_of(wiring)
     if run is None:
         raise UnsupportedError(
@@ -123,7 +121,7 @@ def _make_mask(wiring: "weakref.ref[Wiring]", **options: Any) -> torch.Tensor | 
     run = _run_of(wiring)
     if run is None:
         raise UnsupportedError(
-            f"a mask of a parallelized model {_OUTSIDE}; for a static cache they are made ahead: leave out "
+            f"a mask of a parallelized model {_OUTSIDE}; a static cache makes masks ahead: leave out "
             "cache_implementation"
         )
     return run.make_mask(options)

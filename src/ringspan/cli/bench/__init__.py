@@ -1,6 +1,6 @@
-"""`ringspan bench`."""
+"""`ringspan bench`: one file per subcommand."""
 
-from ringspan.cli.bench.command import bench
+from ringspan.cli.bench.group import bench
 
 __all__ = [
     "bench",

@@ -1,57 +1,79 @@
-"""`ringspan bench --prefill` and `--decode`: what a cache takes, timed and checked."""
+"""`ringspan bench prefill` and `ringspan bench decode`: attention against a KV cache, timed and checked."""
 
 import dataclasses
-import json
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from ringspan import __version__
 from ringspan.bench.inference_result import InferenceResult
-from ringspan.bench.settings import InferenceSettings
-from ringspan.cli.values import check_writable
+from ringspan.bench.settings import InferenceSettings, Job
+from ringspan.cli.bench.options import Place, Runs, Sizes, json_option, rank_options, run_options, size_options
+from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
+from ringspan.cli.console import new_console
+from ringspan.cli.errors import Command
+from ringspan.cli.files import OutputFile, write_text
 
-_OPTIONS = {
-    "ranks", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "kernel", "carrier", "repeats", "seed",
-    "timeout_s", "prefill", "decode", "plot", "as_json",
-}  # fmt: skip
+PREFILL_EXAMPLE = """\b
+Example:
+  ringspan bench prefill --tokens 8K --heads 8 --kv-heads 2 --plot prefill.svg
+"""
+DECODE_EXAMPLE = """\b
+Example:
+  ringspan bench decode --tokens 64K --heads 8 --kv-heads 2 --batch 8
+"""
 
-
-def refuse_others(ctx: click.Context, allowed: Collection[str], rule: str) -> None:
-    """Refuse options on the command line that this way of measuring has no use for."""
-    for param in ctx.command.params:
-        name = param.name or ""
-        if name not in allowed and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{param.opts[0]} {rule}")
-
-
-def inference_settings(
-    ctx: click.Context, prefill: bool, decode: bool, plot: Path | None, *sizes: Any
-) -> InferenceSettings:
-    """What to measure; options of other measurements are refused."""
-    if prefill and decode:
-        raise click.UsageError("--prefill and --decode are two measurements; give one of them")
-    if not (prefill or decode):
-        raise click.UsageError(f"--plot {plot}: it goes with --prefill or --decode")
-    phase: Literal["prefill", "decode"] = "prefill" if prefill else "decode"
-    allowed = _OPTIONS - ({"batch"} if phase == "prefill" else set())
-    refuse_others(ctx, allowed, f"has no meaning for --{phase}; leave it out")
-    check_writable(ctx, "--plot", plot)
-    return InferenceSettings(phase, *sizes)
+plot_option = click.option("--plot", type=OutputFile(".svg"), help="Write a diagram, an SVG file.")
 
 
-def show_inference(result: InferenceResult, plot: Path | None, as_json: bool, console: Any) -> bool:
-    """Print, and draw if asked for; whether everything was right."""
+@click.command(cls=Command, epilog=PREFILL_EXAMPLE, context_settings={"show_default": True})
+@rank_options
+@size_options(tokens="16384", batch=None, heads=1, about_tokens="New and cached tokens together")
+@run_options(repeats=5)
+@plot_option
+@json_option
+@click.pass_context
+def prefill(ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, plot: Path | None, as_json: bool) -> None:
+    """Time the first token, by the share that is cached.
+
+    Compares pass-KV, pass-Q and the automatic choice at miss rates from 1 to 100 %, for one layer.
+    """
+    _measure(ctx, InferenceSettings("prefill", **sizes._asdict(), **runs._asdict()), place, plot, as_json)
+
+
+@click.command(cls=Command, epilog=DECODE_EXAMPLE, context_settings={"show_default": True})
+@rank_options
+@size_options(tokens="16384", batch=4, heads=1, about_tokens="Longest context")
+@run_options(repeats=5)
+@plot_option
+@json_option
+@click.pass_context
+def decode(ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, plot: Path | None, as_json: bool) -> None:
+    """Time one new token, by context length.
+
+    Measures batches of 1 and of --batch sequences, for one layer: whole steps, and their parts alone.
+    """
+    _measure(ctx, InferenceSettings("decode", **sizes._asdict(), **runs._asdict()), place, plot, as_json)
+
+
+def _measure(ctx: click.Context, settings: InferenceSettings, place: Place, plot: Path | None, as_json: bool) -> None:
+    with show_progress() as progress:
+        job = Job("inference", place.carrier, place.world_size, place.timeout_s, inference=settings)
+        result: InferenceResult | None = run_on_ranks(job, place.launched, progress)
+    if result is None:
+        return  # not rank 0
+    show_inference(result, plot, as_json, new_console())
+    if not result.is_verified:
+        ctx.exit(1)
+
+
+def show_inference(result: InferenceResult, plot: Path | None, as_json: bool, console: Any) -> None:
+    """Print the result, and draw it if asked for."""
     from ringspan.cli.bench.inference_text import plot_inference, print_inference
 
     if plot is not None:
-        plot.write_text(plot_inference(result), encoding="utf-8")
+        write_text(plot, plot_inference(result))
     if as_json:
-        report = {"version": __version__, "is_verified": result.is_verified} | dataclasses.asdict(result)
-        click.echo(json.dumps(report, indent=2, allow_nan=False))
+        print_json({"is_verified": result.is_verified} | dataclasses.asdict(result))
     else:
         print_inference(result, console)
-    return result.is_verified

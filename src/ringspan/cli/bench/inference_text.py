@@ -1,4 +1,4 @@
-"""What a cache takes, on the terminal and as a diagram: time to first token, or time per token."""
+"""How are the times of a cache printed and drawn: time to first token, or time per token?"""
 
 from rich.console import Console
 from rich.text import Text
@@ -6,8 +6,10 @@ from rich.text import Text
 from ringspan.algorithms import find_algorithm
 from ringspan.algorithms.choose import RINGS
 from ringspan.bench.inference_result import PARTS, WAYS, InferenceResult
-from ringspan.cli.page import Page, format_count, format_percent, new_table
+from ringspan.cli.formats import format_count, format_percent
+from ringspan.cli.page import Page
 from ringspan.cli.svg import Chart, Line, draw_charts
+from ringspan.cli.tables import new_table
 
 NAMES = {
     **{name: find_algorithm(name).label for name in RINGS},
@@ -20,7 +22,7 @@ NAMES = {
 
 
 def print_inference(result: InferenceResult, console: Console) -> None:
-    """Print everything."""
+    """Print the whole report."""
     page = Page(console)
     s = result.settings
     title = "Time to first token" if s.phase == "prefill" else "Time per token"

@@ -1,25 +1,41 @@
-"""What all of `ringspan bench` has in common: how many ranks, how they are run, and what is seen meanwhile."""
+"""How do the subcommands of `ringspan bench` run their ranks: how many, started by whom, shown how?"""
 
+import importlib.util
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from ringspan import __version__
 from ringspan.bench.launch import Launched, Progress, RanksFailed, RanksRefused, count_cores, count_gpus, run_job
 from ringspan.bench.settings import Carrier, Job
-from ringspan.errors import RingspanError, TransportError, UnsupportedError
+from ringspan.errors import RingspanError, TransportError
+
+
+def require_torch() -> None:
+    """Refuse to measure without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise click.UsageError(
+            "bench needs torch; install it, for example from a checkout with: pip install '.[torch]'"
+        )
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print the report and the version that made it."""
+    click.echo(json.dumps({"version": __version__} | report, indent=2, allow_nan=False))
 
 
 def default_carrier(launched: Launched | None) -> Carrier:
-    """What carries messages if nothing is said."""
+    """The transport to use where --transport is not given."""
     if launched is not None and launched.by == "mpirun":
         return "mpi"
     return "nccl" if count_gpus() else "gloo"
 
 
 def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) -> int:
-    """How many ranks there are or shall be; what cannot be started is refused."""
+    """The number of ranks; one that contradicts the launcher or the machine is refused."""
     if launched is not None:
         if ranks not in (None, launched.world_size):
             raise click.UsageError(f"--ranks {ranks}: {launched.by} has started {launched.world_size}; leave it out")
@@ -29,7 +45,7 @@ def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) 
         return launched.world_size
     if carrier == "mpi":
         raise click.UsageError(
-            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench"
+            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench ..."
         )
     if carrier != "nccl":
         return ranks or count_cores()
@@ -39,7 +55,7 @@ def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) 
 
 
 def run_on_ranks(job: Job, launched: Launched | None, progress: Callable[[Progress], None]) -> Any:
-    """Rank 0's value; None if this process is another rank."""
+    """The value of rank 0; None if this process is another rank."""
     try:
         if launched is None:
             return run_job(job, progress)
@@ -47,7 +63,7 @@ def run_on_ranks(job: Job, launched: Launched | None, progress: Callable[[Progre
 
         return run_here(job, launched, progress)
     except RanksRefused as error:
-        raise UnsupportedError(str(error)) from error
+        raise error.refusal from error
     except (RanksFailed, TransportError) as error:
         raise click.ClickException(str(error)) from error
     except RingspanError:
@@ -60,7 +76,7 @@ def run_on_ranks(job: Job, launched: Launched | None, progress: Callable[[Progre
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.cli.page import Page, format_percent, new_table
+from ringspan.cli.formats import format_percent
+from ringspan.cli.page import Page
+from ringspan.cli.tables import new_table
 from ringspan.planner.published import MEDIAN_LIMIT, SOURCE_LIMIT, WINNERS_LIMIT, CheckResult, Judged, SourceError
 
 HEADINGS = {

@@ -11,30 +11,16 @@ import click
 from click.core import ParameterSource
 
 from ringspan import __version__
-from ringspan.cli.bench.inference import refuse_others
 from ringspan.cli.console import new_console
-from ringspan.cli.values import OutputFile, check_writable, parse_tokens, parsed_by
-from ringspan.errors import RingspanError, ShapeError, UnsupportedError
+from ringspan.cli.errors import Command
+from ringspan.cli.files import OutputFile, write_json, write_text
+from ringspan.cli.page_command import command_line
+from ringspan.cli.values import parse_tokens, parsed_by
+from ringspan.errors import RingspanError
 
 if TYPE_CHECKING:
     from ringspan.planner.catalog import Model
     from ringspan.planner.plan import Plan, Request
-
-OPTIONS = {  # what the library's errors call them: what they are called here
-    "batch": "--batch",
-    "cached_tokens": "--cached",
-    "frames": "--frames",
-    "height": "--size, height",
-    "kernel": "--kernel",
-    "network": "--network",
-    "phase": "--phase",
-    "shards_weights": "--fsdp",
-    "tokens": "--tokens",
-    "tp": "--tp",
-    "weights": "--weights",
-    "width": "--size, width",
-    "wire": "--wire",
-}
 
 EXAMPLES = """\b
 Examples:
@@ -43,13 +29,13 @@ Examples:
   ringspan plan --model wan2.1-14b --frames 81 --size 720x1280 --devices 8xh100
   ringspan plan --model ./config.json --devices 2x8xa100 --tokens 128K --phase train --fsdp
   ringspan plan --model dense:layers=16,heads=32,head_dim=128,mlp=16384 --batch 128 --tokens 100000 --devices 16xh100
-  ringspan plan --model llama-3.1-8b --devices 2xmine.toml --tokens 16K    (mine.toml: ringspan bench --calibrate)
+  ringspan plan --model llama-3.1-8b --devices 2xmine.toml --tokens 16K    (mine.toml: ringspan bench calibrate)
   ringspan plan --check
 """
 
 
-class _PlanCommand(click.Command):
-    """Its help ends with the names of the catalogue, which is read for that alone."""
+class _PlanCommand(Command):
+    """Ends its help with the names of the catalogue, which is read only then."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The examples, then the names."""
@@ -65,7 +51,7 @@ class _PlanCommand(click.Command):
 
 
 def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
-    """Those with all figures that a plan needs."""
+    """The names whose entries have all figures that a plan needs."""
     usable = []
     for name in names:
         try:
@@ -101,7 +87,8 @@ def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
 @click.option("--fsdp", is_flag=True, help="In training: spread weights and optimizer over all ranks.")
 @click.option("--explain", is_flag=True, help="Show the formulas with the numbers put in.")
 @click.option("--trace", type=OutputFile(), help="Write the timeline, for ui.perfetto.dev.")
-@click.option("--plot", type=OutputFile(), help="Write time against length and devices, SVG.")
+@click.option("--plot", type=OutputFile(".svg"), help="Write time against length and devices, SVG.")
+@click.option("--html", type=OutputFile(".html"), help="Write the plan as an interactive page.")
 @click.option("--check", is_flag=True, help="Hold predictions against published measurements instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
@@ -112,20 +99,15 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     win. Times are ranges, as wide as published measurements lie apart from predictions. Needs neither GPU nor torch.
     """
     if check:
-        refuse_others(ctx, {"check", "as_json"}, "has no meaning for --check; leave it out")
+        _refuse_others(ctx)
         _run_check(ctx, as_json)
         return
     for name in ("model", "devices"):
         if options[name] is None:
             raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
-    for name in ("trace", "plot"):
-        check_writable(ctx, f"--{name}", options[name])
     from ringspan.planner.plan import build_plan
 
-    try:
-        request = _request(options)
-    except RingspanError as error:
-        raise type(error)(_in_options(str(error))) from error
+    request = _request(options)
     if request.phase != "train" and ctx.get_parameter_source("recompute") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
     from rich.console import Console
@@ -137,7 +119,11 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     if options["plot"] is not None:
         from ringspan.cli.plan.plot import plot_plan
 
-        options["plot"].write_text(plot_plan(answer), encoding="utf-8")
+        write_text(options["plot"], plot_plan(answer))
+    if options["html"] is not None:
+        from ringspan.page import build_plan_page
+
+        write_text(options["html"], build_plan_page(answer, command_line(ctx)))
     if as_json:
         from ringspan.cli.plan.as_json import plan_as_json
 
@@ -148,10 +134,12 @@ def plan(ctx: click.Context, /, check: bool, as_json: bool, **options: Any) -> N
     print_plan(answer, new_console(), explains=options["explain"])
 
 
-def _in_options(message: str) -> str:
-    """The library's errors name arguments, as tp=3; on the command line that is --tp 3."""
-    pattern = rf"\b({'|'.join(OPTIONS)})=(?:True|'?(-?\w*)'?)"
-    return re.sub(pattern, lambda found: f"{OPTIONS[found[1]]} {found[2] or ''}".rstrip(), message)
+def _refuse_others(ctx: click.Context) -> None:
+    """Refuse options that --check does not read."""
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        if is_given and param.name not in ("check", "as_json"):
+            raise click.UsageError(f"{param.opts[0]} has no meaning for --check; leave it out")
 
 
 def _request(options: dict[str, Any]) -> "Request":
@@ -177,21 +165,23 @@ def _request(options: dict[str, Any]) -> "Request":
 
 
 def _tokens(model: "Model", options: dict[str, Any]) -> int:
-    """As given, or those of a video."""
+    """The tokens that were asked for, or those of the video that was."""
     if model.video is None:
         for name in ("frames", "size"):
             if options[name] is not None:
-                raise UnsupportedError(f"--{name}: {model.id} is no video model; give --tokens")
+                raise click.UsageError(f"--{name}: {model.id} is not a video model; give --tokens")
         if options["tokens"] is None:
-            raise ShapeError("--tokens is missing; give the length of the sequence, such as --tokens 128K")
+            raise click.UsageError("--tokens is missing; give the length of the sequence, such as --tokens 128K")
         return int(options["tokens"])
     if options["tokens"] is not None:
         if options["frames"] is not None or options["size"] is not None:
-            raise UnsupportedError("--tokens together with --frames or --size; give one of them")
+            raise click.UsageError("--tokens together with --frames or --size; give one of them")
         return int(options["tokens"])
     usual = model.video.usual
     if usual is None and (options["frames"] is None or options["size"] is None):
-        raise ShapeError(f"--frames and --size are missing, and no usual size of {model.id} is known")
+        raise click.UsageError(
+            f"--frames and --size are missing, and no usual size of {model.id} is known; give both, or --tokens"
+        )
     usual_frames, *usual_size = usual or (0, 0, 0)
     height, width = _parse_size(options["size"]) if options["size"] else usual_size
     return model.video.count_tokens(options["frames"] or usual_frames, height, width)
@@ -200,14 +190,14 @@ def _tokens(model: "Model", options: dict[str, Any]) -> int:
 def _parse_size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
     if found is None:
-        raise ShapeError(f"--size {text!r} is no size; use HEIGHTxWIDTH, such as 720x1280")
+        raise click.UsageError(f"--size {text}: expected a size; use HEIGHTxWIDTH, such as 720x1280")
     return int(found[1]), int(found[2])
 
 
 def _write_trace(answer: "Plan", path: Path) -> None:
     from ringspan.cli.plan.trace import trace_plan
 
-    path.write_text(json.dumps(trace_plan(answer, {"ringspan": __version__})), encoding="utf-8")
+    write_json(path, trace_plan(answer, {"ringspan": __version__}))
 
 
 def _run_check(ctx: click.Context, as_json: bool) -> None:

@@ -7,8 +7,9 @@ from rich.text import Text
 
 from ringspan.algorithms import find_algorithm
 from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
-from ringspan.cli.bench.text import format_seconds
-from ringspan.cli.page import Page, format_count, format_percent, new_table
+from ringspan.cli.formats import format_count, format_percent, format_seconds
+from ringspan.cli.page import Page
+from ringspan.cli.tables import new_table
 from ringspan.planner.catalog import Model
 from ringspan.planner.plan import Option, Plan, Prediction, Request
 from ringspan.planner.plan.request import legal_tps

@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ringspan.algorithms import END, Round, find_algorithm
+from ringspan.algorithms import END, Round
 from ringspan.algorithms.loads import Seconds
 from ringspan.bench.result import Activity
 from ringspan.cli.trace import build_trace
-from ringspan.errors import UnsupportedError
+from ringspan.page.plan_timeline import setup_timeline
 from ringspan.planner.plan import Plan
-from ringspan.planner.plan.predict import ring_of, sequence_of, shard_of, shown_window
-from ringspan.planner.timeline import Timeline, real_timeline
-
-MOST_RANKS = 64
+from ringspan.planner.timeline import Timeline
 
 
 def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:
@@ -32,22 +29,7 @@ def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:
         "layout": setup.layout,
         "predicted": True,
     }
-    return build_trace(list(activities_of(_timeline(plan))), described)
-
-
-def _timeline(plan: Plan) -> Timeline:
-    request, setup = plan.request, plan.best.setup
-    if setup.cp > MOST_RANKS:
-        raise UnsupportedError(
-            f"--trace: the best way has {setup.cp} ranks, and a trace shows every rank; use at most {MOST_RANKS}, with "
-            "more tensor parallelism (--tp) or fewer devices"
-        )
-    shard = shard_of(request, setup)
-    if request.model.latent is not None or request.cached_tokens or request.phase == "decode":
-        raise UnsupportedError("--trace: only for a prefill without cache, a denoising or a training step, without MLA")
-    sequence = sequence_of(request, setup, shown_window(request.model))
-    record, device = find_algorithm(setup.algorithm), request.cluster.device
-    return real_timeline(record, ring_of(request, setup), sequence, shard, device, records_moments=True)
+    return build_trace(list(activities_of(setup_timeline(plan.request, setup))), described)
 
 
 def activities_of(timeline: Timeline) -> Iterator[Activity]:

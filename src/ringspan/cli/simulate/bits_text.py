@@ -1,16 +1,17 @@
-"""The part of a lesson on the reproducible mode: the bits of one device and of several, and what equal ones cost."""
+"""How does a lesson show the reproducible mode? The bits of one device and of several, and the cost of equal bits."""
 
 from collections.abc import Mapping
 
 from rich.text import Text
 
-from ringspan.cli.page import Page, new_table
+from ringspan.cli.page import Page
+from ringspan.cli.tables import new_table
 from ringspan.program.reproducible.tree import TILE
 from ringspan.simulate.lesson import Lesson, Prefill
 
 
 def print_bits(page: Page, prefill: Prefill, names: Mapping[str, str]) -> None:
-    """Every algorithm beside one device."""
+    """Compare every algorithm with one device."""
     page.section("The same bits on any number of devices")
     page.prose(
         "A sum of floating-point numbers depends on its order. Here it is fixed: queries and keys are cut into tiles",
@@ -38,7 +39,7 @@ def print_bits(page: Page, prefill: Prefill, names: Mapping[str, str]) -> None:
 
 
 def bits_verdict(lesson: Lesson, names: Mapping[str, str]) -> Text | None:
-    """The last word on them, in the reproducible mode."""
+    """Whether the bits are equal; None outside the reproducible mode."""
     if not lesson.parameters.reproducible:
         return None
     if lesson.other_bits:

@@ -1,14 +1,18 @@
-"""`ringspan simulate`: context-parallel attention on simulated devices, explained and checked."""
+"""`ringspan simulate`: context-parallel attention on simulated devices, shown and checked."""
 
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
 
 import click
 
 from ringspan import __version__
 from ringspan.algorithms import Direction, Mesh
 from ringspan.cli.console import new_console
+from ringspan.cli.errors import Command
+from ringspan.cli.files import OutputFile, write_text
+from ringspan.cli.page_command import command_line
 from ringspan.cli.values import (
     ALGORITHM,
     MASK_FORMS,
@@ -36,21 +40,22 @@ from ringspan.simulate.lesson import (
 )
 
 TOKENS = 64
-TILES = 4  # one for each of the devices
+TILES = 8  # two for each of the devices, so that zigzag has chunks to deal
 
 EXAMPLES = """\b
 Examples:
   ringspan simulate
   ringspan simulate --layout contiguous --direction reverse
-  ringspan simulate --devices 8 --tokens 200 --mask "causal & window:32"
-  ringspan simulate --mask "causal & documents:24,40" --layout balanced
+  ringspan simulate --devices 8 --tokens 200 --mask "causal & window:100"
+  ringspan simulate --tokens 2K --heads 2 --mask "causal & documents:600,1448" --layout balanced
   ringspan simulate --algorithm hybrid --algorithm double-ring --mesh 2x2
   ringspan simulate --reproducible --tokens 3000 --devices 3
+  ringspan simulate --lesson
   ringspan simulate --json > lesson.json
 """
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
 @click.option("--devices", type=click.IntRange(1, MAX_WORLD_SIZE), default=4, help="Ranks in the group.")
 @click.option(
     "--tokens",
@@ -70,14 +75,14 @@ Examples:
     callback=parsed_by(parse_mask),
     metavar="MASK",
     default="causal",
-    help=f"Who sees whom: {MASK_FORMS}, or several joined by & and |.",
+    help=f"Who attends to whom: {MASK_FORMS}, or several joined by & and |.",
 )
 @click.option(
     "--layout",
     callback=parsed_by(parse_layout),
     metavar="LAYOUT",
     default="zigzag",
-    help="Who holds what: contiguous, zigzag, striped[:BLOCK] or balanced.",
+    help="Who holds which token: contiguous, zigzag, striped[:BLOCK] or balanced.",
 )
 @click.option(
     "--algorithm",
@@ -91,7 +96,7 @@ Examples:
     "--direction",
     cls=OptionOfSome,
     type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks go round in TAKERS.  [default: forward]",
+    help="Which way blocks travel in TAKERS.  [default: forward]",
 )
 @click.option(
     "--mesh",
@@ -105,7 +110,9 @@ Examples:
     is_flag=True,
     help=f"The bits do not depend on the devices: sums in tiles of {TILE} tokens; compare with one device.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random q, k and v.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random q, k and v.")
+@click.option("--lesson", is_flag=True, help="Explain every step, with traffic, decoding and the choice of algorithm.")
+@click.option("--html", type=OutputFile(".html"), help="Write the runs as an interactive page.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def simulate(
@@ -122,12 +129,14 @@ def simulate(
     mesh: Mesh | None,
     reproducible: bool,
     seed: int,
+    lesson: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Run exact attention on simulated devices, step by step, and check it.
 
-    Shows who holds which tokens, who computes and sends what at which step, and how much work and traffic that makes.
-    Every result is held against dense attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
+    Shows who holds which tokens, and who computes and sends what at which step. Every result is compared with dense
+    attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.
     """
     tokens = tokens or (TILES * TILE if reproducible else TOKENS)
     kv_heads = kv_heads or (1 if heads % 2 else 2)
@@ -136,24 +145,32 @@ def simulate(
     check_mask(mask, tokens)
     check_layout(layout, reproducible)
     sizes = (devices, tokens, heads, kv_heads, head_dim)
-    lesson = _run(Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible))
+    if lesson and as_json:
+        raise click.UsageError("--lesson and --json are two reports; --json has everything, so leave out --lesson")
+    settings = Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible)
+    if html is not None:
+        from ringspan.page import build_settings_page
+
+        write_text(html, build_settings_page(settings, command_line(ctx)))
+    result = _run(settings)
     if as_json:
-        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(lesson)}, indent=2, allow_nan=False))
+        click.echo(json.dumps({"version": __version__, **dataclasses.asdict(result)}, indent=2, allow_nan=False))
     else:
-        _print(lesson)
-    if not lesson.is_verified:
+        _print(result, in_full=lesson)
+    if not result.is_verified:
         ctx.exit(1)
 
 
 def _run(settings: Settings) -> Lesson:
-    """Compute, with a sign of life if a terminal is watching."""
+    """Simulate, with a progress line on a terminal."""
     from rich.console import Console
 
     with Console(stderr=True).status("") as status:
         return run_lesson(settings, lambda doing: status.update(f"Computing: {doing}"))
 
 
-def _print(lesson: Lesson) -> None:
+def _print(lesson: Lesson, *, in_full: bool) -> None:
+    from ringspan.cli.simulate.summary_text import print_summary
     from ringspan.cli.simulate.text import print_lesson
 
-    print_lesson(lesson, new_console())
+    (print_lesson if in_full else print_summary)(lesson, new_console())

@@ -1,4 +1,4 @@
-"""A lesson on the terminal: short sections, each a sentence or two and then the numbers."""
+"""How is a simulation printed in full? In short sections: a sentence or two, then the numbers."""
 
 import math
 import re
@@ -9,19 +9,10 @@ from rich.text import Text
 
 from ringspan.algorithms import ALGORITHMS, find_algorithm
 from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
-from ringspan.cli.page import (
-    NO_BREAK,
-    TABLE_RANKS,
-    Page,
-    explain_grid,
-    format_bar,
-    format_count,
-    format_level,
-    format_list,
-    format_percent,
-    new_table,
-)
+from ringspan.cli.formats import format_bar, format_count, format_level, format_list, format_percent
+from ringspan.cli.page import TABLE_RANKS, Page, explain_grid
 from ringspan.cli.simulate.bits_text import bits_verdict, print_bits
+from ringspan.cli.tables import NO_BREAK, new_table
 from ringspan.simulate.lesson import (
     Check,
     Choices,
@@ -39,15 +30,15 @@ from ringspan.simulate.lesson import (
 COLUMN_RANKS = 8  # ranks, steps or spans side by side
 STRIP_WIDTH = 64
 RANK_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red are for right and wrong
+RANK_STYLES = ("cyan", "yellow", "magenta", "blue")  # green and red mean right and wrong
 
 CONTENTS = {"q": "q", "kv": "k, v", "out": "out, lse"}
 
 
 def print_lesson(lesson: Lesson, console: Console) -> None:
-    """All of it, in the order in which one would explain it."""
+    """Print every section."""
     page, parameters, prefill = Page(console), lesson.parameters, lesson.prefill
-    _print_title(page, parameters)
+    print_title(page, parameters)
     _print_reference(page, prefill.reference)
     _print_shards(page, prefill.shards, parameters.seq_len)
     _print_work(page, prefill.work, parameters)
@@ -61,15 +52,17 @@ def print_lesson(lesson: Lesson, console: Console) -> None:
         print_bits(page, prefill, _labels())
     _print_decode(page, lesson.decode, parameters)
     _print_choices(page, lesson.choices)
-    _print_verdict(page, lesson)
+    print_verdict(page, lesson)
+    page.console.print(Text(f"Try also {', '.join(_other_options(parameters))}.", "dim"))
 
 
-def _print_title(page: Page, parameters: Parameters) -> None:
+def print_title(page: Page, parameters: Parameters) -> None:
+    """Print what was simulated."""
     p = parameters
     page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'simulated device')}", "bold"))
     page.prose(
         "A sequence too long for one device is split over several. Each computes the attention of its own part;",
-        "what it needs of the others travels in blocks.",
+        "the blocks it needs from others travel.",
     )
     heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
     direction = "" if p.direction is None else f"; direction {p.direction}"
@@ -86,8 +79,8 @@ def _print_title(page: Page, parameters: Parameters) -> None:
 
 
 def _print_reference(page: Page, reference: Reference) -> None:
-    page.section("The truth to compare with")
-    page.prose("Dense attention over every pair of tokens at once, in float64. Every result below is held against it.")
+    page.section("The reference")
+    page.prose("Dense attention over every pair of tokens at once, in float64. Every result below is compared with it.")
     share = format_percent(reference.visible_pairs / reference.all_pairs, 0)
     sample = " ".join(f"{value:.4f}" for value in reference.out_sample)
     scale = f"dense attention in float32 is {_error(reference.float32_error)} off"
@@ -110,7 +103,7 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
         f"{shown}, the rank that holds each:" if has_strip else "",
     )
     if has_strip:
-        page.show(_strip(shards, seq_len))
+        page.show(token_strip(shards, seq_len))
     table = new_table("rank", ">tokens", "positions")
     for shard in shards[:TABLE_RANKS]:
         positions = format_list(shard.spans, COLUMN_RANKS) or "none"
@@ -119,8 +112,8 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
     page.note_hidden(len(shards))
 
 
-def _strip(shards: Sequence[Shard], seq_len: int) -> Text:
-    """The sequence from left to right, as the ranks that hold it."""
+def token_strip(shards: Sequence[Shard], seq_len: int) -> Text:
+    """The sequence from left to right, one character per token: the rank that holds it."""
     owners = {position: shard.rank for shard in shards for position in shard.positions}
     width = min(seq_len, STRIP_WIDTH)
     strip = Text()
@@ -156,7 +149,7 @@ def _print_work(page: Page, works: Sequence[LayoutWork], parameters: Parameters)
 
 
 def _busy(work: LayoutWork, rank: int) -> Text:
-    """A rank's work at every step, as a part of what the busiest rank has."""
+    """A rank's work at every step, relative to the busiest rank."""
     levels = [format_level(pairs[rank], max(pairs)) for pairs in work.pairs_per_step]
     return Text(" ".join(levels), "cyan")
 
@@ -165,11 +158,11 @@ def _print_run(page: Page, run: Run, parameters: Parameters, told: set[str]) -> 
     page.section(f"{_label(run.algorithm)}: {find_algorithm(run.algorithm).idea}")
     page.prose(*_how_to_read(run, parameters, told))
     page.grid(run.grid)
-    page.show(Text("largest difference from dense attention: ").append(_verdict(run.check)))
+    page.show(Text("largest difference from dense attention: ").append(format_check(run.check)))
 
 
 def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[str]:
-    """What the grid means, by what is in it; things told in an earlier section are not told again."""
+    """Explain the symbols of the grid that no earlier section has explained."""
     for topic, sentence in explain_grid(run.grid):
         if topic not in told:
             yield sentence
@@ -259,7 +252,7 @@ def _print_decode_steps(page: Page, run: DecodeRun) -> None:
         held = step.cache_tokens_per_rank
         per_rank = " ".join(map(str, held)) if len(held) <= COLUMN_RANKS else f"{min(held)} to {max(held)}"
         ranks = " ".join(map(str, step.new_token_ranks))
-        table.add_row(str(step.step), ranks, per_rank, f"{step.sent_bytes:,}", _verdict(step.check))
+        table.add_row(str(step.step), ranks, per_rank, f"{step.sent_bytes:,}", format_check(step.check))
     page.show(table)
     spread, unrotated = (
         max(held) - min(held) for held in (run.steps[-1].cache_tokens_per_rank, run.unrotated_cache_tokens_per_rank)
@@ -314,7 +307,8 @@ def _pick(algorithm: str) -> Text:
     return Text(_label(algorithm), "magenta" if algorithm == Q_RING else "cyan")
 
 
-def _print_verdict(page: Page, lesson: Lesson) -> None:
+def print_verdict(page: Page, lesson: Lesson) -> None:
+    """Print whether all results are right."""
     page.console.print()
     if not lesson.failures:
         message = Text(f"✓ All {lesson.num_checks} results agree with dense attention.", "bold green")
@@ -328,11 +322,10 @@ def _print_verdict(page: Page, lesson: Lesson) -> None:
     bits = bits_verdict(lesson, _labels())
     if bits is not None:
         page.console.print(bits)
-    page.console.print(Text(f"Try also {', '.join(_other_options(lesson.parameters))}.", "dim"))
 
 
 def _other_options(p: Parameters) -> list[str]:
-    """A few options that would show something new."""
+    """Options that show something else than this run."""
     options = {
         "--layout contiguous": p.layout != "contiguous",
         "--mask 'causal & window:16'": "sliding_window" not in p.mask,
@@ -344,13 +337,14 @@ def _other_options(p: Parameters) -> list[str]:
 
 
 def _others(p: Parameters) -> list[str]:
-    """Beside rings, what is no ring and runs on any number of ranks and heads."""
+    """The algorithms that are not rings and run on any number of ranks and heads, if only rings were run."""
     if not set(p.algorithms) <= set(RINGS):
         return []
     return [name for name, it in ALGORITHMS.items() if name not in RINGS and not it.options & {"mesh", "heads"}]
 
 
-def _verdict(check: Check) -> Text:
+def format_check(check: Check) -> Text:
+    """The largest difference from dense attention, and whether it is accepted."""
     mark, style = ("✓", "green") if check.is_verified else ("✗ wrong:", "bold red")
     worst = None if check.out_error is None or check.lse_error is None else max(check.out_error, check.lse_error)
     return Text(f"{mark} {_error(worst)}", style)
@@ -361,7 +355,6 @@ def _error(error: float | None) -> str:
 
 
 def _spelled(text: str) -> str:
-    """Algorithms by the names the report uses."""
     for name, label in _labels().items():
         text = re.sub(rf"\b{name}\b", label, text)
     return text

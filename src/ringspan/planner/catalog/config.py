@@ -1,8 +1,8 @@
-"""A model from a local `config.json`, as transformers and diffusers write it; plain JSON, neither library is needed.
+"""How is a model read from a local `config.json` of transformers or diffusers? As JSON, without either library.
 
-A key that changes the cost and is missing is refused by name: the default of a library class is not that of a release.
-What the planner cannot count (linear attention, an encoder with a decoder, experts in some layers only) is refused too,
-where a key says so.
+A missing key that changes the cost is refused by name, because the default of a library class need not be that of a
+release. Models that the planner cannot count (linear attention, an encoder with a decoder, experts in some layers only)
+are refused if a key shows it.
 """
 
 import json
@@ -14,7 +14,7 @@ from ringspan.errors import UnsupportedError
 from ringspan.planner.catalog.files import dense_ratio, find, plain, read_data
 from ringspan.planner.catalog.shapes import Experts, Latent, Model, Video, Window
 
-VIDEO_CLASSES = {  # class in a diffusers config: the catalogue entry whose VAE and text go with it
+VIDEO_CLASSES = {  # class in a diffusers config: the catalogue entry with the same VAE and text encoder
     "WanTransformer3DModel": "wan2.1-14b",
     "HunyuanVideoTransformer3DModel": "hunyuanvideo",
     "CogVideoXTransformer3DModel": "cogvideox-5b",
@@ -24,20 +24,20 @@ PLAIN_MLP = (  # model types whose MLP is two matrices: in and out
     *("biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron"),
     *("opt", "persimmon", "phi", "starcoder2", "xglm"),
 )
-GATED_MLP = (  # whose MLP, or expert, is three: gate, in and out
+GATED_MLP = (  # model types whose MLP, or expert, is three matrices: gate, in and out
     *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm"),
     *("glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium", "llama", "mistral", "mixtral"),
     *("olmo", "olmo2", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
 )
-ENCODERS = (  # which attend to both sides
+ENCODERS = (  # model types that attend in both directions
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "longformer"),
     *("modernbert", "mpnet", "nomic_bert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl"),
 )
-NO_ATTENTION = (  # keys of layers that attend to nothing, or in another way
+NO_ATTENTION = (  # keys of layers without attention or with another kind of it
     *("ssm_cfg", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "hybrid_override_pattern", "layers_block_type"),
     *("lru_width", "linear_num_key_heads", "linear_attn_config", "rwkv_version"),
 )
-REFUSED_KEYS = {  # in a config of a language model: what a value that is not empty means
+REFUSED_KEYS = {  # keys of a language model's config, and what a non-empty value means
     **dict.fromkeys(NO_ATTENTION, "layers that are no plain attention"),
     "is_encoder_decoder": "an encoder beside the decoder",
     "attention_chunk_size": "layers that attend within chunks",
@@ -46,7 +46,10 @@ REFUSED_KEYS = {  # in a config of a language model: what a value that is not em
     "intermediate_size_mlp": "experts beside MLPs of another size",
     "moe_num_experts": "experts whose layers and sizes are named in another way",
 }
-LAYER_KINDS = {"attn_type_list": 1, "block_types": "attention"}  # lists, and how plain attention is called there
+LAYER_KINDS = {
+    "attn_type_list": 1,
+    "block_types": "attention",
+}  # lists of layer kinds, and the name of plain attention in each
 EXPERT_STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq")  # 1: experts in every layer
 EXPERT_LAYERS = ("mlp_only_layers", "moe_layers", "num_dense_layers")
 SHARED_EXPERTS = (
@@ -55,11 +58,11 @@ SHARED_EXPERTS = (
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
 )
-LARGEST = 10**12  # of all figures: products of a few of them are still numbers that a float can hold
+LARGEST = 10**12  # limit of every figure, so that products of a few of them fit a float
 
 
 def read_config(path: Path) -> Model:
-    """The model a config describes."""
+    """Read the model that a config.json describes."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -78,14 +81,14 @@ def read_config(path: Path) -> Model:
 
 
 class _Config:
-    """A config being read; remembers where it came from, for messages."""
+    """A config being read; keeps its path for messages."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
         self.config = config
 
     def need(self, *names: str) -> int:
-        """The first of several spellings that is there, as a whole number."""
+        """Return the first of several spellings as a whole number; refuse a config that has none."""
         for name in names:
             value = self.config.get(name)
             if value is not None:
@@ -95,7 +98,7 @@ class _Config:
         )
 
     def number(self, name: str, value: object, least: int = 0) -> int:
-        """A value that is a whole number, of a size that can be counted with."""
+        """Check that a value is a whole number within the limits."""
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
             raise UnsupportedError(
                 f"{self.path}: {name}={reprlib.repr(value)} is no whole number of at least {least} and at most "
@@ -104,7 +107,7 @@ class _Config:
         return value
 
     def may(self, name: str) -> int:
-        """A whole number that need not be there; 0 if it is not."""
+        """Return an optional whole number; 0 if it is missing."""
         return 0 if self.config.get(name) is None else self.need(name)
 
     def language_model(self, name: str) -> Model:
@@ -151,7 +154,7 @@ class _Config:
         )
 
     def _refuse_other_layers(self) -> None:
-        """What keys say of layers that are no plain attention."""
+        """Refuse layers that are not plain attention, by the keys that say so."""
         for key, meaning in REFUSED_KEYS.items():
             if self.config.get(key):
                 self._refuse(key, meaning)
@@ -160,7 +163,7 @@ class _Config:
                 self._refuse(key, "layers that are no plain attention")
 
     def _has_other(self, key: str, usual: object) -> bool:
-        """Whether a value, or one of a list by layer, is not the usual one; null says nothing."""
+        """Whether a value, or an element of a list by layer, differs from the usual one; null is ignored."""
         value = self.config.get(key)
         values = value if isinstance(value, list) else [value]
         return value is not None and any(other != usual for other in values)
@@ -172,7 +175,7 @@ class _Config:
         )
 
     def _kv_heads(self) -> int:
-        """As many as query heads where nothing else is said; falcon and gpt_bigcode say "multi_query" for one."""
+        """Return the number of KV heads, by default that of query heads; "multi_query" of falcon means one."""
         if self.config.get("multi_query") and not self.config.get("new_decoder_architecture"):
             return 1
         return self.need("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
@@ -203,7 +206,7 @@ class _Config:
         return Experts(self.need(*given), self.need("num_experts_per_tok"), mlp_size, shared, dense)
 
     def _refuse_some_experts(self, layers: int, dense: int) -> None:
-        """Layers without experts among those with; the first `dense` ones are counted."""
+        """Refuse layers without experts among layers with experts, except the first `dense` ones."""
         for key in SHARED_EXPERTS:
             if self.config.get(key):
                 self._refuse(key, "shared experts of a number or size of their own")
@@ -214,7 +217,7 @@ class _Config:
             self._refuse(some[0], "experts in some layers only")
 
     def _is_dense_first(self, layers: int, dense: int) -> bool:
-        """Whether mlp_layer_types, if it is there, says the same as first_k_dense_replace."""
+        """Whether mlp_layer_types, if present, agrees with first_k_dense_replace."""
         kinds = self.config.get("mlp_layer_types")
         if not isinstance(kinds, list):
             return kinds is None
@@ -223,7 +226,7 @@ class _Config:
         )
 
     def _window(self, layers: int) -> Window | None:
-        """Sliding layers: by a list of layer types, by a pattern, or all of them."""
+        """Return the sliding layers: by a list of layer types, by a pattern, or all of them."""
         full = self._full_layers(layers)
         if full == layers or self.config.get("use_sliding_window") is False:
             return None
@@ -241,7 +244,7 @@ class _Config:
         )
 
     def _full_layers(self, layers: int) -> int | None:
-        """As layer_types counts them, if it is there."""
+        """Count full layers by layer_types, if present."""
         types = self.config.get("layer_types")
         if types is None:
             return None

@@ -1,11 +1,10 @@
-"""Devices and links by name, with the curves that say how much of their peak is reached.
+"""How fast are devices and links? By name, with the share of their peak that they reach.
 
-Peaks and line rates come from `devices.toml`; what is reached of them from `curves.toml`, which `benchmarks/
-fit_curves.py` writes from published measurements; choices that are nobody's measurement (which kernel, which network)
-from `defaults.toml`. A file that `ringspan bench --calibrate` wrote takes the place of all three.
+Peaks and line rates come from `devices.toml`; the shares reached from `curves.toml`, which `benchmarks/fit_curves.py`
+writes from published measurements; unmeasured choices (kernel, network) from `defaults.toml`. A file of `ringspan bench
+calibrate` replaces all three.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,20 @@ from typing import Any, NamedTuple
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog.files import find, plain, read_data, read_toml, unverified
 
-MAY_BE_0 = (  # of the figures of a calibrated file
+MOST_DEVICES = 2**14
+LARGEST_FIGURE = 1e30  # in a calibrated file, and 1/it the smallest, so that products of a few stay finite
+
+MAY_BE_0 = (  # figures of a calibrated file that may be 0
     *("latency_s", "steals", "call_s", "softmax_dims", "ramp_full_tokens", "ramp_causal_tokens"),
     *("backward_ramp_full_tokens", "backward_ramp_causal_tokens"),
 )
 
 
 class Link(NamedTuple):
-    """One way, for one device: a message of n bytes takes latency_s + n / bytes_per_s.
+    """One direction of a device's link: a message of n bytes takes latency_s + n / bytes_per_s.
 
-    An exchange is a step in which every rank sends to several others; it keeps a link fuller than single messages do.
-    `steals` is compute lost per second of a message: a CPU that carries messages does not compute meanwhile.
+    An exchange is a step in which every rank sends to several others; it uses more of a link than single messages do.
+    `steals` is compute lost per second of a message: a CPU that carries messages computes less.
     """
 
     id: str
@@ -37,10 +39,10 @@ class Link(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How fast a kernel attends on a device: see `cost.attention_flops_per_s`."""
+    """How fast a kernel attends on a device; see `cost.attention_flops_per_s`."""
 
     kernel: str
-    flops_per_s: float  # long full tiles of infinitely wide heads
+    flops_per_s: float  # for long full tiles of infinitely wide heads
     softmax_dims: float
     ramp_full_tokens: float
     ramp_causal_tokens: float
@@ -53,7 +55,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device: what it reaches, not its peaks."""
+    """One device, described by the rates that it reaches, not by its peaks."""
 
     id: str
     attention: Attention
@@ -77,16 +79,18 @@ class Cluster(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
         return self.nodes * self.per_node
 
 
 def parse_devices(text: str, network: str | None = None, kernel: str | None = None) -> Cluster:
-    """NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
+    """Parse NODESxPER_NODExDEVICE or COUNTxDEVICE, as in 16x8xh100, 8xh100 or 2xFILE.toml."""
     found = re.fullmatch(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?(.+)", text.strip())
     if found is None or found[1] is None or found[3].startswith("-"):
         raise ShapeError(
-            f"{text!r} names no devices; use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100"
+            "this names no devices",
+            argument="devices",
+            value=text,
+            remedy="use COUNTxDEVICE or NODESxPER_NODExDEVICE, such as 8xh100, 16x8xh100",
         )
     device = load_device(found[3], network, kernel)
     if found[2] is not None:
@@ -97,22 +101,33 @@ def parse_devices(text: str, network: str | None = None, kernel: str | None = No
         nodes = count // per_node if per_node else 0
         if per_node and count % per_node:
             raise ShapeError(
-                f"{text!r}: {count} devices do not fill nodes of {per_node}; write NODESxPER_NODExDEVICE, such as "
-                f"{nodes + 1}x{per_node}x{found[3]}"
+                f"{count} devices do not fill nodes of {per_node}",
+                argument="devices",
+                value=text,
+                remedy=f"write NODESxPER_NODExDEVICE, such as {nodes + 1}x{per_node}x{found[3]}",
             )
     if nodes < 1 or per_node < 1:
-        raise ShapeError(f"{text!r}: there must be at least 1 device")
-    if nodes * per_node > 2**20:
-        raise ShapeError(f"{text!r}: {nodes * per_node:,} devices; use at most {2**20:,}")
+        raise ShapeError(
+            "a cluster has at least 1 device", argument="devices", value=text, remedy="use a count above 0"
+        )
+    if nodes * per_node > MOST_DEVICES:
+        raise ShapeError(
+            f"planning takes time for every step of a ring over all {nodes * per_node:,} devices",
+            argument="devices",
+            value=text,
+            remedy=f"use at most {MOST_DEVICES:,}",
+        )
     return Cluster(nodes, per_node, device)
 
 
 def load_device(name: str, network: str | None = None, kernel: str | None = None) -> Device:
-    """A device of the catalogue by id or alias, or the path of a calibrated file."""
+    """Load a device of the catalogue by id or alias, or from the path of a calibrated file."""
     if name.endswith(".toml"):
         for argument, value in (("network", network), ("kernel", kernel)):
             if value is not None:
-                raise UnsupportedError(f"{argument}={value!r}: {name} has its own, as measured; leave it out")
+                raise UnsupportedError(
+                    f"{name} has its own, as measured", argument=argument, value=value, remedy="leave it out"
+                )
         return _read_calibrated(Path(name))
     data, defaults, curves = (read_data(file) for file in ("devices.toml", "defaults.toml", "curves.toml"))
     name = defaults["alias"].get(name.lower(), name.lower())
@@ -150,25 +165,30 @@ def load_device(name: str, network: str | None = None, kernel: str | None = None
 
 
 def device_names() -> list[str]:
-    """All ids and aliases of the catalogue."""
+    """Return all ids and aliases of the catalogue."""
     return [*read_data("defaults.toml")["alias"], *(entry["id"] for entry in read_data("devices.toml")["device"])]
 
 
 def load_link(name: str) -> Link:
-    """A network between nodes by id, with the share of its line rate that messages reach."""
+    """Load a network between nodes by id, with the share of its line rate that messages reach."""
     figures = plain(find(read_data("devices.toml")["link"], name, "link"))
     return _link(name, figures["one_way_bytes_per_s"], read_data("curves.toml")["network"]["efficiency"])
 
 
 def _aliases(defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Aliases as entries, so that they are among the nearest names."""
+    """Return aliases as entries, so that suggestions include them."""
     return [{"id": alias} for alias in defaults["alias"]]
 
 
 def _attention(name: str, peak: float, kernel: str) -> tuple[Attention, str]:
     curves = read_data("curves.toml")["attention"]
     if kernel not in curves:
-        raise UnsupportedError(f"kernel={kernel!r} has no curve; use one of {', '.join(curves)}")
+        raise UnsupportedError(
+            "no measured curve of this kernel is known",
+            argument="kernel",
+            value=kernel,
+            remedy=f"use one of {', '.join(curves)}",
+        )
     curve, known = curves[kernel], curves[kernel]["efficiency"]
     note = ""
     efficiency = known.get(name)
@@ -194,7 +214,7 @@ def _attention(name: str, peak: float, kernel: str) -> tuple[Attention, str]:
 
 
 def _scale_up(name: str, figures: dict[str, Any]) -> Link:
-    """A ring or a single send uses one peer's share where the fabric has one link per peer."""
+    """Return the link inside a node; a ring or a single send uses one peer's share if each peer has its own link."""
     rate = figures.get("scale_up_per_peer_one_way_bytes_per_s", figures.get("scale_up_one_way_bytes_per_s"))
     link = figures.get("scale_up_link", read_data("defaults.toml")["scale_up"].get(name))
     if link is None:
@@ -220,7 +240,6 @@ def _link(name: str, line_rate: float, efficiency: float) -> Link:
 
 
 def _read_calibrated(path: Path) -> Device:
-    """A file of `ringspan bench --calibrate`."""
     data = read_toml(path)
     try:
         attention, link = data["attention"], data["link"]
@@ -242,18 +261,18 @@ def _read_calibrated(path: Path) -> Device:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"{path} is no calibrated device ({error!r}); write one with ringspan bench --calibrate {path}"
+            f"{path} is not a calibrated device ({error!r}); write one with ringspan bench calibrate {path}"
         ) from None
 
 
 def _figure(path: Path, table: dict[str, Any], key: str) -> float:
-    """A number of a calibrated file: what others are divided by is above 0, what is added to a time may be 0."""
+    """Read a number of a calibrated file: divisors must be above 0, additive times may be 0."""
     value = table[key]
     may_be_0 = key in MAY_BE_0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value < math.inf or (may_be_0 and value == 0)):
+    if not is_number or not (1 / LARGEST_FIGURE <= value <= LARGEST_FIGURE or (may_be_0 and value == 0)):
         raise UnsupportedError(
-            f"{path}: {key}={value!r} is no finite number {'of at least' if may_be_0 else 'above'} 0; write the file "
-            f"anew with ringspan bench --calibrate {path}"
+            f"{path}: {key}={value!r}: expected a number {'of at least' if may_be_0 else 'above'} 0 and up to "
+            f"{LARGEST_FIGURE:g}; write the file anew with ringspan bench calibrate {path}"
         )
     return float(value)

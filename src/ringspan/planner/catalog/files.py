@@ -1,7 +1,7 @@
-"""The catalogue's files, and what to say when a name is not in them.
+"""How are the catalogue's files read, and what is suggested for an unknown name?
 
-Figures stand in TOML as { value, source, verified }: a reader gets the value, and may ask which of them nobody has
-confirmed. A key that is missing is missing: it is never filled in with a default of some library.
+A figure in TOML is { value, source, verified }. Readers get the value and can ask which figures are unconfirmed. A
+missing key stays missing; it is never filled in with a default of a library.
 """
 
 import difflib
@@ -19,12 +19,12 @@ Entry = Mapping[str, Any]
 
 @lru_cache(maxsize=8)
 def read_data(name: str) -> dict[str, Any]:
-    """One of the package's TOML files."""
+    """Read one of the package's TOML files."""
     return tomllib.loads((files("ringspan.planner.catalog") / "data" / name).read_text(encoding="utf-8"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A user's TOML file; what cannot be read is told."""
+    """Read a user's TOML file; refuse one that cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -36,23 +36,23 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def plain(entry: Entry) -> dict[str, Any]:
-    """The values alone."""
+    """Return the values without sources."""
     return {key: value["value"] if isinstance(value, dict) else value for key, value in entry.items()}
 
 
 def unverified(entry: Entry) -> tuple[str, ...]:
-    """The keys whose figures nobody has confirmed."""
+    """Return the keys whose figures are unconfirmed."""
     return tuple(key for key, value in entry.items() if isinstance(value, dict) and not value.get("verified", True))
 
 
 def dense_ratio(model: str) -> float:
-    """Speed of a model's projections and MLP over that of others, as one device of a published run reached it."""
+    """Return the speed of a model's projections and MLP relative to other models, from a published one-GPU run."""
     ratio: float = read_data("curves.toml")["dense"]["model"].get(model, 1.0)
     return ratio
 
 
 def find(entries: Iterable[Entry], name: str, what: str) -> Entry:
-    """The entry with that id; else the nearest ids are named."""
+    """Return the entry with an id; refuse an unknown id with the nearest ones."""
     by_id = {entry["id"]: entry for entry in entries}
     if name not in by_id:
         raise UnsupportedError(f"{name!r} is no {what} of the catalogue; {nearest(name, by_id)}")
@@ -60,7 +60,7 @@ def find(entries: Iterable[Entry], name: str, what: str) -> Entry:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Which names could have been meant."""
+    """Suggest the names nearest to a name."""
     known = sorted(names)
     close = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)
     close += [other for other in known if name.lower() in other and other not in close]

@@ -1,7 +1,6 @@
-"""Models by name: from the catalogue, from a local `config.json`, or from a `dense:` line.
+"""How is a model found by name? In the catalogue, in a local `config.json`, or in a `dense:` line.
 
-Where a needed figure is missing the model is refused by the name of the figure; the release's own `config.json`
-usually has it.
+A model without a needed figure is refused with the name of the figure; the release's own `config.json` usually has it.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ DENSE_FORM = (
 
 
 def load_model(name: str) -> Model:
-    """A model of the catalogue by id in any case, a path to a `config.json`, or a `dense:` line."""
+    """Load a model by its id in any case, from the path of a `config.json`, or from a `dense:` line."""
     if name.startswith("dense:"):
         return _parse_dense(name)
     path = Path(name)
@@ -37,13 +36,13 @@ def load_model(name: str) -> Model:
 
 
 def model_names() -> list[str]:
-    """All ids of the catalogue."""
+    """Return all ids of the catalogue."""
     data = read_data("models.toml")
     return [entry["id"] for entry in (*data["llm"], *data["video_dit"])]
 
 
 def model_with_notes(model: Model, doubtful: Iterable[str]) -> Model:
-    """The model, saying which of its figures nobody has confirmed."""
+    """Return the model with a note of its unconfirmed figures."""
     keys = [key for key in doubtful if key not in ("max_position_tokens", "kv_bytes_per_token_bf16")]
     if not keys:
         return model
@@ -55,7 +54,7 @@ def _llm(figures: dict[str, Any]) -> Model:
     if figures["attention"] == "mla":
         raise UnsupportedError(
             f"{figures['id']}: the catalogue has no q_lora_rank and no count of dense layers for it, so its weights "
-            "cannot be counted; give --model the path of its config.json, which has them"
+            "cannot be counted; give the path of its config.json, which has them"
         )
     _need(figures, "layers", "heads_q", "heads_kv", "head_dim", "hidden_size")
     experts = None
@@ -130,7 +129,7 @@ def _need(figures: dict[str, Any], *keys: str) -> None:
     missing = [key for key in keys if key not in figures]
     if missing:
         raise UnsupportedError(
-            f"{figures['id']}: {', '.join(missing)} not found in the catalogue, and nothing is guessed; give --model "
+            f"{figures['id']}: {', '.join(missing)} not found in the catalogue, and nothing is guessed; give "
             "the path of its config.json"
         )
 

@@ -1,16 +1,15 @@
-"""What is a model, to a planner? Its shapes: what FLOPs and bytes are counted from, and nothing else."""
+"""What is a model for the planner? The shapes from which FLOPs and bytes are counted."""
 
-import reprlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ringspan.errors import ShapeError
 
-LONGEST = 10**6  # video, in frames, and side of it, in pixels
+LONGEST = 10**6  # limit of a video, in frames, and of its sides, in pixels
 
 
 class Experts(NamedTuple):
-    """A mixture: of `num_experts` MLPs of `mlp_size` a token visits `per_token`, and all of `shared`.
+    """A mixture of experts: a token visits `per_token` of `num_experts` MLPs of `mlp_size`, and all `shared` ones.
 
     The first `dense_layers` layers have one ordinary MLP instead.
     """
@@ -25,7 +24,7 @@ class Experts(NamedTuple):
 class Latent(NamedTuple):
     """Multi-head latent attention: the cache holds kv_rank + rope_dim elements per token and layer, for all heads.
 
-    `q_rank` is None where queries are projected directly.
+    `q_rank` is None if queries are projected directly.
     """
 
     q_rank: int | None
@@ -35,14 +34,14 @@ class Latent(NamedTuple):
 
 
 class Window(NamedTuple):
-    """All layers but `full_layers` see only the last `tokens` positions, their own among them."""
+    """All layers but `full_layers` see only the last `tokens` positions, including their own."""
 
     tokens: int
     full_layers: int
 
 
 class Video(NamedTuple):
-    """How frames × height × width become tokens, and how text comes in: as more tokens, or by cross-attention."""
+    """How frames × height × width become tokens, and how text enters: as more tokens or by cross-attention."""
 
     patch: tuple[int, int, int]
     temporal_stride: int
@@ -56,20 +55,34 @@ class Video(NamedTuple):
         patch_t, patch_h, patch_w = self.patch
         for name, length in (("frames", frames), ("height", height), ("width", width)):
             if length > LONGEST:
-                raise ShapeError(f"{name}={reprlib.repr(length)}: use at most {LONGEST:,}")
+                raise ShapeError("too large", argument=name, value=length, remedy=f"use at most {LONGEST:,}")
         if frames < 1 or (frames - 1) % self.temporal_stride:
             near = max(1, round((frames - 1) / self.temporal_stride) * self.temporal_stride + 1)
             raise ShapeError(
-                f"frames={frames}: the VAE takes 1 + a multiple of {self.temporal_stride} frames; use {near}, say"
+                f"the VAE takes 1 + a multiple of {self.temporal_stride} frames",
+                argument="frames",
+                value=frames,
+                remedy=f"use {near}",
             )
         for name, pixels, patch in (("height", height, patch_h), ("width", width, patch_w)):
             step = self.spatial_stride * patch
             if pixels < step or pixels % step:
                 near = max(1, round(pixels / step)) * step
-                raise ShapeError(f"{name}={pixels}: a token is {step} pixels; use a multiple, such as {near}")
+                raise ShapeError(
+                    f"a token is {step} pixels wide and high",
+                    argument=name,
+                    value=pixels,
+                    remedy=f"use a multiple, such as {near}",
+                )
         latents = (frames - 1) // self.temporal_stride + 1
         if latents % patch_t:
-            raise ShapeError(f"frames={frames}: {latents} latent frames are not a multiple of the patch of {patch_t}")
+            near = frames - latents % patch_t * self.temporal_stride
+            raise ShapeError(
+                f"{latents} latent frames are not a multiple of the patch of {patch_t}",
+                argument="frames",
+                value=frames,
+                remedy=f"use {near if near > 0 else frames + (patch_t - latents % patch_t) * self.temporal_stride}",
+            )
         step_h, step_w = self.spatial_stride * patch_h, self.spatial_stride * patch_w
         video = latents // patch_t * (height // step_h) * (width // step_w)
         return video + (self.text_tokens if self.is_text_joint else 0)
@@ -77,7 +90,7 @@ class Video(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An LLM or, with `video`, a diffusion transformer. Sizes in elements."""
+    """An LLM or, with `video`, a diffusion transformer. Sizes are in elements."""
 
     id: str
     layers: int
@@ -87,16 +100,16 @@ class Model:
     v_head_dim: int
     hidden_size: int
     mlp_size: int
-    mlp_matrices: int = 3  # gate, up and down; 2 where there is no gate
+    mlp_matrices: int = 3  # gate, up and down; 2 without a gate
     experts: Experts | None = None
     latent: Latent | None = None
     window: Window | None = None
     video: Video | None = None
     vocab_size: int | None = None
     is_tied: bool = False
-    parameters: int | None = None  # as printed; else counted
+    parameters: int | None = None  # as published; counted if None
     max_tokens: int | None = None
-    dense_ratio: float = 1.0  # speed of projections and MLP over that of other models on the same device
+    dense_ratio: float = 1.0  # speed of projections and MLP relative to other models on the same device
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -132,24 +145,24 @@ class Model:
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see only those before them."""
+        """Whether tokens see only earlier tokens."""
         return self.video is None
 
     @property
     def kv_elements(self) -> int:
-        """Elements of K and V per token and layer: what a cache holds and what travels."""
+        """Elements of K and V per token and layer, in a cache and in messages."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.num_kv_heads * (self.head_dim + self.v_head_dim)
 
     @property
     def full_layers(self) -> int:
-        """Layers that attend to the whole length."""
+        """The number of layers that attend to the whole length."""
         return self.layers if self.window is None else self.window.full_layers
 
     @property
     def attention_parameters(self) -> int:
-        """Of the projections of one layer; a video model with text on the side has a second attention for it."""
+        """Parameters of the projections of one layer; cross-attention to text has its own."""
         hidden, heads = self.hidden_size, self.num_heads
         out = heads * self.v_head_dim * hidden
         if self.latent is not None:
@@ -163,22 +176,22 @@ class Model:
 
     @property
     def counted_parameters(self) -> int:
-        """All weights: layers, and embeddings where the size of the vocabulary is known."""
+        """All parameters: layers, and embeddings if the size of the vocabulary is known."""
         embeddings = (self.vocab_size or 0) * self.hidden_size * (1 if self.is_tied else 2)
         return self.layers * self.attention_parameters + self.mlp_parameters + embeddings
 
     @property
     def mlp_parameters(self) -> int:
-        """Weights of MLPs, all experts and all layers together."""
+        """Parameters of the MLPs of all layers, with all experts."""
         return self._mlp_parameters(self.experts.num_experts if self.experts else 0)
 
     @property
     def active_mlp_parameters(self) -> int:
-        """Weights of MLPs that a token visits, all layers together."""
+        """Parameters of the MLPs that a token visits, over all layers."""
         return self._mlp_parameters(self.experts.per_token if self.experts else 0)
 
     def _mlp_parameters(self, num_experts: int) -> int:
-        """Of all layers, so many experts in each that has some, and the shared ones."""
+        """Count MLP parameters with `num_experts` experts per layer, plus shared ones."""
         ordinary = self.mlp_matrices * self.hidden_size * self.mlp_size
         if self.experts is None:
             return self.layers * ordinary

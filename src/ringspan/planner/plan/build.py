@@ -14,6 +14,7 @@ from ringspan.planner.plan.candidates import MANY_RANKS, Illegal, list_setups, u
 from ringspan.planner.plan.caveats import list_caveats
 from ringspan.planner.plan.explain import Line, explain
 from ringspan.planner.plan.memory import Memory, count_memory
+from ringspan.planner.plan.picture import draw_plan
 from ringspan.planner.plan.predict import Prediction, predict, shown_window, timeline_of
 from ringspan.planner.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.planner.plan.settings import Recipe, list_recipes
@@ -61,6 +62,9 @@ class Plan:
     recipes: tuple[Recipe, ...]
     explanation: tuple[Line, ...]
     caveats: tuple[str, ...]
+
+    def _repr_html_(self) -> str:
+        return draw_plan(self)
 
     @property
     def best(self) -> Option:

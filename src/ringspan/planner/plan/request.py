@@ -3,7 +3,6 @@
 Tensor parallelism is innermost (neighbouring devices), context parallelism next, copies for parts of the batch last.
 """
 
-import reprlib
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,51 +39,68 @@ class Request:
         for name, least in (("tokens", 1), ("cached_tokens", 0), ("batch", 1)):
             value = getattr(self, name)
             if value < least:
-                raise ShapeError(f"{name}={value}: use {least} or more")
+                raise ShapeError("too small", argument=name, value=value, remedy=f"use {least} or more")
         if self.batch > MOST_SEQUENCES:
-            raise ShapeError(f"batch={reprlib.repr(self.batch)}: use at most {MOST_SEQUENCES:,}")
+            raise ShapeError(
+                "too many sequences", argument="batch", value=self.batch, remedy=f"use at most {MOST_SEQUENCES:,}"
+            )
         if self.tokens + self.cached_tokens > MOST_TOKENS:
             raise ShapeError(f"{self.tokens + self.cached_tokens:,} tokens; use at most {MOST_TOKENS:,}")
         for name, value, known in (("wire", self.wire, WIRE_BYTES), ("weights", self.weights, WEIGHT_BYTES)):
             if value not in known:
-                raise UnsupportedError(f"{name}={value!r}: use one of {', '.join(known)}")
+                raise UnsupportedError(
+                    "there is no such type", argument=name, value=value, remedy=f"use one of {', '.join(known)}"
+                )
         if self.phase not in PHASES:
-            raise UnsupportedError(f"phase={self.phase!r}: use one of {', '.join(PHASES)}")
+            raise UnsupportedError(
+                "there is no such phase", argument="phase", value=self.phase, remedy=f"use one of {', '.join(PHASES)}"
+            )
         is_video = self.model.video is not None
         if (self.phase == "denoise") != is_video and self.phase != "train":
             legal = "denoise or train" if is_video else "prefill, decode or train"
-            raise UnsupportedError(f"phase={self.phase!r}: {self.model.id} is a model for {legal}")
+            raise UnsupportedError(
+                f"{self.model.id} is a model for {legal}", argument="phase", value=self.phase, remedy="use one of these"
+            )
         self._check_phase()
         if self.tp is not None:
             check_tp(self.model, self.cluster, self.tp)
 
     def _check_phase(self) -> None:
         """Refuse what has no meaning in the phase: ignored, it would leave a plan for something else."""
-        phase = f"phase={self.phase!r}"
         if self.cached_tokens and self.phase == "decode":
             raise UnsupportedError(
-                f"cached_tokens={self.cached_tokens}, {phase}: in decode all tokens but one are cached; give the "
-                "length of the cache as tokens= and leave it out"
+                "in decode all tokens but one are cached",
+                argument="cached_tokens",
+                value=self.cached_tokens,
+                remedy="leave it out, and give the length of the cache as the number of tokens",
             )
         if self.cached_tokens and self.phase != "prefill":
             raise UnsupportedError(
-                f"cached_tokens={self.cached_tokens}, {phase}: only a prefill finds tokens cached; leave it out"
+                f"only a prefill finds tokens cached, and the phase is {self.phase}",
+                argument="cached_tokens",
+                value=self.cached_tokens,
+                remedy="leave it out",
             )
         if self.shards_weights and self.phase != "train":
             raise UnsupportedError(
-                f"shards_weights=True, {phase}: every layer's weights would be gathered anew in every pass, which is "
-                "planned for training only; leave it out, and use tp= or weights='fp8' to make the weights fit"
+                f"in {self.phase} every layer's weights would be gathered anew in every pass, which is planned for "
+                "training only",
+                argument="shards_weights",
+                value=True,
+                remedy="leave it out; tensor parallelism or fp8 weights take less memory",
             )
         if self.phase == "train" and {self.weights, self.mlp_weights or self.weights} != {"bf16"}:
             raise UnsupportedError(
-                f"weights={self.weights!r}, {phase}: training is planned with weights in bf16; leave it out, and use "
-                "shards_weights=True or tp= to make it fit"
+                "training is planned with weights in bf16",
+                argument="weights",
+                value=self.weights,
+                remedy="leave it out; sharded weights or tensor parallelism take less memory",
             )
         if self.wire != "bf16" and self.phase in ("train", "decode"):
             reason = (
                 "gradients through rounded K and V would not be exact" if self.phase == "train" else "no K and V travel"
             )
-            raise UnsupportedError(f"wire={self.wire!r}, {phase}: {reason}; leave it out")
+            raise UnsupportedError(f"in {self.phase} {reason}", argument="wire", value=self.wire, remedy="leave it out")
 
 
 def check_tp(model: Model, cluster: Cluster, tp: int) -> None:
@@ -92,9 +108,12 @@ def check_tp(model: Model, cluster: Cluster, tp: int) -> None:
     legal = legal_tps(model, cluster)
     if tp not in legal:
         raise ShapeError(
-            f"tp={tp}: tensor parallelism must divide the {model.num_heads} query heads and the {cluster.num_devices} "
-            f"devices, and divide or be a multiple of the {model.num_kv_heads} KV heads and of the {cluster.per_node} "
-            f"devices of a node; use one of {', '.join(map(str, legal))}"
+            f"tensor parallelism must divide the {model.num_heads} query heads and the {cluster.num_devices} devices, "
+            f"and divide or be a multiple of the {model.num_kv_heads} KV heads and of the {cluster.per_node} devices "
+            "of a node",
+            argument="tp",
+            value=tp,
+            remedy=f"use one of {', '.join(map(str, legal))}",
         )
 
 

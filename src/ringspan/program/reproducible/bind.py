@@ -45,7 +45,7 @@ from ringspan.span import Positions, Span
 
 
 class Strip(NamedTuple):
-    """The tokens of one tile: which rank holds them, as which rows of its shard."""
+    """The tokens of one tile: the rank that holds them, and their rows in its shard."""
 
     tile: int
     owner: int
@@ -54,13 +54,13 @@ class Strip(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens: TILE, or fewer in a tile that is not all there."""
+        """Number of tokens: TILE, or fewer in an incomplete tile."""
         return len(self.positions)
 
 
 @lru_cache(maxsize=256)
 def strips(layout: Layout) -> tuple[Strip, ...]:
-    """All tiles of a layout, ascending; those that are on several ranks are there as often."""
+    """All tiles of a layout, ascending; a tile on several ranks is listed once per rank."""
     found = []
     for rank in range(layout.world_size):
         positions = layout.positions(rank)
@@ -74,28 +74,33 @@ def strips(layout: Layout) -> tuple[Strip, ...]:
 
 
 def check_grid(problem: Problem) -> None:
-    """Refuse layouts that do not lie on the grid, with the nearest that does."""
+    """Refuse layouts that do not lie on the grid; the error proposes the nearest that does."""
     check_on_grid("layout", problem.layout)
     check_on_grid("kv_layout", problem.kv_layout)
 
 
 def check_on_grid(name: str, layout: Layout) -> None:
-    """Refuse a layout that does not lie on the grid, with the nearest that does."""
+    """Refuse a layout that does not lie on the grid; the error proposes the nearest that does."""
     if layout.replicated:
         raise UnsupportedError(
-            f"reproducible=True, {name}={layout}: each rank has only its share of the gradients of replicated "
-            "positions, and adding the shares up would depend on the number of ranks; give every position one owner"
+            "with reproducible=True a layout has no replicated positions: the sum of their gradients would depend on "
+            "the number of ranks",
+            argument=name,
+            value=layout,
+            remedy="give every position one owner",
         )
     tiles = [strip.tile for strip in strips(layout)]
     if len(set(tiles)) < len(tiles):
         raise LayoutError(
-            f"reproducible=True, {name}={layout}: no tile of {TILE} positions (rs.TILE) may be on two ranks; the "
-            f"nearest such layout is {_nearest(layout)}"
+            f"with reproducible=True no tile of {TILE} positions (rs.TILE) may be on two ranks",
+            argument=name,
+            value=layout,
+            remedy=f"use the nearest such layout, {_nearest(layout)}",
         )
 
 
 def _nearest(layout: Layout) -> str:
-    """By the builder that made the layout, or else with every tile on the rank that holds most of it."""
+    """From the builder that made the layout, or else with every tile on the rank that holds most of it."""
     positions = layout.all_positions()
     start, seq_len = int(positions[0]), len(positions)
     at = f", start={start}" if start else ""
@@ -124,7 +129,7 @@ def _spans(positions: Positions) -> list[Span]:
 
 
 class Grid:
-    """The cells of a problem: what is visible in each, and the trees over those that contribute to a tile's sum."""
+    """The cells of a problem: their visible pairs, and for each tile's sum the tree over contributing tiles."""
 
     def __init__(self, mask: Mask, layout: Layout, kv_layout: Layout) -> None:
         self.mask = mask
@@ -148,7 +153,7 @@ class Grid:
         return self._trees[is_dkv, index]
 
     def nodes(self, block: Block, owners: int) -> Iterator[tuple[int, Node]]:
-        """A part of a sum to which these owners' tiles (a set, as bits) have been added: its nodes, tile by tile."""
+        """The nodes, tile by tile, of a part of a sum to which the tiles of these owners (a bit set) were added."""
         tiles = [strip.tile for strip in (self.q if block.kind == "dkv" else self.kv) if owners >> strip.owner & 1]
         for index in self.strips_of(block):
             tree = self.tree(block, index)
@@ -157,7 +162,7 @@ class Grid:
                 yield index, node
 
     def runs(self, qs: list[int], kv: int) -> Iterator[list[int]]:
-        """Those of some neighbouring tiles that see keys: as one where they are whole and see all of a whole tile."""
+        """Neighbouring query tiles that see keys: in one run if all are whole and see a whole tile, else one by one."""
         for is_uniform, run in itertools.groupby(qs, lambda q: self.pairs[q, kv] == TILE * TILE * self.num_rows):
             if is_uniform:
                 yield list(run)
@@ -165,7 +170,7 @@ class Grid:
                 yield from ([q] for q in run if self.pairs[q, kv])
 
     def cut(self, qs: list[int], kv: int) -> tuple[Piece, ...]:
-        """The pieces of a cell; several tiles of queries are uniform."""
+        """The pieces of a cell; a cell of several query tiles is a full rectangle."""
         height, width = sum(self.q[q].length for q in qs), self.kv[kv].length
         if self.pairs[qs, kv].sum() == height * width * self.num_rows:
             return (Piece(slice(0, height), slice(0, width), PieceKind.FULL, None, None),)
@@ -183,14 +188,14 @@ _grid = lru_cache(maxsize=64)(Grid)
 
 
 class Part(NamedTuple):
-    """One node of a travelling part: its rows there, and how it goes on at its receiver."""
+    """One node of a travelling part: its rows in the message, and how its receiver joins it."""
 
     rows: slice
     rise: Rise
 
 
 class Root(NamedTuple):
-    """A finished node: where it belongs in a sum."""
+    """A finished node, and its rows in a sum."""
 
     block: Block
     rows: slice
@@ -198,11 +203,11 @@ class Root(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What a rank's program does with nodes, beside what stands in its cells.
+    """The tree nodes that a rank's program sends, receives and ends with.
 
-    `leaving` and `arriving` are the nodes of each message of a sum, by step and transfer; `roots` are what this rank
-    ends with, and `complete` the sums all of whose rows are roots; `pending` is the largest number of nodes that one
-    tile of a sum ever has here.
+    `leaving` and `arriving` are the nodes of each message of a sum, by step and transfer. `roots` are the nodes this
+    rank ends with, and `complete` the sums that consist of roots only. `pending` is the largest number of nodes that
+    one tile of a sum has at any time on this rank.
     """
 
     leaving: dict[tuple[int, Transfer], tuple[Root, ...]]
@@ -213,7 +218,7 @@ class Growth(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A bound program, and its sums as trees."""
+    """A bound program, and the growth of its trees."""
 
     program: BoundProgram
     growth: Growth
@@ -229,7 +234,7 @@ def bind_grid(schedule: Schedule, rank: int, problem: Problem, at_once: int = 1)
 
 
 class _Binder:
-    """Follows one rank's program and the nodes it holds."""
+    """Walks one rank's program and tracks the nodes it holds."""
 
     def __init__(self, schedule: Schedule, rank: int, problem: Problem, at_once: int) -> None:
         check_grid(problem)
@@ -264,7 +269,10 @@ class _Binder:
                 self.arriving[posted, transfer] = tuple(self._arrive(posted, transfer))
             case AllMerged(_, block):
                 raise UnsupportedError(
-                    f"reproducible=True: {block} is merged by all ranks in their order; leave it out"
+                    f"with reproducible=True {block} cannot be merged in rank order",
+                    argument="reproducible",
+                    value=True,
+                    remedy="leave it out",
                 )
         return instruction
 
@@ -283,14 +291,14 @@ class _Binder:
         return list(self.grid.nodes(transfer.block, self.parts[step, transfer]))
 
     def _stacked(self, block: Block, indices: list[int]) -> Iterator[slice]:
-        """The rows of nodes of these tiles, one after the other."""
+        """The rows of the nodes of these tiles, concatenated."""
         stop = 0
         for index in indices:
             start, stop = stop, stop + self.grid.strips_of(block)[index].length
             yield slice(start, stop)
 
     def _leave(self, block: Block) -> Iterator[Root]:
-        """All nodes of a part that leaves, tile by tile."""
+        """All nodes of a part that is sent, tile by tile."""
         nodes = [(index, node) for index in self.grid.strips_of(block) for node in sorted(self.held[block, index])]
         for (index, node), rows in zip(nodes, self._stacked(block, [index for index, _ in nodes]), strict=True):
             self.held[block, index].remove(node)
@@ -315,10 +323,12 @@ class _Binder:
         heads = self.problem.shapes.heads
         if len(q_heads) != len(kv_heads) * heads.group:
             raise UnsupportedError(
-                f"reproducible=True: over more ranks than the {heads.num_kv_heads} KV heads, Ulysses splits the query "
-                "heads that share one, whose gradients would then be added up in an order that depends on the number "
-                f"of ranks; exchange heads over {heads.num_kv_heads} ranks or fewer, or use an algorithm that leaves "
-                f"heads whole: {', '.join(name for name in ALGORITHMS if name not in list_takers('heads'))}"
+                f"over more ranks than the {heads.num_kv_heads} KV heads, exchanging heads splits the query heads that "
+                "share a KV head, and the sum of their gradients would depend on the number of ranks",
+                argument="reproducible",
+                value=True,
+                remedy=f"exchange heads over {heads.num_kv_heads} ranks or fewer, or use an algorithm that keeps all "
+                f"heads: {', '.join(name for name in ALGORITHMS if name not in list_takers('heads'))}",
             )
 
     def _tile(self, q: Block, kv: Block) -> GridTile:
@@ -354,14 +364,14 @@ class _Binder:
         return Rise(tuple(siblings), self.slots.setdefault((block, index, node), len(self.slots)))
 
     def _roots(self) -> Iterator[Root]:
-        """What is held in the end: of every tile of this rank's sums, the root."""
+        """The root of every tile of this rank's sums."""
         for (block, index), held in self.held.items():
             if not held:
                 continue
             if held != {self.grid.tree(block, index).root} or block.owner not in (self.rank, ALL):
                 raise ScheduleError(
-                    f"reproducible=True: {block} cannot be finished on rank {self.rank}; name the heads of a sum alike "
-                    "wherever it is added to"
+                    f"with reproducible=True {block} cannot be finished on rank {self.rank}",
+                    remedy="use the same heads for a sum wherever it is added to",
                 )
             (node,) = held
             yield Root(block, self.grid.strips_of(block)[index].rows, self.slots[block, index, node])
@@ -382,7 +392,7 @@ def _groups(indices: list[int], at_once: int) -> Iterator[list[int]]:
 
 @lru_cache(maxsize=64)
 def _parts(schedule: Schedule, visible: Visible) -> dict[tuple[int, Transfer], int]:
-    """For each transfer of a sum, by step, whose tiles have been added to the part it carries: a set, as bits."""
+    """By step and transfer of a sum: the owners (a bit set) whose tiles were added to the part it carries."""
     held: list[defaultdict[Block, int]] = [defaultdict(int) for _ in range(schedule.world_size)]
     parts = {}
     for t, step in enumerate(schedule.steps):

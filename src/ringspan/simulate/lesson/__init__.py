@@ -1,4 +1,4 @@
-"""Everything `ringspan simulate` shows, as plain data."""
+"""The results that `ringspan simulate` prints, as plain data."""
 
 from ringspan.simulate.lesson.lesson import (
     LAYOUTS,

@@ -1,4 +1,4 @@
-"""Does the number of devices change the bits of a result, and what does it cost that it does not?"""
+"""Does the number of devices change the bits of a result, and what does reproducible mode cost?"""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from ringspan.simulate.simulator import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A run in the reproducible mode beside that of one device; bytes are those of all messages."""
+    """A run in reproducible mode compared with one device; bytes count all messages."""
 
-    digest: str  # of out and lse
+    digest: str  # of the bits of out and lse
     is_same: bool
-    pending_nodes: int  # the most unfinished nodes that one tile of a sum has on any rank
-    sent_bytes_by_default: int  # without the mode, which sends sums and not their nodes
+    pending_nodes: int  # the largest number of pending nodes of one tile of a sum on any rank
+    sent_bytes_by_default: int  # in the default mode, which sends sums instead of nodes
 
 
 def digest_bits(simulation: Simulation) -> str:
-    """A few characters that stand for every bit of out and lse."""
+    """Hash every bit of out and lse to a few characters."""
     found = hashlib.blake2b(digest_size=6)
     for x in (simulation.out, simulation.lse):
         found.update(np.ascontiguousarray(x).tobytes())
@@ -29,7 +29,6 @@ def digest_bits(simulation: Simulation) -> str:
 
 
 def compare_bits(simulation: Simulation, alone: Simulation) -> Bits:
-    """Hold a run against that of one device."""
     case, problem = simulation.case, simulation.case.problem
     grown = [bind_grid(simulation.schedule, rank, problem) for rank in range(problem.world_size)]
     assert isinstance(case.algorithm, str)

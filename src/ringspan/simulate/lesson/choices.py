@@ -1,6 +1,6 @@
-"""Which of pass-KV and pass-Q would the paper's rules pick, from a warm cache to an empty one?
+"""Do the paper's rules choose pass-KV or pass-Q, from a warm cache to an empty one?
 
-The sizes are those of a real prefill, not of the small simulation: there the rules have something to weigh.
+The sizes are those of a real prefill, because the small simulation has too little work for the rules.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ MISS_RATES_PERMILLE = (10, 25, 50, 100, 125, 150, 200, 300, 500, 750, 1000)
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRow:
-    """One miss rate: the picks of algorithm 1 and of algorithm 5, which counts the way home of pass-Q's outputs."""
+    """The choices of algorithms 1 and 5 at one miss rate; algorithm 5 counts the return of pass-Q's outputs."""
 
     miss_rate: float
     new_tokens: int
@@ -38,7 +38,7 @@ class ChoiceRow:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The picks for all miss rates, and where they change."""
+    """The choices for all miss rates, and where they change."""
 
     num_keys: int
     world_size: int
@@ -47,13 +47,13 @@ class Choices:
     bytes_per_element: int
     flops_per_byte: float
     new_tokens_to_hide_kv: float
-    crossing_miss_rate_1: float  # from here on algorithm 1 picks pass-KV; above 1: never
+    crossing_miss_rate_1: float  # from here on algorithm 1 chooses pass-KV; above 1: never
     crossing_miss_rate_5: float
     rows: tuple[ChoiceRow, ...]
 
 
 def list_choices(world_size: int, num_heads: int, num_kv_heads: int) -> Choices | None:
-    """The table, or None for a single rank, which sends nothing and has nothing to choose."""
+    """Compute the table; None for a single rank, which has no choice."""
     if world_size == 1:
         return None
     machine = Machine(world_size, compute_flops_per_s=FLOPS_PER_BYTE, link_bytes_per_s=1.0)  # only the ratio counts

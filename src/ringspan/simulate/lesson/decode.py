@@ -1,11 +1,11 @@
 """Token by token: is every decode step right, and does the cache stay balanced?
 
-Two ways, as they occur in practice. One sequence whose new token every rank knows: each rank attends its part of the
-cache, and one merge leaves the result on all. A batch of sequences whose new tokens are dealt to the ranks: the queries
-go round the ring. The sequences of the batch lie one after the other on a single axis of positions, as documents, so
-that each has its own new position and its own rank for it.
+Decode runs in two ways. One sequence with a replicated query: each rank attends its part of the cache, and one merge
+leaves the result on all ranks. A batch of sequences with sharded queries: the queries travel around the ring. The
+sequences of the batch are documents on one axis of positions, so that each has its own new position and rank.
 
-New tokens are dealt round-robin: sequence b puts its i-th one on rank (b + i) mod P (arXiv 2411.01783, algorithm 4).
+New tokens are dealt round-robin: the i-th new token of sequence b goes to rank (b + i) mod P (arXiv 2411.01783,
+algorithm 4).
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ MOST_SEQUENCES = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One new token per sequence: where each goes, what the ranks then hold, and whether the result is right."""
+    """One new token per sequence: its rank, the cache per rank afterwards, and the error of the result."""
 
     step: int
     new_token_ranks: tuple[int, ...]  # by sequence
@@ -39,7 +39,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Some decode steps in a row. `grid` is the schedule of the first."""
+    """Consecutive decode steps. `grid` is the schedule of the first step."""
 
     query: Query
     mask: str
@@ -47,19 +47,19 @@ class DecodeRun:
     prompt_tokens: int  # of each sequence
     grid: str
     steps: tuple[DecodeStep, ...]
-    unrotated_cache_tokens_per_rank: tuple[int, ...]  # after the last step, had each sequence kept to its first rank
+    unrotated_cache_tokens_per_rank: tuple[int, ...]  # after the last step, if each sequence stayed on its first rank
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Both ways; one sequence has no next token if the mask's documents end with it."""
+    """Decode in both ways; a single sequence whose documents end with the prompt has no next token."""
 
     one_sequence: DecodeRun | None
     batch: DecodeRun
 
 
 def run_decode(settings: Settings, tokens: Tokens, rng: np.random.Generator) -> Decode:
-    """Go on from the prefilled `tokens` by a few steps, then do the same with a batch of shorter sequences."""
+    """Decode a few tokens after the prefilled `tokens`, then after a batch of shorter sequences."""
     num_steps = min(max(settings.world_size, 4), MOST_STEPS)
     one = None
     num_next = min(num_steps, settings.mask.num_positions - settings.seq_len)
@@ -76,7 +76,7 @@ def run_decode(settings: Settings, tokens: Tokens, rng: np.random.Generator) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Where tokens are: sequence b has the positions from b · (prompt + num_steps) on."""
+    """The positions of a batch: sequence b begins at b · (prompt + num_steps)."""
 
     settings: Settings
     mask: Mask
@@ -91,20 +91,20 @@ class _Batch:
         return (sequence + step) % self.settings.world_size
 
     def cache_layout(self, num_new: int) -> Layout:
-        """The prompts as the settings say, and the first num_new tokens of each sequence dealt round-robin."""
+        """Lay out the prompts by the settings and the first num_new tokens of each sequence round-robin."""
         spans: list[list[Span]] = [[] for _ in range(self.settings.world_size)]
         for sequence in range(self.num_sequences):
             start = self.new_position(sequence, 0) - self.prompt
             prompt = self.settings.layout.build(self.mask, self.prompt, self.settings.world_size, start=start)
             for rank, of_rank in enumerate(prompt.spans_by_rank):
-                # Prompts too short to share evenly begin with different ranks, or the first would get the most of all.
+                # Prompts that do not divide evenly begin on different ranks, or rank 0 would get the most tokens.
                 spans[(rank + sequence) % self.settings.world_size] += of_rank
             for step in range(num_new):
                 spans[self.new_rank(sequence, step)].append(_one(self.new_position(sequence, step)))
         return Layout(tuple(map(tuple, spans)))
 
     def query_layout(self, step: int, query: Query) -> Layout:
-        """The new tokens of a step: on all ranks, or each on the rank that keeps its keys."""
+        """Lay out the new tokens of a step: on all ranks, or each on the rank that holds its keys."""
         new = [(self.new_rank(b, step), _one(self.new_position(b, step))) for b in range(self.num_sequences)]
         ranks = range(self.settings.world_size)
         if query == "replicated":
@@ -129,7 +129,7 @@ def _run(batch: _Batch, tokens: Tokens, query: Query) -> DecodeRun:
 
 
 def _simulate(batch: _Batch, tokens: Tokens, step: int, query: Query) -> Simulation:
-    """The new queries against the cache, which already has their own keys."""
+    """Attend the new queries to the cache, which already holds their own keys."""
     layout, kv_layout = batch.query_layout(step, query), batch.cache_layout(step + 1)
     new, cached = layout.all_positions(), kv_layout.all_positions()
     schedule = build_decode(visible_blocks(batch.mask, layout, kv_layout), query=query)

@@ -1,7 +1,7 @@
-"""The truth to compare with: plain attention over all pairs of tokens, in float64.
+"""What is the exact result? Plain attention over all pairs of tokens in float64.
 
-Written from the definition, softmax(q·kᵀ/√d)·v with hidden scores at -inf, and from nothing else: no blocks, no
-running maximum, no merge. It shares only `mask.allowed`, the definition of a mask, with what it is to judge.
+It is the definition, softmax(q·kᵀ/√d)·v with hidden scores at -inf: no blocks, no running maximum, no merge. It shares
+only `mask.allowed`, the definition of a mask, with the code that it checks.
 """
 
 import math
@@ -15,13 +15,13 @@ from ringspan.span import Positions
 
 Array = npt.NDArray[np.floating]
 
-TOLERANCE = 1e-5  # of float32 results; plain float32 attention is off by about 1e-6
-ROWS_AT_A_TIME = 512  # of scores, so that 8192 tokens take 32 MiB
+TOLERANCE = 1e-5  # for float32 results; plain float32 attention has an error of about 1e-6
+ROWS_AT_A_TIME = 512  # rows of scores, so that 8192 tokens take 32 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How far a result is from the dense reference at worst; None stands for NaN or infinity."""
+    """The largest difference of a result from the dense reference; None stands for NaN or infinity."""
 
     out_error: float | None
     lse_error: float | None
@@ -42,7 +42,7 @@ def dense_attention(
             scores = q[head, rows] @ k[head // group].T / math.sqrt(q.shape[-1])
             scores = np.where(allowed, scores, -np.inf)
             peak = scores.max(axis=-1, keepdims=True)
-            peak[np.isneginf(peak)] = 0  # a row that sees nothing: all weights are exp(-inf) = 0
+            peak[np.isneginf(peak)] = 0  # a row that sees no key: all weights are exp(-inf) = 0
             weights = np.exp(scores - peak)
             total = weights.sum(axis=-1, keepdims=True)
             sees_nothing = total == 0
@@ -53,7 +53,7 @@ def dense_attention(
 
 
 def check(out: Array, lse: Array, true_out: Array, true_lse: Array) -> Check:
-    """Compare a result with the dense one. Rows that see nothing must agree on that: lse -inf in both."""
+    """Compare a result with the dense result. Rows that see no key must have lse = -inf in both."""
     hidden = np.isneginf(true_lse)
     errors = _largest(out - true_out), _largest(lse[~hidden] - true_lse[~hidden])
     is_close = all(error is not None and error <= TOLERANCE for error in errors)

@@ -1,7 +1,7 @@
-"""Everything `ringspan simulate` shows, as plain data: a lesson in context-parallel attention, computed and checked.
+"""How is the lesson of `ringspan simulate` computed and checked?
 
-No printing here and no parsing. The values hold only numbers, strings and tuples, so they turn into JSON as they are
-and any report can be made of them.
+This module neither prints nor parses. Its values hold only numbers, strings and tuples, so they convert to JSON
+directly and every report can be made from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,8 +65,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The settings in words and numbers."""
-
     world_size: int
     seq_len: int
     num_heads: int
@@ -76,7 +74,7 @@ class Parameters:
     mask: str
     layout: str
     algorithms: tuple[str, ...]
-    direction: str | None  # None where no algorithm has one
+    direction: str | None  # None if no algorithm has a direction
     mesh: tuple[int, int] | None
     seed: int
     reproducible: bool
@@ -84,7 +82,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The whole of it, which results did not agree with the dense reference, and which not with one device's bits."""
+    """All results, those that differ from the dense reference, and those whose bits differ from one device."""
 
     parameters: Parameters
     prefill: Prefill
@@ -97,7 +95,7 @@ class Lesson:
 
 
 def run_lesson(settings: Settings, progress: Callable[[str], None]) -> Lesson:
-    """Compute and check everything; `progress` hears what is about to be done."""
+    """Compute and check all parts; `progress` is called with the name of each part before it starts."""
     rng = np.random.default_rng(settings.seed)
     tokens = Tokens.random(settings, settings.seq_len, rng)
     prefill = run_prefill(settings, tokens, progress)

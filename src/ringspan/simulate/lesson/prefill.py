@@ -1,4 +1,4 @@
-"""One long sequence on all ranks: who holds what, who works how much, what each algorithm sends, and is it right?"""
+"""What does each rank hold, compute and send for one long sequence, and is the result right?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense
 from ringspan.simulate.lesson.settings import LayoutChoice, Settings
 from ringspan.simulate.simulator import RankStep, Simulation, bytes_sent, simulate_attention
 
-SAMPLE = 4  # values of the reference to print
+SAMPLE = 4  # number of reference values to print
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,17 @@ class Tokens:
 
     @classmethod
     def random(cls, settings: Settings, num_tokens: int, rng: np.random.Generator) -> "Tokens":
-        """Standard normal values."""
         heads = (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads)
         return cls(*(rng.standard_normal((n, num_tokens, settings.head_dim), dtype=np.float32) for n in heads))
 
     def then(self, more: "Tokens") -> "Tokens":
-        """These and more tokens behind them."""
         pairs = ((self.q, more.q), (self.k, more.k), (self.v, more.v))
         return Tokens(*(np.concatenate(pair, axis=1) for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The positions a rank holds; `spans` says the same in short."""
+    """The positions that a rank holds; `spans` is the short form."""
 
     rank: int
     spans: tuple[str, ...]
@@ -49,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class LayoutWork:
-    """Visible (query, key) pairs under a layout: by rank, and by [ring step][rank] if K and V travel."""
+    """Visible (query, key) pairs under a layout: by rank, and by [ring step][rank] in pass-KV."""
 
     layout: str
     pairs_per_rank: tuple[int, ...]
@@ -59,7 +57,7 @@ class LayoutWork:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The dense float64 result, and how well plain float32 attention does."""
+    """The dense float64 result, and the error of plain float32 attention."""
 
     visible_pairs: int
     all_pairs: int
@@ -71,8 +69,6 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One tile a rank computed."""
-
     q: str
     kv: str
     coverage: str
@@ -81,8 +77,6 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One message a rank sent."""
-
     block: str
     dst: int
     sent_bytes: int
@@ -90,7 +84,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class TraceCell:
-    """What a rank held, computed and sent in one step."""
+    """The blocks that a rank held, the tiles it computed and the messages it sent in one step."""
 
     rank: int
     held: tuple[str, ...]
@@ -100,7 +94,7 @@ class TraceCell:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """All messages of one kind (q, kv, out) in a run; `shapes` and `bytes_per_element` are those of a largest one."""
+    """All messages of one kind (q, kv, out) in a run; `shapes` and `bytes_per_element` describe a largest one."""
 
     kind: str
     num_messages: int
@@ -113,7 +107,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One algorithm: its schedule, what it did, and how far its result is from the reference."""
+    """One algorithm: its schedule, its trace, and the difference of its result from the reference."""
 
     algorithm: str
     num_steps: int
@@ -124,12 +118,12 @@ class Run:
     sent_bytes_per_rank: tuple[int, ...]
     largest_rank_step_bytes: int
     check: Check
-    bits: Bits | None  # in the reproducible mode
+    bits: Bits | None  # in reproducible mode only
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A query meets a block of keys: that block's share of its softmax weight."""
+    """One query and one block of keys, with the block's share of the query's softmax weight."""
 
     step: int
     kv_owner: int
@@ -138,7 +132,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class OneQuery:
-    """How the output of one query comes together in pass-KV; `added_error` is that of adding its parts as they are."""
+    """How the output of one query is merged in pass-KV; `added_error` is the error of adding its parts unweighted."""
 
     position: int
     rank: int
@@ -149,18 +143,16 @@ class OneQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """All of it."""
-
     shards: tuple[Shard, ...]
     work: tuple[LayoutWork, ...]
     reference: Reference
     runs: tuple[Run, ...]
     one_query: OneQuery | None
-    one_device_digest: str | None  # in the reproducible mode: that of `Bits`, for one device
+    one_device_digest: str | None  # in reproducible mode only: `Bits.digest` of one device
 
 
 def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], None]) -> Prefill:
-    """Run every chosen algorithm on the tokens and hold it against the dense reference."""
+    """Run every chosen algorithm on the tokens and compare it with the dense reference."""
     layout = settings.build_layout(settings.layout)
     positions = np.arange(settings.seq_len)
     arrays = (tokens.q, tokens.k, tokens.v, settings.mask, positions, positions)
@@ -214,7 +206,7 @@ def _shard(layout: Layout, rank: int) -> Shard:
 
 
 def _compared(chosen: LayoutChoice) -> tuple[LayoutChoice, ...]:
-    """The chosen layout beside the one that is idle under a causal mask and the one that cures it."""
+    """Return the chosen layout with contiguous and zigzag, for comparison."""
     return tuple(dict.fromkeys((LayoutChoice("contiguous"), LayoutChoice("zigzag"), chosen)))
 
 
@@ -222,7 +214,7 @@ def _work(settings: Settings, choice: LayoutChoice) -> LayoutWork:
     work = settings.build_layout(choice).work(settings.mask)
     per_rank, per_step = work.per_rank, work.per_step
     if settings.direction == "reverse":
-        # In a mirror, where rank r is P-1-r, a ring that turns backward turns forward.
+        # With the ranks in reverse order (r becomes P-1-r), a reverse ring is a forward ring.
         work = Work(work.pairs[::-1, ::-1])
         per_step = work.per_step[:, ::-1]
     return LayoutWork(str(choice), tuple(per_rank.tolist()), tuple(map(tuple, per_step.tolist())), work.imbalance)
@@ -262,7 +254,7 @@ def _trace_cell(cell: RankStep) -> TraceCell:
 
 
 def count_traffic(simulation: Simulation) -> tuple[Traffic, ...]:
-    """The messages of a run by kind, in the order in which the kinds first appear."""
+    """Count the messages of a run by kind, in the order of first appearance."""
     by_kind: dict[str, list[tuple[int, Block]]] = {}
     for step in simulation.trace:
         for cell in step:
@@ -275,7 +267,7 @@ def count_traffic(simulation: Simulation) -> tuple[Traffic, ...]:
 def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> Traffic:
     sizes = [nbytes for nbytes, _ in messages]
     nbytes, largest = max(messages, key=lambda message: message[0])
-    # A part of a sum may travel as several nodes of the same rows, one after the other.
+    # A part of a sum may travel as several nodes with the same rows.
     times = Fraction(nbytes, problem.block_bytes(largest) or 1)
     return Traffic(
         kind=kind,
@@ -289,7 +281,7 @@ def _traffic(kind: str, messages: list[tuple[int, Block]], problem: Problem) -> 
 
 
 def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) -> OneQuery | None:
-    """The last of the queries that meet the most blocks, in head 0 of pass-KV, with each block attended by itself."""
+    """Follow one query through pass-KV in head 0: the last of the queries that see the most blocks."""
     case = simulation.case
     mask, layout, head = case.problem.mask, case.problem.layout, 0
     positions = np.arange(true_lse.shape[-1])
@@ -306,7 +298,7 @@ def _follow_one_query(simulation: Simulation, true_out: Array, true_lse: Array) 
         one = case.q[:1, position : position + 1], case.k[:1, keys], case.v[:1, keys]
         out, lse = dense_attention(*one, mask, np.array([position]), keys, np.float64)
         if np.isneginf(lse[0, 0]):
-            continue  # seen by other queries of the rank
+            continue  # only other queries of the rank see this block
         meetings.append(Meeting(cell.step, owner, float(np.exp(lse[0, 0] - true_lse[head, position]))))
         added += out[0, 0]
     return OneQuery(position, rank, head, tuple(meetings), float(np.abs(added - true_out[head, position]).max()))

@@ -1,0 +1,146 @@
+"""What happens before and after a forward of a parallelized transformer?
+
+Before: all ranks agree that they mean the same forward with the same numbers, and the model is learned at the first
+call of its kind. After: a rank that failed tells the others.
+"""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspan.adapters.diffusers.learn import learn
+from ringspan.adapters.diffusers.leaves import flatten, numbers_of
+from ringspan.adapters.diffusers.plan import ForwardPlan
+from ringspan.adapters.diffusers.run import RankOptions, TokenShardRun
+from ringspan.adapters.diffusers.wiring import BlockWiring
+from ringspan.adapters.gradients import digest_weights, is_digest_due
+from ringspan.adapters.modes import in_mode
+from ringspan.errors import TransportError, UnsupportedError
+from ringspan.runtime.contract import Signature, describe
+
+_ALIKE = (
+    "give every rank the same noise (generator=torch.Generator().manual_seed(…) with one seed for all), prompt, "
+    "timesteps and guidance"
+)
+
+
+class TransformerOnRanks:
+    """A transformer on the ranks of one group."""
+
+    def __init__(self, model: nn.Module, options: RankOptions, is_verified: bool) -> None:
+        self.model = model
+        self.options = options
+        self.wiring = BlockWiring(model)
+        self.plans: list[tuple[object, ForwardPlan]] = []
+        self._is_verified = is_verified
+        self._names = [
+            x.name for x in inspect.signature(model.forward).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
+        ]
+        self._under_way: ExitStack | None = None
+        self._run: TokenShardRun | None = None
+        self._num_trained = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Is a forward on ranks under way?"""
+        return self._run is not None
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return dict(zip(self._names, args, strict=False)) | dict(kwargs)
+
+    def before(self, arguments: dict[str, Any]) -> None:
+        """Agree with the other ranks, and begin."""
+        self._forget()
+        with self.options.session.call():
+            self._check()
+        self.agree(arguments, self.options)
+        plan = self.find_plan(arguments)
+        self._run = TokenShardRun(plan, self.options)
+        self._under_way = ExitStack()
+        self._under_way.enter_context(self.wiring.running(self._run))
+
+    def after(self, output: Any) -> None:
+        """End; None is the output of a forward that failed."""
+        run = self._run
+        self._forget()
+        if run is None:
+            return
+        if output is None:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self.options.tell(error)
+            return
+        with self.options.session.call():
+            run.check_complete()
+
+    def find_plan(self, arguments: dict[str, Any]) -> ForwardPlan:
+        """The plan for calls like this one, which is learned at the first of them."""
+        form = _form(arguments)
+        numbers = numbers_of(arguments)
+        for known, plan in self.plans:
+            if known == form and all(numbers.get(place) == size for place, size in plan.fixed.items()):
+                return plan
+        with self.options.session.call() as call:
+            plan = self._learn(arguments)
+            fields = {"call": f"learned {type(self.model).__name__}", "plan": plan}
+            call.agree(Signature.of(fields), once=True)
+        self.plans.append((form, plan))
+        return plan
+
+    def close(self) -> None:
+        """Take the hooks off the blocks."""
+        self._forget()
+        self.wiring.remove()
+
+    def _learn(self, arguments: dict[str, Any]) -> ForwardPlan:
+        devices = {x.device for x in self.model.parameters() if x.device.type == "cuda"}
+        with in_mode(self.model, training=False), torch.random.fork_rng(devices):
+            return learn(self.model, self.wiring, arguments, is_verified=self._is_verified)
+
+    def _check(self) -> None:
+        name = type(self.model).__name__
+        if getattr(self.model, "is_cache_enabled", False):
+            raise UnsupportedError(
+                f"{name} has a step cache, which decides from a rank's own rows which blocks to leave out; call "
+                "disable_cache() first"
+            )
+        dropping = [x for x in self.model.modules() if isinstance(x, nn.Dropout) and x.p and x.training]
+        if dropping:
+            raise UnsupportedError(f"{name} has dropout in training, which ranks would draw apart; set it to 0")
+
+    def agree(self, arguments: dict[str, Any], options: RankOptions) -> None:
+        """All ranks of a group call the model with these arguments."""
+        trains = torch.is_grad_enabled() and self.model.training
+        fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training}
+        fields |= {"gradient": torch.is_grad_enabled()}
+        fields |= describe(dict(flatten(arguments)))
+        if trains:
+            if is_digest_due(self._num_trained):
+                fields["weights"] = digest_weights(self.model)
+            self._num_trained += 1
+        try:
+            with options.session.call() as call:
+                call.agree(Signature.of(fields), once=True)
+        except TransportError as error:
+            if "do not make the same call" in str(error):
+                raise TransportError(f"{error}; {_ALIKE}") from None
+            raise
+
+    def _forget(self) -> None:
+        stack, self._under_way, self._run = self._under_way, None, None
+        if stack is not None:
+            stack.close()
+
+
+def _form(arguments: dict[str, Any]) -> object:
+    """What calls must have in common to be learned together: all but sizes and numbers."""
+    return tuple(
+        (path, (x.ndim, x.dtype) if isinstance(x, torch.Tensor) else x if isinstance(x, (bool, str)) else type(x))
+        for path, x in flatten(arguments)
+    )

@@ -1,0 +1,271 @@
+"""How does a model's plan follow from dry calls?
+
+A size that changes with the number of video tokens as the first argument of the blocks does, follows the tokens. One
+that is larger by a number that does not depend on the video has others beside the tokens, such as a prompt. Ints that
+change may count tokens. What the sizes suggest is then seen to be true: by probes (`probe.py`), and by a comparison of
+two ranks with one process (`compare.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringspan.adapters.diffusers.compare import verify
+from ringspan.adapters.diffusers.leaves import SizePlace, numbers_of
+from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, CallPlan, ForwardPlan, Side, TokenDim
+from ringspan.adapters.diffusers.probe import Draft, Probe
+from ringspan.adapters.diffusers.sizes import Family, combine, make_family
+from ringspan.adapters.diffusers.trace import BlockCall, Origin, Trace
+from ringspan.adapters.diffusers.wiring import BlockWiring
+from ringspan.errors import UnsupportedError
+
+_MOST_CANDIDATES = 3
+
+Vector = tuple[int, ...]  # a size in each of the dry calls
+
+
+def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, is_verified: bool = True) -> ForwardPlan:
+    """The plan of a model that is called with arguments like these.
+
+    If several sequences could be the one to split, the first is taken with which two ranks agree with one process.
+    """
+    family = find_family(model, wiring, arguments)
+    table = _SizeTable(type(model).__name__, family)
+    refusal: UnsupportedError | None = None
+    for tokens in table.candidates():
+        try:
+            plan = _learn_plan(model, wiring, arguments, family, table.with_tokens(tokens))
+            if is_verified:
+                other = combine(family, lambda given: dry_call(model, wiring, given))
+                plan = verify(model, wiring, plan, [family.base.arguments, other])
+        except UnsupportedError as error:
+            refusal = refusal or error
+        else:
+            return plan
+    assert refusal is not None
+    raise refusal
+
+
+def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Family:
+    """Small calls like this one."""
+    name = type(model).__name__
+    family = make_family(arguments, lambda given: dry_call(model, wiring, given))
+    if family is None:
+        reason = ""
+        try:
+            trace_call(model, wiring, arguments)
+        except Exception as error:
+            reason = f" ({type(error).__name__}: {error})"
+        raise UnsupportedError(
+            f"{name} does not take smaller copies of this call{reason}; give parallelize a small call as example="
+        )
+    if not any(variant.is_video for variant in family.variants):
+        raise UnsupportedError(
+            f"{name}: no size of its arguments could be changed so that its output and the arguments of its blocks "
+            "change too, so it is not known which dims follow its tokens; give parallelize a small call as example="
+        )
+    return family
+
+
+def _learn_plan(
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], family: Family, sizes: "_SizeTable"
+) -> ForwardPlan:
+    drafts = sizes.draft()
+    rows = _probe(model, wiring, family.base.arguments, drafts, sizes.tokens[0])
+    numbers = numbers_of(arguments)
+    fixed = {place: size for place, size in numbers.items() if place not in family.places and place.dim is not None}
+    return ForwardPlan(_plan_calls(drafts, rows, sizes), (), fixed)
+
+
+def trace_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Trace:
+    """A dry call."""
+    trace = Trace()
+    with wiring.running(trace), torch.no_grad():
+        output = model(**arguments)
+    trace.output_sizes = tuple(numbers_of({"output": output}).values())
+    return trace
+
+
+def dry_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Trace | None:
+    """A dry call, or None if the model fails."""
+    try:
+        return trace_call(model, wiring, arguments)
+    except UnsupportedError:
+        raise
+    except Exception:  # whatever a model raises for sizes it does not take
+        return None
+
+
+class _SizeTable:
+    """The sizes in all dry calls, side by side."""
+
+    def __init__(self, name: str, family: Family) -> None:
+        self.name = name
+        self.traces = [family.base.trace, *(variant.trace for variant in family.variants)]
+        self.is_video = [False, *(variant.is_video for variant in family.variants)]
+        self.tokens: Vector = ()
+
+    def with_tokens(self, tokens: Vector) -> "_SizeTable":
+        """The same table, to be read with this sequence as the one that is split."""
+        self.tokens = tokens
+        return self
+
+    def vector(self, number: int, place: SizePlace) -> Vector:
+        """A size of an argument of one call."""
+        return tuple(trace.calls[number].inputs[place] for trace in self.traces)
+
+    def others(self, vector: Vector) -> int | None:
+        """How many others there are beside the tokens in the base call; None if the size does not follow them."""
+        others = [size - tokens for size, tokens in zip(vector, self.tokens, strict=True)]
+        if min(others) < 0 or any(x != others[0] for x, video in zip(others, self.is_video, strict=True) if video):
+            return None
+        return others[0]
+
+    def follows_video(self, vector: Vector) -> bool:
+        """Does it change with the video?"""
+        return any(x != vector[0] for x, video in zip(vector, self.is_video, strict=True) if video)
+
+    def draft(self) -> list[Draft]:
+        """What sizes alone tell."""
+        drafts: list[Draft] = []
+        shards: set[Origin] = set()
+        for number in range(len(self.traces[0].calls)):
+            drafts.append(self._draft_call(number, shards))
+            shards |= {(number, path) for path in drafts[-1].outputs}
+        if not any(draft.tokens for draft in drafts):
+            raise UnsupportedError(f"{self.name}: no block takes tokens")
+        return drafts
+
+    def candidates(self) -> list[Vector]:
+        """The sequences that could be split; first the one that most blocks are given, with or without others."""
+        calls = self.traces[0].calls
+        streams: list[set[Vector]] = []
+        for number, call in enumerate(calls):
+            places = [place for place in call.inputs if call.ndims.get(place.path) == 3 and place.dim in (0, 1)]
+            streams.append({x for x in (self.vector(number, place) for place in places) if self.follows_video(x)})
+        found = set[Vector]().union(*streams)
+        if not found:
+            names = ", ".join(sorted({call.name for call in calls})[:4])
+            raise UnsupportedError(
+                f"{self.name}: none of its blocks ({names} …) takes tokens, (batch, tokens, features), whose number "
+                "follows the size of the video"
+            )
+
+        def rank(tokens: Vector) -> tuple[int, int, int]:
+            self.tokens = tokens
+            joined = sum(any(self.others(x) is not None for x in stream) for stream in streams)
+            return joined, sum(tokens in stream for stream in streams), tokens[0]
+
+        return sorted(found, key=rank, reverse=True)[:_MOST_CANDIDATES]
+
+    def _draft_call(self, number: int, shards: set[Origin]) -> Draft:
+        call = self.traces[0].calls[number]
+        draft = Draft(call.name)
+        by_path: dict[str, dict[int, int]] = {}
+        for place in call.inputs:
+            vector = self.vector(number, place)
+            others = self.others(vector)
+            if place.dim is None:
+                draft.counts |= {place.path} if self.follows_video(vector) else set()
+            elif others is not None:
+                by_path.setdefault(place.path, {})[place.dim] = others
+        for path, dims in by_path.items():
+            if len(dims) == 1:
+                dim, others = dims.popitem()
+                draft.tokens[path] = (dim, others > 0, bool(call.origins[path] & shards))
+            elif len(dims) != 2 or any(call.origins[path] & shards):
+                raise UnsupportedError(
+                    f"{self.name}: argument {path} of {call.name} follows the tokens in several dims"
+                )
+        if not any(self._is_stream(call, path, *found) for path, found in draft.tokens.items()):
+            draft.tokens.clear()
+            return draft
+        draft.attended = [self._attended(number, x) for x in range(len(call.attended))]
+        for place in call.outputs:
+            others = self.others(tuple(trace.calls[number].outputs.get(place, -1) for trace in self.traces))
+            if others is not None and place.dim is not None:
+                draft.outputs[place.path] = (place.dim, others > 0)
+        return draft
+
+    @staticmethod
+    def _is_stream(call: BlockCall, path: str, dim: int, has_others: bool, is_shard: bool) -> bool:
+        del dim
+        return call.ndims.get(path, 0) >= 3 and (is_shard or not has_others)
+
+    def _attended(self, number: int, which: int) -> tuple[bool | None, bool | None]:
+        seen = [trace.calls[number].attended[which] for trace in self.traces]
+        q = self.others(tuple(x.num_q for x in seen))
+        keys = self.others(tuple(x.num_keys for x in seen))
+        return None if q is None else q > 0, None if keys is None else keys > 0
+
+
+def _probe(
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], drafts: list[Draft], num_tokens: int
+) -> list[dict[tuple[int, str], int]]:
+    """Where the first token, one in the middle and the last one stand in all that follows the tokens."""
+    found = []
+    for token in (0, num_tokens // 2, num_tokens - 1):
+        probe = Probe(model, drafts, num_tokens, token)
+        hooks = probe.watch(model)
+        try:
+            with wiring.running(probe), torch.no_grad():
+                model(**arguments)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{type(model).__name__}: {error}") from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.append({where: row - token for where, row in probe.rows.items()})
+    return found
+
+
+def _plan_calls(drafts: list[Draft], rows: list[dict[tuple[int, str], int]], sizes: _SizeTable) -> tuple[CallPlan, ...]:
+    sides = _Sides(rows, drafts)
+    calls = []
+    for number, draft in enumerate(drafts):
+        attends = tuple(
+            Attends(sides.of(number, f"q of call {call}", q), sides.of(number, f"k of call {call}", keys))
+            for call, (q, keys) in enumerate(draft.attended)
+        )
+        joint = next((side for x in attends for side in (x.q, x.keys) if side is not None and side.has_others), None)
+        tokens = {}
+        for path, (dim, has_others, is_shard) in draft.tokens.items():
+            side: Side | None = ONLY_TOKENS
+            if has_others:
+                side = sides.of(number, f"argument {path}", True) if is_shard else joint
+            if side is None:
+                raise UnsupportedError(
+                    f"{sizes.name}: argument {path} of {draft.name} has a row for each token and for others, and it is "
+                    "not known which come first"
+                )
+            tokens[path] = TokenDim(dim, side, is_shard)
+        outputs = {}
+        for path, (dim, has_others) in draft.outputs.items():
+            side = sides.of(number, path, has_others)
+            if side is not None:
+                outputs[path] = TokenDim(dim, side, True)
+        tensors = tuple(sizes.traces[0].calls[number].origins)
+        calls.append(CallPlan(draft.name, tensors, tokens, outputs, tuple(sorted(draft.counts)), attends))
+    return tuple(calls)
+
+
+class _Sides:
+    """Where others stand, as the probes tell."""
+
+    def __init__(self, rows: list[dict[tuple[int, str], int]], drafts: list[Draft]) -> None:
+        self._rows = rows
+        self._drafts = drafts
+
+    def of(self, number: int, what: str, has_others: bool | None) -> Side | None:
+        """None if it has no tokens."""
+        offsets = {found.get((number, what)) for found in self._rows}
+        if has_others is None or offsets == {None}:
+            return None
+        if len(offsets) > 1:
+            raise UnsupportedError(f"{what} of {self._drafts[number].name} has the tokens in another order, or not all")
+        (offset,) = offsets
+        assert offset is not None
+        if not has_others and offset:
+            raise UnsupportedError(f"{what} of {self._drafts[number].name} shifts its tokens by {offset}")
+        return Side(has_others, bool(offset))

@@ -1,0 +1,89 @@
+"""Is an argument of the kind that its function takes? The first look at whatever a caller passes.
+
+`check_arguments` is the only mechanism for it: a function names each of its arguments with the kind it must be of, and
+anything else is a ShapeError with the argument's name, before anything is done with it. What a value of the right kind
+may be is for the function to say.
+"""
+
+import operator
+import os
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringspan.errors import ShapeError
+
+MOST_RANKS = 2**16
+"""Schedules and layouts grow with the square of it; a larger number is a slip."""
+
+
+class Kind(NamedTuple):
+    """What an argument must be."""
+
+    expected: str
+    remedy: str
+    holds: Callable[[Any], bool]
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool) and (not _is_array(value) or isinstance(value, np.integer))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes) and not _is_array(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | range) or (_is_array(value) and len(value.shape) == 1)
+
+
+WHOLE = Kind("a whole number", "give an int", _is_whole)
+RANKS = Kind(
+    f"a number of ranks from 1 to {MOST_RANKS}",
+    "give an int in that range",
+    lambda value: _is_whole(value) and 1 <= operator.index(value) <= MOST_RANKS,
+)
+NUMBER = Kind("a number", "give a float", lambda value: isinstance(value, Real) and value == value)
+FLAG = Kind("True or False", "give a bool", lambda value: isinstance(value, bool | np.bool_))
+TEXT = Kind("a name", "give a str", lambda value: isinstance(value, str))
+CALLABLE = Kind("a function", "give one that can be called", callable)
+PATH = Kind("a path", "give a str or a pathlib.Path", lambda value: isinstance(value, str | os.PathLike))
+ARRAY = Kind("an array", "give a tensor or a NumPy array", _is_array)
+LIST = Kind("a list", "give a list or a tuple", _is_list)
+ITERABLE = Kind("a list", "give one", _is_iterable)
+
+
+def list_of(kind: Kind) -> Kind:
+    """A list whose items are all of a kind."""
+    return Kind(f"a list, each item {kind.expected}", "give one", lambda v: _is_list(v) and all(map(kind.holds, v)))
+
+
+def instance_of(cls: type, example: str) -> Kind:
+    """An instance of a class of ours."""
+    return Kind(f"a {cls.__name__}", f"give one, such as {example}", lambda value: isinstance(value, cls))
+
+
+def optional(kind: Kind) -> Kind:
+    """Of a kind, or None."""
+    return Kind(f"{kind.expected}, or None", kind.remedy, lambda value: value is None or kind.holds(value))
+
+
+def check_arguments(**given: tuple[Kind, Any]) -> None:
+    """Raise a ShapeError for the first argument that is not of its kind."""
+    for name, (kind, value) in given.items():
+        if not kind.holds(value):
+            shown = repr(value)
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
+            raise ShapeError(
+                f"expected {kind.expected}, got {type(value).__name__} {shown}", argument=name, remedy=kind.remedy
+            )

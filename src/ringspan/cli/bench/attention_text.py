@@ -1,0 +1,148 @@
+"""How is a measured attention call printed? Speed, where the time goes, bytes, memory, and whether it is right."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from ringspan.bench.result import Machine, Parameters, PathCheck, RankResult, Ratio, Result
+from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.page import TABLE_RANKS, Page
+from ringspan.cli.tables import new_table
+
+STATUS_STYLES = {"ok": "green", "failed": "bold red", "not available": "dim"}
+
+
+def print_bench(result: Result, console: Console) -> None:
+    """Print the whole report."""
+    page = Page(console)
+    _print_title(page, result.parameters, result.machine)
+    _print_times(page, result)
+    _print_breakdown(page, result)
+    _print_ranks(page, result.by_rank)
+    _print_check(page, result)
+
+
+def _print_title(page: Page, parameters: Parameters, machine: Machine) -> None:
+    p = parameters
+    what = "Exact attention and its gradients" if p.has_backward else "Exact attention"
+    page.console.print(Text(f"{what} on {format_count(p.world_size, 'rank')}, measured", "bold"))
+    heads = f"{format_count(p.num_heads, 'head')} over {format_count(p.num_kv_heads, 'KV head')}"
+    size = f"{format_count(p.seq_len, 'token')}, batch {p.batch}, {heads}, head_dim {p.head_dim}, {p.dtype}"
+    turn = "" if p.direction is None else f", direction {p.direction}"
+    mesh = "" if p.mesh is None else f", mesh {p.mesh[0]}×{p.mesh[1]}"
+    algorithm = p.algorithm.replace("_", "-") + (", reproducible" if p.reproducible else "")
+    page.facts(
+        [
+            ("size", f"{size}, seed {p.seed}"),
+            ("mask", f"{p.mask}, layout {p.layout}"),
+            ("algorithm", f"{algorithm}{turn}{mesh}, kernel {p.kernel}, transport {p.transport}, a thread per rank"),
+            ("machine", f"{machine.device}, {format_count(machine.cores, 'core')}, torch {machine.torch}"),
+        ]
+    )
+
+
+def _print_times(page: Page, result: Result) -> None:
+    page.section("How fast")
+    table = new_table("", ">median", "from", "to")
+    ranks = format_count(result.parameters.world_size, "rank")
+    for name, timing in (
+        (f"one device, {result.one_device_method}", result.one_device),
+        (ranks, result.ranks),
+        ("ideal: every rank its own tiles, no messages, no merging", result.ideal),
+    ):
+        table.add_row(name, *map(format_seconds, (timing.median_s, timing.fastest_s, timing.slowest_s)))
+    if result.predicted_s is not None:
+        off = result.predicted_s / result.ranks.median_s - 1
+        table.add_row(f"{ranks}, predicted ({100 * off:+.0f} %)", format_seconds(result.predicted_s))
+    page.show(table)
+    page.facts(
+        [
+            ("speedup", format_spread(result.speedup, "{:.2f}") + f" over one device, with {ranks}"),
+            ("of the ideal", format_spread(result.share_of_ideal, "{:.0%}")),
+        ]
+    )
+    repeats = format_count(result.parameters.repeats, "repeat")
+    page.prose(f"Medians of {repeats}, interleaved; each rank computes with one thread, and so does the one device.")
+
+
+def format_spread(ratio: Ratio, form: str) -> str:
+    """The median, and the lowest and highest value."""
+    median, lowest, highest = map(form.format, (ratio.median, ratio.lowest, ratio.highest))
+    return f"{median} ({lowest} to {highest})"
+
+
+def _print_breakdown(page: Page, result: Result) -> None:
+    page.section("Where the time goes")
+    table = new_table("rank", ">attention", ">merge", ">communication", ">waiting", ">other", ">all")
+    for it in result.by_rank[:TABLE_RANKS]:
+        part = it.breakdown
+        seconds = (part.attention_s, part.merge_s, part.communication_s, part.waiting_s, part.other_s)
+        cells = [f"{format_seconds(second)} {second / part.total_s:4.0%}" for second in seconds]
+        table.add_row(str(it.rank), *cells, format_seconds(part.total_s))
+    page.show(table)
+    page.note_hidden(len(result.by_rank))
+    page.prose("communication: blocked by a message on its way. waiting: for a rank that has not sent or finished yet.")
+    page.console.print(Text(result.verdict, "bold"))
+
+
+def _print_ranks(page: Page, ranks: Sequence[RankResult]) -> None:
+    page.section("Bytes and memory")
+    table = new_table("rank", ">bytes sent", ">in the schedule", "", ">peak memory", ">inputs", ">call above them")
+    for it in ranks[:TABLE_RANKS]:
+        is_exact = it.sent_bytes == it.scheduled_bytes
+        table.add_row(
+            str(it.rank),
+            f"{it.sent_bytes:,}",
+            f"{it.scheduled_bytes:,}",
+            Text("✓" if is_exact else "✗", "green" if is_exact else "bold red"),
+            _format_bytes(it.memory.peak_bytes),
+            _format_bytes(it.memory.input_bytes),
+            _format_bytes(it.memory.above_inputs_bytes),
+        )
+    page.show(table)
+    page.note_hidden(len(ranks))
+    if any(it.memory.peak_bytes is None for it in ranks):
+        page.prose("Ranks that are threads share a process, so their memory cannot be measured separately.")
+
+
+def _print_check(page: Page, result: Result) -> None:
+    page.console.print()
+    check = result.check
+    error = "not finite" if check.max_error is None else f"{check.max_error:.1e}"
+    if check.same_bits is False:
+        text = "✗ Wrong: the bits are not those of one rank in the same mode."
+    elif not check.is_passed:
+        text = f"✗ Wrong: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
+    elif not result.has_exact_bytes:
+        text = "✗ Wrong: the ranks did not send the bytes of the schedule."
+    else:
+        text = f"✓ The result is right: {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
+    page.console.print(Text(text, "bold green" if result.is_verified else "bold red"))
+    if check.same_bits:
+        gradients = " and of the gradients" if result.parameters.has_backward else ""
+        same = f"✓ The bits of the output{gradients} are those of one rank in the same mode."
+        page.console.print(Text(same, "bold green"))
+
+
+def print_paths(paths: Sequence[PathCheck], machine: str, console: Console) -> None:
+    """Print a Markdown table to paste into an issue; its lines are never wrapped."""
+    rows = [("path", "status", "max error", "note"), ("---", "---", "---:", "---")]
+    rows += [(it.path, it.status, "" if it.max_error is None else f"{it.max_error:.1e}", it.note) for it in paths]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    console.print(Text(f"{machine}\n"), soft_wrap=True)
+    for row in rows:
+        style = STATUS_STYLES.get(row[1], "")
+        line = " | ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        console.print(Text(f"| {line} | {row[-1]} |", style), soft_wrap=True)
+    num_failed = sum(it.status == "failed" for it in paths)
+    num_run = sum(it.status != "not available" for it in paths)
+    console.print()
+    if num_failed:
+        console.print(Text(f"✗ {num_failed} of {num_run} paths that can run here failed.", "bold red"))
+    else:
+        console.print(Text(f"✓ All {num_run} paths that can run here are right.", "bold green"))
+
+
+def _format_bytes(number: int | None) -> str:
+    return "" if number is None else f"{number / 1e6:,.1f} MB"

@@ -1,0 +1,164 @@
+"""How is a measured model printed? Speed, where the time goes, memory, and whether it is right."""
+
+from rich.console import Console
+from rich.text import Text
+
+from ringspan.bench.result import Breakdown, Ratio, Timing
+from ringspan.bench.transformer_result import PHASES, ModelMemory, Phase, PhaseResult, Predicted, TransformerResult
+from ringspan.cli.bench.attention_text import format_spread
+from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.page import TABLE_RANKS, Page
+from ringspan.cli.tables import new_table
+
+NAMES: dict[Phase, str] = {"prefill": "prefill", "train": "training step", "decode": "token"}
+
+
+def print_transformer(result: TransformerResult, console: Console) -> None:
+    """Print the whole report."""
+    page = Page(console)
+    _print_title(page, result)
+    _print_times(page, result)
+    _print_breakdown(page, result)
+    _print_memory(page, result)
+    _print_predicted(page, result.predicted)
+    _print_check(page, result)
+
+
+def _print_title(page: Page, result: TransformerResult) -> None:
+    s, ranks = result.settings, format_count(result.world_size, "rank")
+    page.console.print(Text(f"A dense decoder on {ranks}, measured", "bold"))
+    heads = f"{format_count(s.num_heads, 'head')} over {format_count(s.num_kv_heads, 'KV head')}, head_dim {s.head_dim}"
+    size = f"{format_count(s.layers, 'layer')}, {heads}, width {s.width}, MLP {s.mlp_size:,}"
+    kind = s.dtype
+    if s.dtype in ("bfloat16", "float16") and result.machine.device == "CPU":
+        kind = f"weights, activations and caches {s.dtype}; products and attention in float32, rounded"
+    machine = result.machine
+    page.facts(
+        [
+            ("model", f"{size}; {format_count(result.num_parameters, 'parameter')}"),
+            ("type", kind),
+            ("tokens", f"{format_count(s.seq_len, 'token')}, batch {s.batch}, random, seed {s.seed}"),
+            ("ranks", f"pass-KV, zigzag, kernel {result.kernel}, transport {result.transport}, a thread per rank"),
+            ("machine", f"{machine.device}, {format_count(machine.cores, 'core')}, torch {machine.torch}"),
+        ]
+    )
+
+
+def _print_times(page: Page, result: TransformerResult) -> None:
+    page.section("How fast")
+    ranks = format_count(result.world_size, "rank")
+    table = new_table("", ">one process", f">{ranks}", ">ideal", ">tokens/s", ">speedup", ">of the ideal")
+    for phase in PHASES:
+        it = result.phases[phase]
+        table.add_row(
+            NAMES[phase],
+            *map(_median, (it.one_process, it.ranks, it.ideal)),
+            _rate(it),
+            _spread(it.speedup, "{:.2f}"),
+            _spread(it.share_of_ideal, "{:.0%}"),
+        )
+    page.show(table)
+    shares = {NAMES[phase]: result.phases[phase].share_of_ideal_cpu for phase in PHASES}
+    cpu = [f"{name} {format_spread(share, '{:.0%}')}" for name, share in shares.items() if share is not None]
+    if cpu:
+        page.facts([("of the ideal in processor time", ", ".join(cpu))])
+    repeats = format_count(result.settings.repeats, "repeat")
+    page.prose(
+        f"Medians of {repeats}, interleaved, with the lowest and the highest ratio; a rank computes with one thread, "
+        "and so does the one process. Ideal: every rank its own tokens and tiles, with no messages; where other "
+        "programs run too, compare processor time. A training step is forward, loss, backward and the sum of "
+        "gradients over the ranks, without an update. A token is one of every sequence."
+    )
+
+
+def _median(timing: Timing | None) -> str:
+    return "" if timing is None else format_seconds(timing.median_s)
+
+
+def _rate(it: PhaseResult) -> str:
+    return f"{it.tokens_per_s:,.0f}" if it.tokens_per_s >= 100 else f"{it.tokens_per_s:.1f}"
+
+
+def _spread(ratio: Ratio | None, form: str) -> str:
+    return "" if ratio is None else format_spread(ratio, form)
+
+
+def _print_breakdown(page: Page, result: TransformerResult) -> None:
+    page.section("Where the time goes")
+    table = new_table("", "rank", ">attention", ">MLP, projections", ">communication", ">waiting", ">all")
+    for phase in PHASES:
+        for rank, part in enumerate(result.phases[phase].by_rank[:TABLE_RANKS]):
+            table.add_row(NAMES[phase] if rank == 0 else "", str(rank), *_parts(part), format_seconds(part.total_s))
+    page.show(table)
+    page.note_hidden(result.world_size)
+    page.prose(
+        "attention: with merging. MLP, projections: including norms, RoPE, loss, everything that works token by token. "
+        "communication: blocked by a message on its way. waiting: for a rank that has not sent or finished yet."
+    )
+
+
+def _parts(part: Breakdown) -> list[str]:
+    seconds = (part.attention_s + part.merge_s, part.other_s, part.communication_s, part.waiting_s)
+    return [f"{format_seconds(second)} {second / part.total_s:4.0%}" for second in seconds]
+
+
+def _print_memory(page: Page, result: TransformerResult) -> None:
+    page.section("Memory")
+    table = new_table(
+        "", ">weights", ">KV cache", ">prefill, peak", ">activations kept", ">training, peak", ">process, peak"
+    )
+    table.add_row("one process", *_bytes(result.one_process_memory))
+    for rank, memory in enumerate(result.memory_by_rank[:TABLE_RANKS]):
+        table.add_row(f"rank {rank}", *_bytes(memory))
+    page.show(table)
+    page.note_hidden(result.world_size)
+    page.prose(
+        "Counted in tensors: the peaks are above the weights, in training with the gradients, and activations are what "
+        "the forward pass keeps for the backward pass. The process's own peak, in training, includes all libraries."
+    )
+
+
+def _bytes(memory: ModelMemory) -> list[str]:
+    return [
+        "" if number is None else f"{number / 1e6:,.1f} MB"
+        for number in (
+            memory.weights,
+            memory.kv_cache,
+            memory.prefill_peak,
+            memory.activations,
+            memory.train_peak,
+            memory.process_peak,
+        )
+    ]
+
+
+def _print_predicted(page: Page, predicted: tuple[Predicted, ...]) -> None:
+    page.section("The same shape on GPUs, as ringspan plan predicts it")
+    table = new_table("", "devices", "fastest", ">time", ">tokens/s", ">bytes of a device", "")
+    for it in predicted:
+        table.add_row(
+            NAMES[it.phase],
+            it.devices.replace("x", "×", 1),
+            it.setup,
+            format_seconds(it.seconds),
+            f"{it.num_tokens / it.seconds:,.0f}",
+            f"{it.device_bytes / 1e9:,.3g} GB",
+            "" if it.fits else "does not fit",
+        )
+    page.show(table)
+    page.prose(
+        "bf16, context parallelism alone, activations kept; vocabulary and update are not counted. docs/plan.md says "
+        "how far off such predictions are: work of less than some milliseconds takes several times as long."
+    )
+
+
+def _print_check(page: Page, result: TransformerResult) -> None:
+    page.console.print()
+    for what, check in result.checks.items():
+        error = "not finite" if check.max_error is None else f"{check.max_error:.1e}"
+        text = f"{what} {error} off {check.reference}; at most {check.tolerance:.1e} is accepted."
+        mark, style = ("✓", "green") if check.is_passed else ("✗ Wrong:", "bold red")
+        page.console.print(Text(f"{mark} {text}", style))
+    is_right = result.right_tokens == result.num_answered
+    text = f"{result.right_tokens} of {result.num_answered} tokens that the ranks choose are those of one process."
+    page.console.print(Text(f"{'✓' if is_right else '✗ Wrong:'} {text}", "green" if is_right else "bold red"))

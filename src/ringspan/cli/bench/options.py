@@ -1,0 +1,148 @@
+"""Which options do the subcommands of `ringspan bench` share?
+
+A decorator adds a group of options to a command and passes them on as one value: `@rank_options` as `place`,
+`@size_options(...)` as `sizes`, `@run_options(...)` as `runs`.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import click
+
+from ringspan.bench.launch import Launched, find_launcher
+from ringspan.bench.settings import CARRIERS, DTYPES, SHORT_DTYPES, Carrier
+from ringspan.cli.bench.ranks import count_ranks, default_carrier, require_torch
+from ringspan.cli.values import Spelled, parse_seconds, parse_tokens, parsed_by
+from ringspan.simulate.lesson import MAX_HEADS
+
+MAX_RANKS = 1024
+MAX_TOKENS = 2**26
+"""More than one command can start, or finish in a day: larger values are slips and are refused."""
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Place(NamedTuple):
+    """Where a measurement runs."""
+
+    launched: Launched | None
+    carrier: Carrier
+    world_size: int
+    timeout_s: float
+
+
+class Sizes(NamedTuple):
+    """How large the tensors are, and what computes on them. `batch` is 1 where a command has no such option."""
+
+    seq_len: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kernel: str
+
+
+class Runs(NamedTuple):
+    """What is repeated."""
+
+    repeats: int
+    seed: int
+
+
+timeout_option = click.option(
+    "--timeout",
+    "timeout_s",
+    callback=parsed_by(parse_seconds),
+    metavar="SECONDS",
+    default="600",
+    help="How long to wait for ranks that do not answer.",
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+
+
+def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--ranks, --transport and --timeout, passed on as `place`."""
+
+    @click.option(
+        "--ranks", type=click.IntRange(1, MAX_RANKS), help="Processes to start.  [default: one per GPU, or per core]"
+    )
+    @click.option(
+        "--transport",
+        "carrier",
+        type=click.Choice(CARRIERS),
+        help="What carries messages.  [default: gloo, nccl on GPUs, mpi under mpirun]",
+    )
+    @timeout_option
+    @functools.wraps(command)
+    def with_place(*args: Any, ranks: int | None, carrier: Carrier | None, timeout_s: float, **others: Any) -> Any:
+        require_torch()
+        launched = find_launcher(os.environ)
+        carrier = carrier or default_carrier(launched)
+        place = Place(launched, carrier, count_ranks(ranks, carrier, launched), timeout_s)
+        return command(*args, place=place, **others)
+
+    return with_place
+
+
+def size_options(*, tokens: str, heads: int, batch: int | None, about_tokens: str = "Sequence length") -> Decorator:
+    """Sizes with the given defaults, passed on as `sizes`; without --batch if `batch` is None."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @click.option(
+            "--tokens",
+            callback=parsed_by(partial(parse_tokens, most=MAX_TOKENS)),
+            metavar="N",
+            default=tokens,
+            help=f"{about_tokens}; 1M is 2^20.",
+        )
+        @click.option("--heads", type=click.IntRange(1, MAX_HEADS), default=heads, help="Query heads.")
+        @click.option(
+            "--kv-heads",
+            type=click.IntRange(1, MAX_HEADS),
+            help="KV heads; they divide the query heads.  [default: as many]",
+        )
+        @click.option("--head-dim", type=click.IntRange(1), default=64, help="Elements of a head.")
+        @click.option(
+            "--dtype", type=Spelled(DTYPES, SHORT_DTYPES), default="float32", help="Of all tensors; also bf16, fp16 ..."
+        )
+        @click.option("--kernel", default="auto", help="What computes a piece: sdpa_cpu, reference, sdpa_flash ...")
+        @functools.wraps(command)
+        def with_sizes(
+            *args: Any,
+            tokens: int,
+            heads: int,
+            kv_heads: int | None,
+            head_dim: int,
+            dtype: str,
+            kernel: str,
+            batch: int = 1,
+            **others: Any,
+        ) -> Any:
+            sizes = Sizes(tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel)
+            return command(*args, sizes=sizes, **others)
+
+        if batch is None:
+            return with_sizes
+        return click.option("--batch", type=click.IntRange(1), default=batch, help="Sequences.")(with_sizes)
+
+    return decorate
+
+
+def run_options(repeats: int) -> Decorator:
+    """--repeats and --seed, passed on as `runs`."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @click.option("--repeats", type=click.IntRange(1), default=repeats, help="Runs of each kind, interleaved.")
+        @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of the random numbers.")
+        @functools.wraps(command)
+        def with_runs(*args: Any, repeats: int, seed: int, **others: Any) -> Any:
+            return command(*args, runs=Runs(repeats, seed), **others)
+
+        return with_runs
+
+    return decorate

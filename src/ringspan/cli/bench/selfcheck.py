@@ -1,0 +1,67 @@
+"""`ringspan bench selfcheck`: which kernels and transports compute the right numbers on this machine?"""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+
+import click
+
+from ringspan import __version__
+from ringspan.bench.launch import Launched, count_cores, count_gpus, find_launcher
+from ringspan.bench.result import PathCheck
+from ringspan.bench.settings import Job
+from ringspan.cli.bench.options import json_option, timeout_option
+from ringspan.cli.bench.ranks import default_carrier, print_json, require_torch, run_on_ranks, show_progress
+from ringspan.cli.console import new_console
+from ringspan.cli.errors import Command
+
+EXAMPLES = """\b
+Examples:
+  ringspan bench selfcheck
+  torchrun --nproc-per-node 2 --no-python ringspan bench selfcheck
+"""
+
+
+@click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
+@timeout_option
+@json_option
+@click.pass_context
+def selfcheck(ctx: click.Context, *, timeout_s: float, as_json: bool) -> None:
+    """Check every kernel and transport of this machine.
+
+    Checks both passes, forward and backward. Prints a Markdown table to paste into an issue; a path that
+    cannot run here is listed with the reason.
+    """
+    require_torch()
+    launched = find_launcher(os.environ)
+    paths = _check(launched, timeout_s)
+    if launched is None or launched.rank == 0:
+        _print_paths(paths, as_json)
+    if any(path.status == "failed" for path in paths):
+        ctx.exit(1)
+
+
+def _check(launched: Launched | None, timeout_s: float) -> list[PathCheck]:
+    """All paths; on ranks that a launcher has started, those of their group."""
+    with show_progress() as progress:
+        if launched is None:
+            from ringspan.bench.paths import check_paths
+
+            return check_paths(timeout_s, progress)
+        job = Job("check_group", default_carrier(launched), launched.world_size, timeout_s)
+        paths: list[PathCheck] = run_on_ranks(job, launched, progress)
+        return paths
+
+
+def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
+    versions = (
+        f"ringspan {__version__}, torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
+    )
+    machine = f"{versions}, {platform.platform()}, {count_cores()} cores, {count_gpus()} GPUs"
+    if as_json:
+        print_json({"machine": machine, "paths": [dataclasses.asdict(path) for path in paths]})
+        return
+    from ringspan.cli.bench.attention_text import print_paths
+
+    print_paths(paths, machine, new_console())

@@ -1,0 +1,5 @@
+"""`ringspan verify`."""
+
+from ringspan.cli.verify.command import verify
+
+__all__ = ["verify"]

@@ -1,0 +1,107 @@
+"""`ringspan verify`: is this attention right?"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringspan import __version__
+from ringspan.cli.files import OutputFile
+
+EXAMPLES = """\b
+Examples:
+  ringspan verify ringspan
+  ringspan verify ringspan:pass_q --ranks 2,4 --thorough
+  ringspan verify mypackage.attention:ring_attention --layout zigzag
+  ringspan verify mypackage.targets:MyTarget --json
+  ringspan verify torch --ranks 2 --junit verify.xml
+  torchrun --nproc-per-node 2 --no-python ringspan verify mypackage.targets:MyTarget
+"""
+
+
+def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        ranks = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        ranks = ()
+    if not ranks or any(not 1 <= number <= 8 for number in ranks):
+        raise click.BadParameter(f"{text!r}: use numbers from 1 to 8, such as 2,3,4")
+    return ranks
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.argument("target")
+@click.option("--ranks", callback=_parse_ranks, metavar="N,N,...", default="1,2,3,4,5", help="Numbers of ranks.")
+@click.option(
+    "--layout",
+    "layouts",
+    type=click.Choice(["contiguous", "zigzag", "striped"]),
+    multiple=True,
+    help="How the shards of a function are cut; may be repeated.  [default: contiguous]",
+)
+@click.option("--feature", "features", multiple=True, metavar="NAME", help="What a function can do; may be repeated.")
+@click.option("--processes", is_flag=True, help="Run a function on processes with a gloo group, not on threads.")
+@click.option("--thorough", is_flag=True, help="Every layout, mask, grouping of heads and type; takes minutes.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--junit", type=OutputFile(), help="Write the cases as a JUnit XML file.")
+def verify(
+    target: str,
+    ranks: tuple[int, ...],
+    layouts: tuple[str, ...],
+    features: tuple[str, ...],
+    processes: bool,
+    thorough: bool,
+    seed: int,
+    as_json: bool,
+    junit: Path | None,
+) -> None:
+    """Run TARGET over a table of cases and compare it with a float64 oracle: outputs, log-sum-exps, gradients.
+
+    TARGET is ringspan, another library (torch, ring_attention_pytorch, ring_flash_attn), or module:name of a function
+    or of a Target. If a result is wrong, says what kind of mistake it looks like. Exit code 1 if anything is wrong.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise click.UsageError(
+            "verify needs torch; install it, for example from a checkout with: pip install '.[torch]'"
+        )
+    from ringspan.verify.launched import is_launched, verify_here
+    from ringspan.verify.run import verify as run_verify
+
+    options: dict[str, Any] = {
+        "features": features or None,
+        "layouts": layouts or None,
+        "ranks": "processes" if processes else None,
+        "thorough": thorough,
+        "seed": seed,
+    }
+    with _bar() as progress:
+        if is_launched(os.environ):
+            report = verify_here(target, progress=progress, **options)
+        else:
+            report = run_verify(target, world_sizes=ranks, progress=progress, **options)
+    if report is None:
+        return  # not rank 0
+    if junit is not None:
+        junit.write_text(report.to_junit())
+    click.echo(json.dumps({"version": __version__, **report.to_json()}, indent=2) if as_json else report.to_text())
+    if not report.has_passed:
+        click.get_current_context().exit(1)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int, object], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, case: bar.update(task, completed=done, total=total, description=str(case))

@@ -1,0 +1,215 @@
+"""The functions of ring-flash-attention (0.1.8), on any device.
+
+    from ringspan.compat.ring_flash_attn import zigzag_ring_flash_attn_func
+
+Tensors are (batch, seq, heads, dim), for the packed-document functions (tokens, heads, dim), each rank with its shard.
+`window_size` is computed, where the original accepts and ignores it; dropout, `alibi_slopes` and a soft cap are
+refused. `deterministic` asks for what always holds here. Gradients are those of one process.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ringspan.compat.packed import (
+    Llama3Documents,
+    layout_of_documents,
+    lengths_of,
+    llama3_documents,
+    llama3_flash_attn_prepare_cu_seqlens,
+)
+from ringspan.compat.sequence_first import FlashOptions, attend_sequence_first, flash_mask, group_size
+from ringspan.errors import UnsupportedError
+from ringspan.layout import Layout, contiguous, striped, zigzag
+
+__all__ = [
+    "llama3_flash_attn_prepare_cu_seqlens",
+    "llama3_flash_attn_varlen_func",
+    "llama3_flash_attn_varlen_kvpacked_func",
+    "llama3_flash_attn_varlen_qkvpacked_func",
+    "ring_flash_attn_func",
+    "ring_flash_attn_kvpacked_func",
+    "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_kvpacked_func",
+    "zigzag_ring_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+
+
+def _dense(
+    build: Callable[..., Layout],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Result:
+    """One sequence over all ranks."""
+    del deterministic
+    options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
+    world_size = group_size(group)
+    layout = build(q.shape[1] * world_size, world_size)
+    result = attend_sequence_first(q, k, v, mask=flash_mask(options), layout=layout, group=group, scale=softmax_scale)
+    return (result.out, result.lse, None) if return_attn_probs else result.out
+
+
+def _packed(
+    build: Callable[..., Layout],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Result:
+    """Packed documents, each over all ranks."""
+    del max_seqlen, deterministic
+    options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
+    layout, lengths = layout_of_documents(lengths_of(cu_seqlens), group_size(group), build)
+    return _attend_packed(q, k, v, options, layout, lengths, group)
+
+
+def _llama3(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Result:
+    """Packed documents in contiguous shards; `heads_k_stride` only saves memory there, and is not needed here."""
+    del cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, deterministic
+    options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
+    found: Llama3Documents = llama3_documents(cu_seqlens_q, local_k_slice, q.shape[0], group)
+    return _attend_packed(q, k, v, options, found.layout, found.lengths, group)
+
+
+def _attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: FlashOptions,
+    layout: Layout,
+    lengths: Sequence[int],
+    group: Any,
+) -> Result:
+    """Tensors are (tokens, heads, dim); the lse is (heads, tokens)."""
+    result = attend_sequence_first(
+        *(x.unsqueeze(0) for x in (q, k, v)),
+        mask=flash_mask(options, lengths),
+        layout=layout,
+        group=group,
+        scale=options.softmax_scale,
+    )
+    out, lse = result.out.squeeze(0), result.lse.squeeze(0)
+    return (out, lse, None) if options.return_attn_probs else out
+
+
+def _kvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function for k and v in one tensor, (..., 2, heads, dim)."""
+
+    def call(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Result:
+        return function(q, *kv.unbind(-3), *args, **kwargs)
+
+    return _described(call, function, ["q", "kv"], 3)
+
+
+def _qkvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function for q, k and v in one tensor, (..., 3, heads, dim)."""
+
+    def call(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Result:
+        return function(*qkv.unbind(-3), *args, **kwargs)
+
+    return _described(call, function, ["qkv"], 3)
+
+
+def _described(
+    call: Callable[..., Result], function: Callable[..., Result], names: list[str], num_replaced: int
+) -> Callable[..., Result]:
+    """With a signature that tools and people can read."""
+    signature = inspect.signature(function)
+    tensors = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    rest = list(signature.parameters.values())[num_replaced:]
+    call.__doc__ = getattr(function, "__doc__", None)
+    call.__signature__ = signature.replace(parameters=[*tensors, *rest])  # type: ignore[attr-defined]
+    return call
+
+
+ring_flash_attn_func = partial(_dense, contiguous)
+ring_flash_attn_kvpacked_func = _kvpacked(ring_flash_attn_func)
+ring_flash_attn_qkvpacked_func = _qkvpacked(ring_flash_attn_func)
+zigzag_ring_flash_attn_func = partial(_dense, zigzag)
+zigzag_ring_flash_attn_kvpacked_func = _kvpacked(zigzag_ring_flash_attn_func)
+zigzag_ring_flash_attn_qkvpacked_func = _qkvpacked(zigzag_ring_flash_attn_func)
+stripe_flash_attn_func = partial(_dense, striped)
+stripe_flash_attn_kvpacked_func = _kvpacked(stripe_flash_attn_func)
+stripe_flash_attn_qkvpacked_func = _qkvpacked(stripe_flash_attn_func)
+ring_flash_attn_varlen_func = partial(_packed, contiguous)
+ring_flash_attn_varlen_kvpacked_func = _kvpacked(ring_flash_attn_varlen_func)
+ring_flash_attn_varlen_qkvpacked_func = _qkvpacked(ring_flash_attn_varlen_func)
+zigzag_ring_flash_attn_varlen_func = partial(_packed, zigzag)
+zigzag_ring_flash_attn_varlen_kvpacked_func = _kvpacked(zigzag_ring_flash_attn_varlen_func)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = _qkvpacked(zigzag_ring_flash_attn_varlen_func)
+llama3_flash_attn_varlen_func = _llama3
+llama3_flash_attn_varlen_kvpacked_func = _kvpacked(_llama3)
+llama3_flash_attn_varlen_qkvpacked_func = _qkvpacked(_llama3)
+
+
+def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
+    """Refused: it would replace the attention of every model in the process."""
+    del process_group, heads_k_stride
+    raise UnsupportedError(
+        "replacing flash attention for every model of the process cannot be checked",
+        argument="substitute_hf_flash_attn",
+        remedy="use rs.adapters.transformers.parallelize(model, group)",
+    )
+
+
+def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Any) -> None:
+    """Refused, as `substitute_hf_flash_attn` is."""
+    del cu_seqlens, process_group
+    raise UnsupportedError(
+        "documents are told to a parallelized model by position_ids",
+        argument="update_ring_flash_attn_params",
+        remedy="use rs.adapters.transformers.parallelize(model, group) and handle.shard(batch)",
+    )

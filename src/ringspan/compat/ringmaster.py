@@ -1,0 +1,206 @@
+"""The names of axolotl-ringmaster (0.2.7) that a training script calls: `setup`, `shard_batch`, `ring_attention`.
+
+    import ringspan.compat.ringmaster as rm
+    runtime = rm.setup(rm.RingmasterConfig(size=2), device_mesh=mesh)
+    batch, info = rm.shard_batch(batch, cp_rank=runtime.cp_rank, cp_size=runtime.cp_size)
+
+Sequences are cut into equal shards, padded at the end as there. Attention over them is causal or full, with a window
+if asked for; dropout is refused. Models are parallelized by `rs.adapters.transformers.parallelize`, not by a name.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ringspan.compat.sequence_first import FlashOptions, flash_mask
+from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.layout import contiguous, zigzag
+from ringspan.runtime.api import attention
+from ringspan.runtime.session import session_of
+from ringspan.training import IGNORE_INDEX
+
+__all__ = [
+    "AUTO",
+    "Backend",
+    "CPRuntime",
+    "LoadBalance",
+    "RingmasterConfig",
+    "RotateMethod",
+    "ShardInfo",
+    "ring_attention",
+    "setup",
+    "shard_batch",
+]
+
+AUTO = -1
+
+
+class Backend(StrEnum):
+    """How attention is spread."""
+
+    AUTO = "auto"
+    ULYSSES = "ulysses"
+    RING = "ring"
+    USP = "usp"
+
+
+class RotateMethod(StrEnum):
+    """How keys and values travel."""
+
+    ALLGATHER = "allgather"
+    ALLTOALL = "alltoall"
+
+
+class LoadBalance(StrEnum):
+    """How a sequence is cut."""
+
+    NONE = "none"
+    HEAD_TAIL = "head_tail"
+
+
+@dataclass
+class RingmasterConfig:
+    """`size` ranks; `backend` chooses the algorithm, `load_balance` the layout."""
+
+    size: int = 1
+    backend: Backend = Backend.AUTO
+    ulysses_size: int = AUTO
+    ring_size: int = AUTO
+    rotate_method: RotateMethod = RotateMethod.ALLGATHER
+    load_balance: LoadBalance = LoadBalance.NONE
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.size > 1
+
+
+@dataclass(frozen=True, slots=True)
+class CPRuntime:
+    """The ranks in use, and how sequences are cut."""
+
+    config: RingmasterConfig
+    cp_group: Any
+    cp_rank: int
+    cp_size: int
+
+    @property
+    def shard_load_balance(self) -> str:
+        """For `shard_batch`."""
+        return "head_tail" if self.config.load_balance is LoadBalance.HEAD_TAIL else "contiguous"
+
+    @property
+    def attn_implementation(self) -> str:
+        """Refused: a name cannot carry what a model needs to be exact on ranks."""
+        raise UnsupportedError(
+            "a model is parallelized as a whole here",
+            argument="attn_implementation",
+            remedy="use rs.adapters.transformers.parallelize(model, runtime.cp_group)",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """The length of the whole sequence, and how many tokens were added behind it."""
+
+    original_seq_len: int
+    pad_len: int
+
+
+def setup(
+    config: RingmasterConfig,
+    *,
+    num_kv_heads: int | None = None,
+    device_mesh: Any = None,
+    cp_dim: str = "cp",
+    device_type: str = "cpu",
+    inner_attn: str = "sdpa",
+) -> CPRuntime:
+    """The ranks of `device_mesh[cp_dim]`, or of the default process group."""
+    del num_kv_heads, device_type, inner_attn
+    if config.backend is Backend.USP:
+        raise UnsupportedError(
+            "both levels in one group need a 2-D mesh", argument="backend", value="usp", remedy="use rs.attention"
+        )
+    group = device_mesh
+    if device_mesh is not None and device_mesh.mesh_dim_names and cp_dim in device_mesh.mesh_dim_names:
+        group = device_mesh[cp_dim]
+    transport = session_of(group).transport
+    if config.size != transport.world_size:
+        raise ShapeError(f"the group has {transport.world_size} ranks", argument="config.size", value=config.size)
+    return CPRuntime(config, group, transport.rank, transport.world_size)
+
+
+def shard_batch(
+    batch: dict[str, torch.Tensor], *, cp_rank: int, cp_size: int, load_balance: str | None = None
+) -> tuple[dict[str, torch.Tensor], ShardInfo]:
+    """This rank's part of a batch that all ranks hold, with `shift_labels` and global `position_ids`.
+
+    Tensors with the sequence in dim 1 are padded to equal shards: labels by -100, positions by counting on, all else by
+    zeros. `attention_mask` is refused; drop the mask of right padding, which causal attention does not need.
+    """
+    if "attention_mask" in batch:
+        raise UnsupportedError(
+            "a shard of a mask says nothing of other shards", argument="batch['attention_mask']", remedy="leave it out"
+        )
+    tokens = batch["input_ids"]
+    seq_len = tokens.shape[1]
+    whole = dict(batch)
+    if whole.get("labels") is not None and "shift_labels" not in whole:
+        shifted = torch.full_like(whole["labels"], IGNORE_INDEX)
+        shifted[:, :-1] = whole["labels"][:, 1:]
+        whole["shift_labels"] = shifted
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(seq_len, device=tokens.device).expand(tokens.shape[0], -1)
+    if cp_size == 1:
+        return whole, ShardInfo(seq_len, 0)
+    build = zigzag if load_balance == "head_tail" else contiguous
+    multiple = 2 * cp_size if load_balance == "head_tail" else cp_size
+    pad_len = -seq_len % multiple
+    layout = build(seq_len + pad_len, cp_size)
+    part = {
+        name: layout.shard(_padded(name, x, pad_len), cp_rank, 1) if x.ndim > 1 and x.shape[1] == seq_len else x
+        for name, x in whole.items()
+    }
+    return part, ShardInfo(seq_len, pad_len)
+
+
+def _padded(name: str, x: torch.Tensor, pad_len: int) -> torch.Tensor:
+    if not pad_len:
+        return x
+    shape = [x.shape[0], pad_len, *x.shape[2:]]
+    if name == "position_ids":
+        return torch.cat([x, x[:, -1:] + torch.arange(1, pad_len + 1, device=x.device)], 1)
+    return torch.cat([x, x.new_full(shape, IGNORE_INDEX if name in ("labels", "shift_labels") else 0)], 1)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any,
+    causal: bool,
+    scaling: float | None,
+    dropout: float = 0.0,
+    provider: str = "math",
+    rotate_method: RotateMethod | str = RotateMethod.ALLGATHER,
+    attn_implementation: str = "math",
+    window: tuple[int, int] | int | None = None,
+) -> torch.Tensor:
+    """Contiguous shards (batch, heads, seq, dim) in, (batch, seq, heads, dim) out, as transformers has them.
+
+    A `window` is computed with every `rotate_method`; the original refuses it for rings.
+    """
+    del provider, attn_implementation
+    world_size = session_of(group).transport.world_size
+    if isinstance(window, int):
+        window = (window, 0 if causal else window)
+    options = FlashOptions(dropout, scaling, causal, window or (-1, -1), None, return_attn_probs=False)
+    layout = contiguous(q.shape[2] * world_size, world_size)
+    algorithm = "pass_kv" if RotateMethod(rotate_method) is RotateMethod.ALLTOALL else "all_gather"
+    out = attention(q, k, v, mask=flash_mask(options), layout=layout, group=group, algorithm=algorithm, scale=scaling)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2)

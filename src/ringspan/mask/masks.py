@@ -1,0 +1,392 @@
+"""Who may attend to whom, as a small value instead of a dense matrix.
+
+Every mask is a union of bands (`bands.py`), and whatever the rest of the library wants to know (is this tile empty, how
+much work is it, how can it be cut) follows from the ends of a few intervals.
+
+`allowed` says what a mask means, written straight from its definition; `bands` is derived, and tests hold the two
+together.
+"""
+
+import functools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import SupportsIndex, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ringspan.arguments import check_arguments, instance_of
+from ringspan.errors import MaskError
+from ringspan.mask.bands import UNBOUNDED, Band, Coverage, Intersection, Union, band_coverage, intersect, unite
+from ringspan.span import Positions, Span
+
+T = TypeVar("T")
+Allowed = npt.NDArray[np.bool_]
+
+_SPAN = instance_of(Span, "Span(0, 8)")
+_DEEPEST = 64  # levels of brackets in a mask; a chain without brackets is one level, however long
+
+
+class Mask(ABC):
+    """Which key positions each query position sees. Built by the functions below, combined with `&` and `|`."""
+
+    __slots__ = ()
+
+    @property
+    def rows(self) -> "tuple[Mask, ...] | None":
+        """The masks of the batch rows if they differ (`per_row`), else None."""
+        return None
+
+    @property
+    def num_positions(self) -> int:
+        """Positions from here on are unknown to the mask (`documents` end somewhere)."""
+        return UNBOUNDED
+
+    def allowed(self, q_positions: npt.ArrayLike, kv_positions: npt.ArrayLike) -> Allowed:
+        """The definition: bool (q, kv), True where visible. `per_row` adds a leading row axis."""
+        q = self.known("q_positions", q_positions)
+        kv = self.known("kv_positions", kv_positions)
+        return self._allowed(q[:, None], kv[None, :])
+
+    def bands(self, q_positions: npt.ArrayLike) -> tuple[Band, ...]:
+        """Bands whose union is `allowed`; they may overlap."""
+        q = self.known("q_positions", q_positions)
+        return tuple(part.band(q) for part in self.union)
+
+    def coverage(self, q_span: Span, kv_span: Span) -> Coverage:
+        """Whether nothing, everything or something of the tile is visible.
+
+        Exact, save that a tile which only several parts of an `|` fill together counts as PARTIAL.
+        """
+        check_arguments(q_span=(_SPAN, q_span), kv_span=(_SPAN, kv_span))
+        self._check_known("q_span", q_span.stop if len(q_span) else 0)
+        self._check_known("kv_span", kv_span.stop if len(kv_span) else 0)
+        if not len(q_span) or not len(kv_span):
+            return Coverage.EMPTY
+        return band_coverage(lambda q: tuple(part.band(q) for part in self.union), q_span, kv_span)
+
+    def _check_known(self, name: str, stop: int) -> None:
+        """Refuse the argument called `name` if its positions, all below `stop`, are not all known to the mask."""
+        if stop > self.num_positions:
+            rule = f"the mask's documents have {self.num_positions} tokens"
+            raise MaskError(f"{name} reaches position {stop - 1}: {rule}; add a document for the rest")
+
+    def known(self, name: str, values: npt.ArrayLike) -> Positions:
+        """The argument called `name` as an array; refused if the mask does not know these positions."""
+        array = np.asarray(values)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            found = f"{name} has shape {array.shape} and dtype {array.dtype}"
+            raise MaskError(f"{found}: positions are integers in one dimension; see Span(0, 8).positions()")
+        if array.size and array.min() < 0:
+            raise MaskError(f"{name} contains {array.min()}: positions count from 0; shift them")
+        self._check_known(name, int(array.max()) + 1 if array.size else 0)
+        return array.astype(np.int64, copy=False)
+
+    @abstractmethod
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        """`allowed` for q of shape (q, 1) and kv of shape (1, kv)."""
+
+    @property
+    def union(self) -> Union:
+        """The intersections of limits whose union this mask is; a mask that is one band need only define `band`."""
+        return (Intersection(others=frozenset([self])),)
+
+    def band(self, q: Positions) -> Band:
+        """The band of a mask that is one."""
+        raise NotImplementedError
+
+    @property
+    def depth(self) -> int:
+        """Levels of brackets."""
+        return 0
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return _combine(_And, self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return _combine(_Or, self, other) if isinstance(other, Mask) else NotImplemented
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Full(Mask):
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return np.ones((q.size, kv.size), dtype=np.bool_)
+
+    @property
+    def union(self) -> Union:
+        return (Intersection(),)
+
+    def __repr__(self) -> str:
+        return "full()"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Causal(Mask):
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return kv <= q
+
+    @property
+    def union(self) -> Union:
+        return (Intersection(right=0),)
+
+    def __repr__(self) -> str:
+        return "causal()"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _SlidingWindow(Mask):
+    left: int | None
+    right: int | None
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        visible = np.ones((q.size, kv.size), dtype=np.bool_)
+        if self.left is not None:
+            visible &= kv >= q - self.left
+        if self.right is not None:
+            visible &= kv <= q + self.right
+        return visible
+
+    @property
+    def union(self) -> Union:
+        return (Intersection(self.left, self.right),)
+
+    def __repr__(self) -> str:
+        return f"sliding_window({self.left}, {self.right})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Prefix(Mask):
+    n: int
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return (kv < self.n) | (kv <= q)
+
+    @property
+    def union(self) -> Union:
+        return (Intersection(prefix=self.n),)
+
+    def __repr__(self) -> str:
+        return f"prefix({self.n})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Documents(Mask):
+    lengths: tuple[int, ...]
+    _bounds: Positions = field(init=False, compare=False)  # 0, end of the first document, … end of the last
+
+    def __post_init__(self) -> None:
+        bounds = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        bounds.flags.writeable = False
+        object.__setattr__(self, "_bounds", bounds)
+
+    @property
+    def num_positions(self) -> int:
+        return int(self._bounds[-1])
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        same: Allowed = self._document(q) == self._document(kv)
+        return same
+
+    def band(self, q: Positions) -> Band:
+        """From the first to the last token of the query's document."""
+        document = self._document(q)
+        return Band(self._bounds[document], self._bounds[document + 1])
+
+    def _document(self, positions: Positions) -> npt.NDArray[np.intp]:
+        return np.searchsorted(self._bounds, positions, side="right") - 1
+
+    def __repr__(self) -> str:
+        return f"documents({list(self.lengths)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _FrameCausal(Mask):
+    tokens_per_frame: int
+    start: int
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return (kv < self.start) | (self._frame(kv) <= self._frame(q))
+
+    def band(self, q: Positions) -> Band:
+        """Up to the end of the query's frame."""
+        end_of_frame = self.start + (self._frame(q) + 1) * self.tokens_per_frame
+        return Band(np.zeros_like(q), np.maximum(end_of_frame, self.start))
+
+    def _frame(self, positions: Positions) -> Positions:
+        """The frame's number; negative before `start`."""
+        return (positions - self.start) // self.tokens_per_frame
+
+    def __repr__(self) -> str:
+        return f"frame_causal({self.tokens_per_frame}{f', start={self.start}' if self.start else ''})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Combined(Mask):
+    terms: tuple[Mask, ...]  # of a chain, which is not nested, so that a long one is no deep recursion
+    _union: Union = field(compare=False)
+    _depth: int = field(compare=False)
+
+    @property
+    def num_positions(self) -> int:
+        return min(term.num_positions for term in self.terms)
+
+    @property
+    def union(self) -> Union:
+        return self._union
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+
+class _And(_Combined):
+    __slots__ = ()
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return functools.reduce(operator.and_, (term._allowed(q, kv) for term in self.terms))
+
+    def __repr__(self) -> str:
+        first, *rest = self.terms
+        return " & ".join([_in_brackets(first, _Or), *(_in_brackets(term, _Or, _And) for term in rest)])
+
+
+class _Or(_Combined):
+    __slots__ = ()
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return functools.reduce(operator.or_, (term._allowed(q, kv) for term in self.terms))
+
+    def __repr__(self) -> str:
+        first, *rest = self.terms
+        return " | ".join([str(first), *(_in_brackets(term, _Or) for term in rest)])
+
+
+def _in_brackets(mask: Mask, *kinds: type[Mask]) -> str:
+    return f"({mask})" if isinstance(mask, kinds) else str(mask)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _PerRow(Mask):
+    masks: tuple[Mask, ...]
+
+    @property
+    def rows(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    @property
+    def num_positions(self) -> int:
+        return min(mask.num_positions for mask in self.masks)
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        return np.stack([mask._allowed(q, kv) for mask in self.masks])
+
+    @property
+    def union(self) -> Union:
+        raise MaskError(f"{self}.bands(...): the batch rows see different bands; ask each mask of .rows for its own")
+
+    @property
+    def depth(self) -> int:
+        return max(mask.depth for mask in self.masks)
+
+    def coverage(self, q_span: Span, kv_span: Span) -> Coverage:
+        found = {mask.coverage(q_span, kv_span) for mask in set(self.masks)}
+        return found.pop() if len(found) == 1 else Coverage.PARTIAL
+
+    def __repr__(self) -> str:
+        return f"per_row({list(self.masks)})"
+
+
+def _combine(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
+    """`kind(a, b)`, row by row if either is per_row, so that per_row is always outermost."""
+    if a.rows is None and b.rows is None:
+        return _chain(kind, a, b)
+    if a.rows is not None and b.rows is not None and len(a.rows) != len(b.rows):
+        raise MaskError(
+            f"per_row of {len(a.rows)} and of {len(b.rows)} rows: rows combine one by one; use equal numbers"
+        )
+    num_rows = len(a.rows or b.rows or ())
+    pairs = zip(a.rows or (a,) * num_rows, b.rows or (b,) * num_rows, strict=True)
+    return _PerRow(tuple(_chain(kind, left, right) for left, right in pairs))
+
+
+def _chain(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
+    """`a` with one more term, if it is a chain of this kind; else a chain of the two."""
+    continues = type(a) is kind
+    depth = max(a.depth, b.depth + 1) if continues else max(a.depth, b.depth) + 1
+    if depth > _DEEPEST:
+        raise MaskError(
+            f"a mask of more than {_DEEPEST} levels of brackets cannot be read", remedy="combine its parts in a chain"
+        )
+    union = intersect(a.union, b.union) if kind is _And else unite((*a.union, *b.union))
+    return kind(((*a.terms, b) if continues and isinstance(a, _Combined) else (a, b)), union, depth)
+
+
+def full() -> Mask:
+    """Everyone sees everyone."""
+    return _Full()
+
+
+def causal() -> Mask:
+    """Up to the query itself: kv <= q."""
+    return _Causal()
+
+
+def sliding_window(left: int | None, right: int | None) -> Mask:
+    """The window q - left <= kv <= q + right; None is unbounded. A window of W tokens ending at q is (W - 1, 0)."""
+    left = None if left is None else _integer("sliding_window", "left", left)
+    right = None if right is None else _integer("sliding_window", "right", right)
+    if left is not None and right is not None and left + right < 0:
+        raise MaskError(f"sliding_window(left={left}, right={right}): nothing is visible; make left + right at least 0")
+    return _SlidingWindow(left, right)
+
+
+def prefix(n: int) -> Mask:
+    """Visible if kv < n or kv <= q: the prefix sees itself whole, the rest is causal."""
+    return _Prefix(_integer("prefix", "n", n, at_least=0))
+
+
+def documents(lengths: Iterable[int]) -> Mask:
+    """Packed documents: q and kv in the same one. Positions past the last are refused."""
+    values = enumerate(_list("documents", "lengths", lengths))
+    checked = tuple(_integer("documents", f"lengths[{i}]", value, at_least=1) for i, value in values)
+    if sum(checked) >= UNBOUNDED:
+        raise MaskError(f"documents(lengths) has {sum(checked)} tokens; positions stay below 2**62, so use fewer")
+    return _Documents(checked)
+
+
+def frame_causal(tokens_per_frame: int, start: int = 0) -> Mask:
+    """Video: own frame, earlier frames, and all before `start`; a q before `start` sees all before `start`."""
+    return _FrameCausal(
+        _integer("frame_causal", "tokens_per_frame", tokens_per_frame, at_least=1),
+        _integer("frame_causal", "start", start, at_least=0),
+    )
+
+
+def per_row(masks: Iterable[Mask]) -> Mask:
+    """One mask per batch row (padding, different lengths)."""
+    rows = _list("per_row", "masks", masks)
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mask) or row.rows is not None:
+            raise MaskError(f"per_row(masks[{i}]={row!r}): a row has one mask; pass masks that are not per_row")
+    return _PerRow(tuple(rows))
+
+
+def _integer(function: str, name: str, value: SupportsIndex, at_least: int = 1 - UNBOUNDED) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = UNBOUNDED
+    if isinstance(value, bool) or not at_least <= number < UNBOUNDED:
+        rule = f"of at least {at_least}" if at_least >= 0 else "below 2**62, or None for no bound"
+        raise MaskError(f"{function}({name}={value!r}): {name} counts tokens; pass an int {rule}")
+    return number
+
+
+def _list(function: str, name: str, values: Iterable[T]) -> list[T]:
+    is_list = isinstance(values, Iterable) and getattr(values, "shape", None) != ()
+    listed = list(values) if is_list else []
+    if not listed:
+        raise MaskError(f"{function}({name}={values!r}): {name} is a list of one or more; pass at least one")
+    return listed

@@ -1,0 +1,17 @@
+"""The interactive page: any result as one HTML file that opens from disk and asks nothing of the network."""
+
+from ringspan.page.lesson import build_lesson
+from ringspan.page.plan import build_plan_page
+from ringspan.page.report import build_report
+from ringspan.page.simulation import build_settings_page, build_simulation_page
+from ringspan.page.traces import build_trace_page, read_trace
+
+__all__ = [
+    "build_lesson",
+    "build_plan_page",
+    "build_report",
+    "build_settings_page",
+    "build_simulation_page",
+    "build_trace_page",
+    "read_trace",
+]

@@ -1,0 +1,116 @@
+// The ring, stepped through: controls for the run, a player for the steps, and what every rank does.
+
+const SPEEDS = { slow: 2600, normal: 1400, fast: 600 };
+
+function ringSection(section) {
+  const keys = section.runs.map((run) => run.key);
+  declare('run', section.first, (key) => keys.includes(key));
+  declare('step', '0', isWhole(0, 1e6));
+  declare('query', String(section.first_query), isWhole(0, 1e9));
+  const runs = new Map(section.runs.map((run) => [run.key, run]));
+  const picture = buildRingPicture();
+  const matrixBox = h('div', { class: 'matrix-box' });
+  const status = h('p', { class: 'status', role: 'status' });
+  const table = h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': 'What every rank does in this step' });
+  const about = h('div', { class: 'about' });
+  const follow = buildFollow();
+  const player = buildPlayer(picture);
+  const chooser = section.choices ? buildChooser(section, runs) : buildRunList(section);
+  let matrix = null;
+  let drawnKey = null;
+  function render() {
+    const run = runs.get(get('run'));
+    const t = Math.min(getNumber('step'), run.num_steps);
+    if (run.key !== drawnKey) {
+      matrix = buildMatrix(run, section.tables);
+      show(matrixBox, matrix.element);
+      drawnKey = run.key;
+      describeRun(about, run);
+    }
+    const rows = section.tables.rows[run.rows];
+    const row = nearest(run.queries.rows, getNumber('query'));
+    picture.show(run, t);
+    matrix.show(t, row);
+    status.textContent = tellStep(run, t);
+    show(table, stepTable(run, t));
+    follow.show(run, rows, row, t);
+    player.show(run, t);
+    chooser.show(run);
+  }
+  onChange(render);
+  const stage = h('div', { class: 'stage' },
+    h('figure', { class: 'panel' }, h('figcaption', {}, 'The ranks'), picture.element),
+    h('figure', { class: 'panel' }, h('figcaption', {}, 'Queries (rows) against keys (columns)'), matrixBox,
+      h('p', { class: 'legend' }, h('span', { class: 'key now' }, 'this step'), h('span', { class: 'key done' }, 'done'), h('span', { class: 'key later' }, 'later'),
+        h('span', { class: 'key none' }, 'hidden by the mask'), ' Colour and pattern: the rank that computes. Strips: the rank that owns the row or column.')));
+  const body = h('div', { class: 'ring-section', onkeydown: (event) => player.onKey(event) },
+    chooser.element, about, player.element, status, stage, table, follow.element);
+  return { element: body, render };
+}
+
+function describeRun(about, run) {
+  const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent in all'],
+    [run.imbalance.toFixed(2), 'time over perfectly balanced time'], [format.error(run.error), 'largest error against dense attention']];
+  show(about, h('p', {}, run.about), run.command ? commandLine(run.command) : null,
+    h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))));
+}
+
+function commandLine(command) {
+  return h('p', { class: 'command' }, h('code', {}, command));
+}
+
+const nearest = (values, wanted) => values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best), values[0]);
+
+function tellStep(run, t) {
+  if (t >= run.num_steps) return `Done after ${format.plural(run.num_steps, 'step')}: every visible pair is computed once; the largest error is ${format.error(run.error)}.`;
+  const cells = run.steps[t];
+  const pairs = cells.map(([, tiles]) => tiles.length);
+  const waiting = cells.flatMap(([, tiles], rank) => (tiles.length ? [] : [rank]));
+  const sends = cells.flatMap(([, , of]) => of);
+  const bytes = sends.reduce((sum, [, , nbytes]) => sum + nbytes, 0);
+  const computing = pairs.filter(Boolean).length;
+  const parts = [`Step ${t} (${t + 1} of ${run.num_steps}): ${computing === run.ranks ? 'every rank computes' : computing ? `${format.plural(computing, 'rank')} of ${run.ranks} compute` : 'no rank computes'}`];
+  parts.push(sends.length ? `; meanwhile ${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel.` : '; nothing travels.');
+  if (waiting.length && computing) parts.push(` Waiting: rank ${waiting.join(', ')}.`);
+  return parts.join('');
+}
+
+// Tiles by name; where every one of some queries meets every one of some keys, as one product.
+function nameTiles(tiles) {
+  const [qs, kvs] = [0, 1].map((side) => [...new Set(tiles.map((tile) => tile[side]))]);
+  if (tiles.length < 3 || qs.length * kvs.length !== tiles.length) return tiles.map(([q, kv]) => `${q}×${kv}`);
+  return [`${nameBlocks(qs)} × ${nameBlocks(kvs)}`];
+}
+
+// kv0, kv1, kv2 and q0[0:2], q1[0:2] as "kv0 to kv2, q0 to q1 [0:2]".
+function nameBlocks(names) {
+  const groups = new Map();
+  for (const name of names) {
+    const { kind, owner, heads } = parseBlock(name);
+    const key = `${kind}|${heads}`;
+    groups.set(key, [...(groups.get(key) || []), Number(owner)]);
+  }
+  return [...groups].map(([key, owners]) => {
+    const [kind, heads] = key.split('|');
+    const sorted = owners.sort((a, b) => a - b);
+    const isRun = sorted.length > 2 && sorted.at(-1) - sorted[0] === sorted.length - 1;
+    const list = isRun ? `${kind}${sorted[0]} to ${kind}${sorted.at(-1)}` : sorted.map((owner) => `${kind}${owner}`).join(', ');
+    return heads ? `${list} ${heads}` : list;
+  }).join('; ');
+}
+
+function stepTable(run, t) {
+  const last = Math.min(t, run.num_steps - 1);
+  const isDone = t >= run.num_steps;
+  const rows = run.steps[last].map(([held, tiles, sends], rank) => h('tr', { 'data-rank': rank },
+    h('th', { scope: 'row' }, h('span', { class: `chip ${lookOf(rank)}` }, `rank ${rank}`)),
+    h('td', { 'data-name': 'holds' }, isDone ? '' : held.length > 4 ? nameBlocks(held) : held.map(chip)),
+    h('td', { 'data-name': 'computes' }, isDone ? '' : nameTiles(tiles).map((name) => h('span', { class: 'tile-name' }, name))),
+    h('td', { 'data-name': 'pairs', class: 'number' }, isDone ? '' : format.count(tiles.reduce((sum, [, , pairs]) => sum + pairs, 0))),
+    h('td', { 'data-name': 'sends' }, isDone ? '' : sends.map(([block, dst]) => h('span', { class: 'tile-name' }, `${block}→${dst}`))),
+    h('td', { 'data-name': 'sent', class: 'number' }, format.count(run.sent[last][rank])),
+    h('td', { 'data-name': 'idle', class: 'number' }, format.percent(run.idle[last][rank]))));
+  const heads = ['rank', 'holds', 'computes', 'pairs', 'sends', 'bytes sent so far', 'idle so far'];
+  return h('table', { class: 'ranks' }, h('caption', {}, isDone ? 'After the last step' : `In step ${t}; totals are those at its end`),
+    h('thead', {}, h('tr', {}, heads.map((name, i) => h('th', { scope: 'col', class: i > 4 || i === 3 ? 'number' : null }, name)))), h('tbody', {}, rows));
+}

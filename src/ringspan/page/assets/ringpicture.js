@@ -1,0 +1,116 @@
+// The ranks on a ring: what each holds and computes in a step, and what travels between them.
+
+const CARD = { width: 104, height: 66 };
+
+function buildRingPicture() {
+  const svg = s('svg', { class: 'ring-picture', role: 'img' });
+  const element = h('div', { class: 'ring-box' }, svg);
+  let drawn = null;
+  let travelling = [];
+  function draw() {
+    if (!drawn) return;
+    const width = Math.max(280, Math.round(element.clientWidth || 480));
+    travelling = drawRing(svg, drawn.run, drawn.t, width);
+  }
+  new ResizeObserver(draw).observe(element);
+  return {
+    element,
+    show(run, t) { drawn = { run, t }; draw(); },
+    // Moves what travels to a share of its way.
+    move(share) { for (const { chipElement, at } of travelling) chipElement.setAttribute('transform', at(share)); },
+  };
+}
+
+function drawRing(svg, run, t, width) {
+  const isDone = t >= run.num_steps;
+  const numRanks = run.ranks;
+  const small = width < 420;
+  const columns = Math.max(1, Math.floor(width / (CARD.width + 8)));
+  const onRing = numRanks <= 8;
+  const height = onRing ? (numRanks > 4 ? 470 : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const centres = Array.from({ length: numRanks }, (_, rank) => {
+    if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
+    if (small && numRanks > 4) return placeOnTrack(rank, numRanks, width);
+    const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
+    const radius = [Math.min(width / 2 - CARD.width / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
+    return [width / 2 + radius[0] * Math.cos(angle), height / 2 + radius[1] * Math.sin(angle)];
+  });
+  const ys = centres.map(([, y]) => y);
+  const [top, bottom] = [Math.min(...ys) - CARD.height / 2 - 4, Math.max(...ys) + CARD.height / 2 + 4];
+  svg.setAttribute('viewBox', `0 ${top} ${width} ${bottom - top}`);
+  svg.setAttribute('width', width);
+  svg.setAttribute('height', bottom - top);
+  const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
+  const sends = cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
+  svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
+  const arrows = onRing ? sends.map((send) => drawArrow(send, centres, sends.length <= 2 * numRanks)) : [];
+  const cards = centres.map((centre, rank) => drawCard(rank, centre, cells[rank], isDone));
+  svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean));
+  return arrows.filter((arrow) => arrow.chipElement);
+}
+
+// Where there is no room for a circle: down one side and up the other.
+function placeOnTrack(rank, numRanks, width) {
+  const half = Math.ceil(numRanks / 2);
+  const isDown = rank < half;
+  return [width * (isDown ? 0.76 : 0.24), (isDown ? rank : numRanks - 1 - rank) * (CARD.height + 52)];
+}
+
+function describeRing(cells, sends, t, isDone) {
+  if (isDone) return 'All steps are done; nothing travels.';
+  const computing = cells.map(([, tiles], rank) => `rank ${rank} ${tiles.length ? `computes ${tiles.map(([q, kv]) => `${q}×${kv}`).join(' ')}` : 'waits'}`);
+  const sending = sends.slice(0, 16).map(({ block, src, dst }) => `${block} from rank ${src} to rank ${dst}`);
+  return `Step ${t}: ${computing.join(', ')}. ${sending.length ? `Travelling: ${sending.join(', ')}.` : 'Nothing travels.'}`;
+}
+
+function drawCard(rank, [x, y], [held, tiles], isDone) {
+  const { width } = CARD;
+  const room = 15; // characters
+  const shown = describeWork(tiles, rank, isDone).map((line) => shorten(line, room));
+  const holds = isDone ? '' : held.length ? `own + ${held.length > 1 ? `${held.length} blocks` : held[0]}` : 'own blocks only';
+  return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${tiles.length ? 'busy' : 'idle'}` },
+    s('rect', { width, height: CARD.height, rx: 9, class: 'card-box' }),
+    s('path', { d: `M0 22V9A9 9 0 0 1 9 0H${width - 9}A9 9 0 0 1 ${width} 9V22Z`, fill: paintOf(rank) }),
+    s('rect', { x: 6, y: 3.5, width: 50, height: 15, rx: 7.5, class: 'name-plate' }),
+    s('text', { x: 31, y: 15, class: 'card-name' }, `rank ${rank}`),
+    ...shown.map((line, i) => s('text', { x: width / 2, y: 38 + 15 * i, class: 'card-work' }, line)),
+    shown.length < 2 ? s('text', { x: width / 2, y: 56, class: 'card-holds' }, shorten(holds, room + 2)) : null);
+}
+
+function describeWork(tiles, rank, isDone) {
+  if (isDone) return [`out${rank} done`];
+  if (!tiles.length) return ['waits'];
+  const heads = parseBlock(tiles[0][0]).heads;
+  if (tiles.length > 2) return [`${tiles.length} tiles`, heads ? nameHeads(heads) : `${tiles[0][0]} × …`];
+  return tiles.map(([q, kv]) => `${q} × ${kv}`);
+}
+
+const shorten = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+function drawArrow({ block, src, dst }, centres, isLabelled) {
+  const [[x0, y0], [x1, y1]] = [edge(centres[src], centres[dst]), edge(centres[dst], centres[src])];
+  const [dx, dy] = [x1 - x0, y1 - y0];
+  const bend = Math.abs(dx) < 5 && Math.abs(dy) > 150 ? 0.35 : 0.12; // past the cards in between
+  const control = [(x0 + x1) / 2 + dy * bend, (y0 + y1) / 2 - dx * bend];
+  const at = (share) => {
+    const rest = 1 - share;
+    const point = [0, 1].map((i) => rest * rest * [x0, y0][i] + 2 * rest * share * control[i] + share * share * [x1, y1][i]);
+    return `translate(${point[0].toFixed(1)} ${point[1].toFixed(1)})`;
+  };
+  const line = s('path', { d: `M${x0} ${y0}Q${control} ${x1} ${y1}`, class: 'arrow', 'marker-end': 'url(#head)' });
+  if (!isLabelled) return { line, at };
+  const { owner } = parseBlock(block);
+  const half = 9 + 3.8 * block.length;
+  const chipElement = s('g', { transform: at(0.5), class: 'travelling' },
+    s('rect', { x: -half, y: -11, width: 2 * half, height: 22, rx: 11, fill: paintOf(owner), class: 'chip-edge' }),
+    s('rect', { x: -half + 4, y: -7.5, width: 2 * half - 8, height: 15, rx: 7.5, class: 'name-plate' }),
+    s('text', { x: 0, y: 4, class: 'chip-name' }, block));
+  return { line, chipElement, at };
+}
+
+// Where the line between two cards leaves the first.
+function edge([x, y], [toX, toY]) {
+  const [dx, dy] = [toX - x, toY - y];
+  const share = Math.min((CARD.width / 2 + 5) / Math.abs(dx || 1e-9), (CARD.height / 2 + 5) / Math.abs(dy || 1e-9));
+  return [x + dx * share, y + dy * share].map((value) => Math.round(value * 10) / 10);
+}

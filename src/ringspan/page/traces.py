@@ -1,0 +1,149 @@
+"""A Chrome trace, predicted or measured, as bars; and a measured one laid over a predicted one.
+
+A trace may come from anywhere. What is not a trace is refused with the reason, what is too long to draw is refused with
+its size, and every name in it is data.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ringspan.errors import ShapeError
+from ringspan.page.gantt import COMPUTE, MESSAGE, WAIT
+from ringspan.page.report import build_report, facts, gantt, table
+from ringspan.page.units import format_seconds
+
+MOST_EVENTS = 200_000
+MOST_LANES = 1024
+MOST_BYTES = 200_000_000
+LONGEST_NAME = 200  # characters that are kept of a name
+
+Trace = dict[str, Any]
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a file."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise _refusal(str(path), f"the file cannot be read: {error.strerror}", "name a trace file") from None
+    if size > MOST_BYTES:
+        rule = f"the file has {size:,} bytes; the page shows traces of at most {MOST_BYTES:,}"
+        raise _refusal(str(path), rule, "trace fewer steps")
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refusal(str(path), f"the file is no JSON: {error}", "name a Chrome trace") from None
+    return check_trace(found, str(path))
+
+
+def check_trace(trace: Any, name: str = "trace") -> Trace:
+    """The trace, if it is one and not too long."""
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list):
+        raise _refusal(name, "a Chrome trace is an object with a list `traceEvents`", "write one with --trace")
+    if len(events) > MOST_EVENTS:
+        rule = f"the trace has {len(events):,} events; the page shows at most {MOST_EVENTS:,}"
+        raise _refusal(name, rule, "trace fewer steps")
+    about = trace.get("otherData") if isinstance(trace, dict) else None
+    return {"traceEvents": events, "otherData": about if isinstance(about, dict) else {}}
+
+
+def describe_trace(trace: Trace, title: str) -> dict[str, Any]:
+    """The slices of a checked trace as bars; a lane is a process, which is a rank."""
+    slices = [event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
+    spans = [(event, _number(event, "ts"), _number(event, "dur")) for event in slices]
+    whole = [(event, ts, dur) for event, ts, dur in spans if ts is not None and dur is not None and dur >= 0]
+    pids = sorted({_pid(event) for event, _, _ in whole})
+    if not whole or len(pids) > MOST_LANES:
+        rule = f"the trace has {len(whole):,} complete slices in {len(pids):,} processes"
+        raise _refusal(title, rule, f"show a trace with 1 to {MOST_LANES:,} processes")
+    lane_of = {pid: lane for lane, pid in enumerate(pids)}
+    begin = min(ts for _, ts, _ in whole)
+    bars: list[list[Any]] = [
+        [
+            lane_of[_pid(event)],
+            _kind(event),
+            _short((ts - begin) / 1e6),
+            _short((ts + dur - begin) / 1e6),
+            _name(event),
+            _note(event),
+        ]
+        for event, ts, dur in whole
+    ]
+    bars.sort(key=lambda bar: bar[2])
+    return {
+        "title": title,
+        "lanes": [f"rank {pid}" for pid in pids],
+        "total_s": max(bar[3] for bar in bars) or 1e-9,
+        "bars": bars,
+    }
+
+
+def build_trace_page(measured: Trace, predicted: Trace | None = None, command: str = "") -> str:
+    """A page of one trace; with a predicted one its bars are outlined on the measured ones."""
+    chart = describe_trace(check_trace(measured), "measured" if predicted else "trace")
+    charts, lead = [chart], ["Point at a bar, or focus the chart and use the arrow keys."]
+    if predicted is not None:
+        other = describe_trace(check_trace(predicted), "predicted")
+        chart["overlay"] = [bar for bar in other["bars"] if bar[1] == COMPUTE and bar[0] < len(chart["lanes"])]
+        chart["total_s"] = max(chart["total_s"], other["total_s"])
+        other["total_s"] = chart["total_s"]
+        charts.append(other)
+        lead.append("The dashed outlines on the measured timeline are the predicted tiles.")
+    about = [
+        (str(key)[:LONGEST_NAME], str(value)[:LONGEST_NAME]) for key, value in measured.get("otherData", {}).items()
+    ]
+    sections = [gantt("time", "Timeline", charts, lead), _spent(charts)]
+    if about:
+        sections.append(facts("about", "What was run", about))
+    return build_report("A run over time", ["What every rank computed, sent and waited for."], sections, command)
+
+
+def _spent(charts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds by rank and kind."""
+    rows = []
+    for chart in charts:
+        totals = [dict.fromkeys((COMPUTE, MESSAGE, WAIT), 0.0) for _ in chart["lanes"]]
+        for lane, kind, start, stop, *_ in chart["bars"]:
+            totals[lane][kind] += stop - start
+        for lane, total in zip(chart["lanes"], totals, strict=True):
+            rows.append([chart["title"], lane, *((format_seconds(total[kind]), total[kind]) for kind in total)])
+    columns = ["timeline", "rank", ">computing", ">starting messages", ">blocked"]
+    return table("spent", "Where the time goes", columns, rows)
+
+
+def _kind(event: dict[str, Any]) -> str:
+    name = str(event.get("name", ""))
+    return WAIT if name.startswith("wait") else MESSAGE if name.startswith("send") else COMPUTE
+
+
+def _name(event: dict[str, Any]) -> str:
+    return str(event.get("name", ""))[:LONGEST_NAME]
+
+
+def _note(event: dict[str, Any]) -> str:
+    arguments = event.get("args")
+    if not isinstance(arguments, dict):
+        return ""
+    return ", ".join(f"{key} {value}" for key, value in list(arguments.items())[:4])[:LONGEST_NAME]
+
+
+def _pid(event: dict[str, Any]) -> int:
+    pid = event.get("pid")
+    return pid if isinstance(pid, int) else 0
+
+
+def _number(event: dict[str, Any], key: str) -> float | None:
+    value = event.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.7g}")
+
+
+def _refusal(name: str, rule: str, remedy: str) -> ShapeError:
+    return ShapeError(rule, argument="trace", value=name, remedy=remedy)

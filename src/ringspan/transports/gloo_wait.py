@@ -1,0 +1,86 @@
+"""How does a rank wait for gloo without being at its mercy?
+
+A wait in gloo can neither be polled nor called off, and one whose peer dies in the middle of a message never ends. So a
+thread waits there, and the caller waits for the thread: it can look around meanwhile and go on without it. A long
+message is sent in parts; how many have arrived says whether it makes progress, and how far it got.
+
+A wait that was called off keeps its thread and its buffers for as long as gloo does: nobody else may write to those.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+PART_BYTES = 2**20
+_NEVER = timedelta(seconds=1e9)  # gloo adds it to a clock
+
+
+def cut(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A contiguous tensor in the parts in which both ends send and receive it."""
+    if tensor.nbytes <= PART_BYTES:
+        return (tensor,)
+    return torch.split(tensor.view(-1).view(torch.uint8), PART_BYTES)
+
+
+class GlooMessage:
+    """The parts of one message, in gloo's hands."""
+
+    def __init__(self, works: Sequence[Any], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._works = works
+        self._num_done = 0
+        self._error: RuntimeError | None = None
+        self._is_over = threading.Event()
+
+    @property
+    def bytes_done(self) -> int:
+        """How many bytes of the message are known to be through."""
+        return min(self._num_done * PART_BYTES, self.nbytes)
+
+    def advance(self, timeout_s: float) -> bool:
+        """Whether the message is through, after some time at the most; RuntimeError if it never will be."""
+        if not self._is_over.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def run(self) -> None:
+        """Wait in gloo for all parts."""
+        try:
+            for work in self._works:
+                work.wait(_NEVER)
+                self._num_done += 1
+        except RuntimeError as error:
+            self._error = error
+        self._is_over.set()
+
+
+class Waiter:
+    """The thread that waits, as long as it comes back; then another one."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[GlooMessage | None] | None = None
+
+    def start(self, message: GlooMessage) -> None:
+        """Let the thread wait for a message."""
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_run, args=(self._jobs,), name="ringspan gloo", daemon=True).start()
+        self._jobs.put(message)
+
+    def abandon(self) -> None:
+        """Leave the thread to what it waits for; once that has ended, so does the thread."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+def _run(jobs: "queue.SimpleQueue[GlooMessage | None]") -> None:
+    while (message := jobs.get()) is not None:
+        message.run()
+        del message

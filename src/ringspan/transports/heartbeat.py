@@ -1,0 +1,266 @@
+"""Are the other ranks alive, and if not, what has become of them?
+
+Every rank sends a byte a second to every other one. A rank that is waiting asks for a verdict a few times a second:
+
+- gone: the connection was closed without a farewell, so the process has died;
+- frozen: nothing was heard for the limit, though the machine still acknowledges what is sent to it;
+- cut off: the machine acknowledges nothing either.
+
+A rank that is alive may still be late. Every beat says for whom its rank waits, so that the late one is found at the
+end of a chain of ranks that wait for each other.
+
+Whoever gives up tells all others why over the same connections, so that they raise the same reason instead of waiting
+for a rank that has left. A rank that was frozen itself judges nobody by the time it slept.
+"""
+
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ringspan.errors import UnsupportedError
+from ringspan.transports.heartbeat_links import HeartbeatLink
+
+SILENCE = "RINGSPAN_SILENCE_S"
+"""An environment variable: after so many seconds without a sign of life a rank counts as lost; 5 by default."""
+
+_DEFAULT_SILENCE_S = 5.0
+_BEAT_EVERY_S = 1.0
+_LATE_S = 2.0  # a gap between two looks of this rank's own thread that its clock alone cannot judge by
+_GRACE_S = 0.5  # what a rank that died had sent may still arrive
+_BEAT, _FAREWELL, _REASON = b".", b"-", b"!"
+_WAIT = struct.Struct("<bi")  # in every beat: what for, and for which rank
+_NOTHING, RECEIVING, SENDING = range(3)
+_LENGTH = struct.Struct("<I")
+_LONGEST_REASON = 8192
+_TCP_INFO = struct.Struct("<8B24I")  # Linux; see tcp_info in its headers
+_UNACKED, _LAST_ACK_RECEIVED = 8 + 4, 8 + 12
+
+
+def silence_limit_s() -> float:
+    """The limit that the environment sets, or the default."""
+    text = os.environ.get(SILENCE, "")
+    try:
+        limit_s = float(text) if text else _DEFAULT_SILENCE_S
+    except ValueError:
+        limit_s = 0.0
+    if not limit_s > 0:
+        raise UnsupportedError("it is a number of seconds", argument=SILENCE, value=text, remedy="set 5, or more")
+    return limit_s
+
+
+class _Peer:
+    """What is known of another rank."""
+
+    def __init__(self, link: HeartbeatLink, now: float) -> None:
+        self.link = link
+        self.heard_at = now
+        self.ended_at: float | None = None
+        self.has_left = False  # with a farewell
+        self.unread = b""
+        self.waits_for: tuple[int, int] = (_NOTHING, -1)
+
+
+class Heartbeat:
+    """One rank's signs of life, and what it hears of the others."""
+
+    def __init__(self, rank: int, host: str, links: Sequence[HeartbeatLink], limit_s: float) -> None:
+        self._rank = rank
+        self._host = host
+        self.limit_s = limit_s
+        now = time.monotonic()
+        self._peers = {link.rank: _Peer(link, now) for link in links}
+        self._awake_since = self._looked_at = now
+        self._writing = threading.Lock()
+        self._is_closed = threading.Event()
+        self.reason: str | None = None  # why another rank has given up
+        self._waits_for: tuple[int, int] = (_NOTHING, -1)
+        self._selector = selectors.DefaultSelector()
+        for peer in self._peers.values():
+            self._selector.register(peer.link.socket, selectors.EVENT_READ, peer)
+        self._wake, wake = socket.socketpair()
+        self._selector.register(wake, selectors.EVENT_READ)
+        self._sockets = [self._wake, wake, *(link.socket for link in links)]
+        threading.Thread(target=self._run, name="ringspan heartbeat", daemon=True).start()
+
+    def watch_over(self, owner: object) -> None:
+        """Say farewell when the owner is gone, or the interpreter ends."""
+        weakref.finalize(owner, self.close)
+
+    def name(self, rank: int) -> str:
+        """A rank with its host and process, as far as they are known."""
+        if rank == self._rank:
+            return f"rank {rank} on {self._host} (process {os.getpid()})"
+        peer = self._peers.get(rank)
+        return f"rank {rank}" if peer is None else str(peer.link)
+
+    def verdict(self, awaited: int) -> str | None:
+        """Why a wait for the rank `awaited` is in vain; None as long as it is not."""
+        if self.reason is not None:
+            return self.reason
+        now = time.monotonic()
+        peer = self._peers.get(awaited)
+        if peer is not None and peer.ended_at is not None:
+            if not peer.has_left and now - peer.ended_at > _GRACE_S:
+                return f"{peer.link} is gone: its process has ended"
+            if now - peer.ended_at > self.limit_s:
+                return f"{peer.link} has left the group"
+        return self._silence(now)
+
+    def begin_wait(self, what: int, rank: int) -> None:
+        """This rank begins to wait: RECEIVING from another, or SENDING to it."""
+        self._waits_for = (what, rank)
+
+    def end_wait(self) -> None:
+        """This rank waits no more."""
+        self._waits_for = (_NOTHING, -1)
+
+    def suspect(self, awaited: int) -> int:
+        """The rank that keeps all others waiting, as far as the last beats tell: a rank that waits is not it."""
+        late, seen, now = self._rank, set[int](), time.monotonic()
+        rank = awaited
+        while rank not in seen and rank in self._peers:
+            if self._wait_of(late) == (SENDING, rank) and self._wait_of(rank) == (RECEIVING, late):
+                break  # what the one sends and the other is waiting for does not get through
+            seen.add(late)
+            late = rank
+            what, rank = self._wait_of(late)
+            if what == _NOTHING or self._silent_s(self._peers[late], now) > _LATE_S:
+                break  # it is busy; or what it says is late itself
+        return late
+
+    def _wait_of(self, rank: int) -> tuple[int, int]:
+        return self._waits_for if rank == self._rank else self._peers[rank].waits_for
+
+    @property
+    def num_links(self) -> int:
+        """How many ranks are heard at all."""
+        return len(self._peers)
+
+    @property
+    def hears_all(self) -> bool:
+        """Whether no rank is missing."""
+        return all(map(self.is_alive, self._peers))
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether a rank has been heard of within the limit; this one is."""
+        peer = self._peers.get(rank)
+        return rank == self._rank or (
+            peer is not None and peer.ended_at is None and self._silent_s(peer, time.monotonic()) <= self.limit_s
+        )
+
+    def await_news(self, rank: int, patience_s: float) -> None:
+        """A connection to this rank has ended: give the reason for it a moment to arrive."""
+        peer = self._peers.get(rank)
+        deadline = time.monotonic() + patience_s
+        while peer is not None and self.reason is None and peer.ended_at is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def ended(self, rank: int) -> bool:
+        """Whether the process of a rank has ended without a farewell."""
+        peer = self._peers.get(rank)
+        return peer is not None and peer.ended_at is not None and not peer.has_left
+
+    def tell(self, reason: str) -> None:
+        """Tell all others why this rank gives up."""
+        text = reason.encode()[:_LONGEST_REASON]
+        self._send(_REASON + _LENGTH.pack(len(text)) + text)
+
+    def close(self) -> None:
+        """Say farewell. Any thread may."""
+        if self._is_closed.is_set():
+            return
+        self._send(_FAREWELL)
+        self._is_closed.set()
+        with suppress(OSError):
+            self._wake.send(b"x")
+
+    def _send(self, packet: bytes) -> None:
+        with self._writing:
+            for peer in self._peers.values():
+                if peer.ended_at is None:
+                    with suppress(OSError):  # full, so it will be silent; or closed, as reading it will tell
+                        peer.link.socket.send(packet)
+
+    def _silent_s(self, peer: _Peer, now: float) -> float:
+        return now - max(peer.heard_at, self._awake_since)
+
+    def _silence(self, now: float) -> str | None:
+        if now - self._looked_at > _LATE_S:
+            return None  # this rank's own thread has slept: it reads before it judges
+        present = [peer for peer in self._peers.values() if peer.ended_at is None]
+        silent = [peer for peer in present if self._silent_s(peer, now) > self.limit_s]
+        if not silent:
+            return None
+        limit = f"for {self.limit_s:g} s"
+        frozen = [peer for peer in silent if _answers(peer.link.socket, self.limit_s)]
+        if frozen:
+            names = ", ".join(str(peer.link) for peer in frozen)
+            return f"{names} is frozen: its machine answers, but the process has given no sign of life {limit}"
+        if len(silent) == len(present) > 1:
+            others = ", ".join(str(peer.link.rank) for peer in silent)
+            return f"rank {self._rank} on {self._host} is cut off: ranks {others} have not answered {limit}"
+        names = ", ".join(str(peer.link) for peer in silent)
+        return f"{names} is cut off: its machine has not answered {limit}"
+
+    def _run(self) -> None:
+        next_beat = time.monotonic()
+        while not self._is_closed.is_set():
+            ready = self._selector.select(max(0.0, next_beat - time.monotonic()))
+            for key, _ in ready:
+                if key.data is not None:
+                    self._read(key.data)
+            now = time.monotonic()
+            if now - self._looked_at > _LATE_S:
+                self._awake_since = now
+            self._looked_at = now
+            if now >= next_beat:
+                self._send(_BEAT + _WAIT.pack(*self._waits_for))
+                next_beat = now + _BEAT_EVERY_S
+        self._selector.close()
+        for it in self._sockets:
+            it.close()
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            received = peer.link.socket.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        now = time.monotonic()
+        if not received:
+            peer.ended_at = now
+            self._selector.unregister(peer.link.socket)
+            return
+        peer.heard_at = now
+        peer.unread += received
+        while peer.unread:
+            kind, rest = peer.unread[:1], peer.unread[1:]
+            if kind == _REASON:
+                length = _LENGTH.unpack_from(rest)[0] if len(rest) >= _LENGTH.size else _LONGEST_REASON
+                if len(rest) < _LENGTH.size + length:
+                    return
+                text, rest = rest[_LENGTH.size : _LENGTH.size + length], rest[_LENGTH.size + length :]
+                self.reason = self.reason or text.decode(errors="replace")
+            elif kind == _BEAT:
+                if len(rest) < _WAIT.size:
+                    return
+                peer.waits_for, rest = _WAIT.unpack_from(rest), rest[_WAIT.size :]
+            peer.has_left |= kind == _FAREWELL
+            peer.unread = rest
+
+
+def _answers(link: socket.socket, limit_s: float) -> bool:
+    """Whether the machine at the other end has acknowledged what was sent to it."""
+    if not hasattr(socket, "TCP_INFO"):
+        return True
+    with suppress(OSError):
+        info = _TCP_INFO.unpack(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        return bool(info[_UNACKED] == 0 or info[_LAST_ACK_RECEIVED] < limit_s * 1000)
+    return False

@@ -1,0 +1,19 @@
+"""Faults that can be injected into a correct attention, to see whether a test notices them."""
+
+from ringspan.verify.faults import backward, kernels, masks, schedules
+from ringspan.verify.faults.record import FAULTS, Fault, fault
+from ringspan.verify.faults.ring import KeysValues, RankView, Ring, RingPart
+
+__all__ = [
+    "FAULTS",
+    "Fault",
+    "KeysValues",
+    "RankView",
+    "Ring",
+    "RingPart",
+    "backward",
+    "fault",
+    "kernels",
+    "masks",
+    "schedules",
+]

@@ -1,0 +1,239 @@
+"""Mistakes in the softmax and in merging partial results: weights, log-sum-exps, scales, sinks and soft caps."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ringspan.verify.guesses.base import Guess, Setting
+from ringspan.verify.oracle import BlockParts, block_parts
+from ringspan.verify.patterns import Numbers
+
+LOG2 = math.log(2)
+
+
+def guess_merges(setting: Setting) -> Iterator[Guess]:
+    """All guesses about merging, scaling, sinks and normalising."""
+    yield from _scales(setting)
+    yield from _sinks(setting)
+    if setting.question.softcap is not None:
+        yield from setting.out_and_lse("softcap ignored", softcap=None)
+        yield from setting.out_and_lse(
+            "softcap before the scale", softcap=setting.question.softcap / setting.question.scale
+        )
+    if setting.case.world_size > 1:
+        parts = block_parts(setting.question, setting.kv_rank, setting.case.world_size)
+        yield from _at_once(setting, parts)
+        yield from _one_by_one(setting, parts)
+    yield from _normalising(setting)
+    yield from _only_lse(setting)
+
+
+def _scales(setting: Setting) -> Iterator[Guess]:
+    dim = setting.question.q.shape[-1]
+    usual = dim**-0.5
+    heads = setting.case.num_heads
+    scales = (
+        ("scale left out", "1", 1.0),
+        ("scale applied twice", "its square", setting.question.scale**2),
+        ("given scale ignored", "1/sqrt(head_dim)", usual),
+        ("wrong scale", "1/head_dim", 1 / dim),
+        ("wrong scale", "1/sqrt(heads * head_dim)", (heads * dim) ** -0.5),
+        ("wrong scale", "1/sqrt(head_dim / 2)", (dim / 2) ** -0.5),
+        ("wrong scale", "1/sqrt(2 * head_dim)", (dim * 2) ** -0.5),
+        ("exponent in base 2", "2^s for e^s", setting.question.scale * LOG2),
+        ("exponent in base 2", "log2(e) twice", setting.question.scale / LOG2),
+    )
+    for mistake, detail, scale in scales:
+        if not math.isclose(scale, setting.question.scale):
+            yield from setting.out_and_lse(mistake, f"scale {detail}", scale=scale)
+
+
+def _sinks(setting: Setting) -> Iterator[Guess]:
+    sinks = setting.question.sinks
+    if sinks is None:
+        return
+    yield from setting.out_and_lse("sink ignored", sinks=None)
+    for times in {2, setting.case.world_size} - {1}:
+        yield from setting.out_and_lse("sink counted more than once", f"{times} times", sinks=sinks + math.log(times))
+    yield from setting.out_and_lse("sink of another head", "the next one", sinks=np.roll(sinks, -1))
+    yield from setting.out_and_lse("sink of another head", "the one before", sinks=np.roll(sinks, 1))
+    yield from setting.out_and_lse("sink of another head", "in reverse", sinks=sinks[::-1])
+    yield from setting.out_and_lse("sink scaled like a score", sinks=sinks * setting.question.scale)
+    # A sink in a block of its own is one more key with value 0; only the lse can be wrong.
+    without, lse = setting.out_and_lse("sink ignored", sinks=None)
+    yield Guess("sink missing in the log-sum-exp", "lse", lse.values)
+    share = np.exp(sinks[:, None] - setting.right.lse)
+    yield Guess("sink added to the output", "out", setting.right.out + share[..., None])
+    yield Guess("sink ignored", "out", without.values * (1 - share[..., None]) ** 2, "its share is taken twice")
+
+
+def _weighted(parts: BlockParts, weights: Numbers) -> Numbers:
+    """The mean of the partial outputs with weights (ranks, batch, heads, n)."""
+    total = weights.sum(0)
+    out: Numbers = (weights[..., None] * parts.out).sum(0) / np.where(total == 0, 1, total)[..., None]
+    return out
+
+
+def _at_once(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
+    """Wrong weights for all partial results alike."""
+    has_keys = np.isfinite(parts.lse).astype(float)
+    yield Guess("partials added", "out", parts.out.sum(0))
+    yield Guess("partials averaged", "out", parts.out.mean(0), "over all blocks")
+    yield Guess("partials averaged", "out", _weighted(parts, has_keys), "over the blocks that are seen")
+    with np.errstate(over="ignore", invalid="ignore"):
+        lse = parts.lse - setting.right.lse
+        yield Guess("log-sum-exp in base 2", "out", _weighted(parts, np.exp(lse * LOG2)), "2^lse for e^lse")
+        yield Guess("log-sum-exp in base 2", "out", _weighted(parts, np.exp(lse / LOG2)), "log2 of the sum")
+        base = np.where(np.isneginf(parts.peak), 0.0, parts.peak)
+        yield Guess(
+            "running maximum ignored", "out", _weighted(parts, np.exp(parts.lse - base)), "sums added as they are"
+        )
+        peaks = np.exp(parts.peak - parts.peak.max(0))
+        yield Guess("running maximum ignored", "out", _weighted(parts, np.nan_to_num(peaks)), "maxima for weights")
+        yield Guess("weights not normalised", "out", (np.exp(parts.lse)[..., None] * parts.out).sum(0))
+        yield Guess("merge weights swapped", "out", _weighted(parts, np.nan_to_num(np.exp(-lse), posinf=0.0)))
+
+
+Merge = Callable[[Numbers, Numbers, Numbers, Numbers], tuple[Numbers, Numbers]]
+
+
+def _share(a: Numbers, b: Numbers) -> Numbers:
+    """exp(a) / (exp(a) + exp(b)), 0 where both are -inf."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        share: Numbers = np.nan_to_num(np.exp(a - np.logaddexp(a, b)), nan=0.0)[..., None]
+    return share
+
+
+def _swapped(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    weights = _share(part_lse, lse), _share(lse, part_lse)
+    return out * weights[0] + part * weights[1], np.logaddexp(lse, part_lse)
+
+
+def _binary(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    weights = _share(lse / LOG2, part_lse / LOG2), _share(part_lse / LOG2, lse / LOG2)
+    return out * weights[0] + part * weights[1], np.logaddexp(lse, part_lse)
+
+
+def _not_updated(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    return out * _share(lse, part_lse) + part * _share(part_lse, lse), np.where(np.isneginf(lse), part_lse, lse)
+
+
+def _overwritten(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    return out * _share(lse, part_lse) + part * _share(part_lse, lse), part_lse
+
+
+def _not_rescaled(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    return out + part * _share(part_lse, lse), np.logaddexp(lse, part_lse)
+
+
+def _unshared(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    return out * _share(lse, part_lse) + part, np.logaddexp(lse, part_lse)
+
+
+def _halved(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    is_first = np.isneginf(lse)[..., None]
+    return np.where(is_first, part, (out + part) / 2), np.logaddexp(lse, part_lse)
+
+
+def _larger(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    with np.errstate(invalid="ignore"):
+        return np.where((part_lse > lse)[..., None], part, out), np.maximum(lse, part_lse)
+
+
+def _last(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    del out, lse
+    return part, part_lse
+
+
+def _last_seen(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    is_empty = np.isneginf(part_lse)
+    return np.where(is_empty[..., None], out, part), np.where(is_empty, lse, part_lse)
+
+
+def _added_lse(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
+    is_first = np.isneginf(lse)
+    total = np.where(is_first, part_lse, np.where(np.isneginf(part_lse), lse, lse + part_lse))
+    return out * _share(lse, part_lse) + part * _share(part_lse, lse), total
+
+
+_MERGES: tuple[tuple[str, str, Merge], ...] = (
+    ("merge weights swapped", "the old result gets the new one's weight", _swapped),
+    ("log-sum-exp in base 2", "log2 taken for ln", _binary),
+    ("log-sum-exp not updated", "that of the first block stays", _not_updated),
+    ("log-sum-exp not updated", "that of the latest block replaces it", _overwritten),
+    ("log-sum-exp not updated", "log-sum-exps added", _added_lse),
+    ("partials not rescaled", "the accumulated one", _not_rescaled),
+    ("partials not rescaled", "the new one", _unshared),
+    ("partials averaged", "two at a time", _halved),
+    ("larger partial wins", "", _larger),
+    ("last partial wins", "", _last),
+    ("last partial wins", "of the blocks that are seen", _last_seen),
+)
+
+
+def _one_by_one(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
+    """Wrong merges of one block after the other, in the orders in which rings and gathers visit them."""
+    world_size = setting.case.world_size
+    orders: dict[str, Callable[[int], Sequence[int]]] = {
+        "forward ring": lambda rank: [(rank - step) % world_size for step in range(world_size)],
+        "reverse ring": lambda rank: [(rank + step) % world_size for step in range(world_size)],
+        "rank order": lambda _: range(world_size),
+    }
+    for order, blocks_of in orders.items():
+        for mistake, detail, merge in _MERGES:
+            out, lse = np.zeros_like(setting.right.out), np.full_like(setting.right.lse, -np.inf)
+            for rank in setting.ranks:
+                rows = setting.q_rank == rank
+                own_out, own_lse = out[:, :, rows], lse[:, :, rows]
+                for block in blocks_of(rank):
+                    part, part_lse = parts.out[block][:, :, rows], parts.lse[block][:, :, rows]
+                    own_out, own_lse = merge(own_out, own_lse, part, part_lse)
+                out[:, :, rows], lse[:, :, rows] = own_out, own_lse
+            yield from with_sinks(setting, mistake, f"{detail}, {order}".lstrip(", "), out, lse)
+
+
+def with_sinks(setting: Setting, mistake: str, detail: str, out: Numbers, lse: Numbers) -> list[Guess]:
+    """A result without sinks, which then join it correctly."""
+    if setting.question.sinks is not None:
+        total = np.logaddexp(lse, setting.question.sinks[:, None])
+        out, lse = out * np.exp(lse - total)[..., None], total
+    return [Guess(mistake, "out", out, detail), Guess(mistake, "lse", lse, detail)]
+
+
+def _normalising(setting: Setting) -> Iterator[Guess]:
+    right = setting.right
+    peak = np.where(right.weights > 0, right.scores, -np.inf).max(-1, initial=-np.inf)
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = np.nan_to_num(np.exp(right.lse - peak), nan=1.0)[..., None]
+        yield Guess("weights not normalised", "out", right.out * total, "the sum was never divided by")
+        yield Guess("weights not normalised", "out", right.out / total, "divided by the sum twice")
+    for factor in (2, 0.5, setting.case.world_size, 1 / setting.case.world_size):
+        if factor != 1:
+            yield Guess("output scaled", "out", right.out * factor, f"by {factor:g}")
+    yield Guess("output left at zero", "out", np.zeros_like(right.out))
+    yield Guess("NaN", "out", np.full_like(right.out, np.nan))
+    yield Guess("output negated", "out", -right.out)
+
+
+def _only_lse(setting: Setting) -> Iterator[Guess]:
+    right, question = setting.right, setting.question
+    with np.errstate(invalid="ignore", divide="ignore"):
+        yield Guess("log-sum-exp in base 2", "lse", right.lse / LOG2, "returned as log2")
+        yield Guess("log-sum-exp in base 2", "lse", right.lse * LOG2, "taken for log2 and converted")
+        peak = np.where(right.weights > 0, right.scores, -np.inf).max(-1, initial=-np.inf)
+        yield Guess("maximum missing in the log-sum-exp", "lse", right.lse - peak)
+        yield Guess("only the maximum in the log-sum-exp", "lse", peak)
+        yield Guess("sum without a logarithm", "lse", np.exp(right.lse))
+        yield Guess("log-sum-exp negated", "lse", -right.lse)
+        yield Guess("log-sum-exp left at zero", "lse", np.zeros_like(right.lse))
+        for scale in (question.scale, 1 / question.scale):
+            yield Guess("scale in the log-sum-exp", "lse", right.lse * scale)
+    if setting.case.world_size > 1:
+        parts = block_parts(question, setting.kv_rank, setting.case.world_size)
+        owners = setting.q_rank.astype(int)
+        own = np.stack([parts.lse[rank, :, :, row] for row, rank in enumerate(owners)], -1)
+        yield Guess("log-sum-exp of one block", "lse", own, "the rank's own")
+        yield Guess("log-sum-exp of one block", "lse", parts.lse.max(0), "the largest")
+        finite = np.where(np.isneginf(parts.lse), 0, parts.lse)
+        yield Guess("log-sum-exps added", "lse", finite.sum(0))

@@ -1,0 +1,212 @@
+"""Mistakes in what travels: blocks missing, twice, stale or from the wrong side; heads, rows and batches mixed up."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ringspan.verify.cases import LAYOUTS, make_layout, round_to
+from ringspan.verify.guesses.base import Guess, Setting
+from ringspan.verify.patterns import Numbers
+
+
+def guess_schedules(setting: Setting) -> Iterator[Guess]:
+    """All guesses about blocks, heads and rows."""
+    yield from _heads(setting)
+    yield from _orders(setting)
+    yield from _tensors(setting)
+    if setting.case.world_size > 1:
+        yield from _counted_wrongly(setting)
+        yield from _other_data(setting)
+        yield from _rounded(setting)
+
+
+def _counted_wrongly(setting: Setting) -> Iterator[Guess]:
+    """Blocks that are not attended, or twice."""
+    hops, world_size, counts = setting.hops(), setting.case.world_size, setting.question.counts
+    yield from setting.out_and_lse("no exchange", "each rank attends to its own keys only", counts=counts * (hops == 0))
+    for hop in range(world_size):
+        missing = "last hop missing" if hop == world_size - 1 else "block missing"
+        yield from setting.out_and_lse(missing, f"that of step {hop}", counts=counts * (hops != hop))
+        yield from setting.out_and_lse(
+            "block counted twice", f"that of step {hop}", counts=counts * (1 + (hops == hop))
+        )
+    for owner in range(world_size):
+        keys = setting.kv_rank == owner
+        yield from setting.out_and_lse("block missing", f"that of rank {owner}", counts=counts * ~keys)
+        sent = keys & (hops > 0)
+        yield from setting.out_and_lse("block missing", f"that of rank {owner}, elsewhere", counts=counts * ~sent)
+        yield from setting.out_and_lse("block counted twice", f"that of rank {owner}", counts=counts * (1.0 + keys))
+        yield from setting.out_and_lse("wrong keys of one rank", f"zeros of rank {owner}", **_zeroed(setting, keys))
+    edges = np.zeros_like(setting.kv_rank, np.bool_)
+    for owner in range(world_size):
+        edges[np.flatnonzero(setting.kv_rank == owner)[-1]] = True
+    yield from setting.out_and_lse("last key of a block missing", counts=counts * ~edges)
+    yield from setting.out_and_lse(
+        "last key of a block missing", "of other ranks", counts=counts * ~(edges & (hops > 0))
+    )
+    smallest = min((setting.kv_rank == owner).sum() for owner in range(world_size))
+    beyond = np.zeros_like(edges)
+    for owner in range(world_size):
+        beyond[np.flatnonzero(setting.kv_rank == owner)[smallest:]] = True
+    lengths = [int((setting.kv_rank == owner).sum()) for owner in range(world_size)]
+    padding = sum(max(lengths) - length for length in lengths)
+    if padding:
+        lse = np.logaddexp(setting.right.lse, np.log(padding))
+        share = np.exp(setting.right.lse - lse)[..., None]
+        detail = f"{padding} zeros behind short shards count as keys"
+        yield Guess("padding attended", "out", setting.right.out * share, detail)
+        yield Guess("padding attended", "lse", lse, detail)
+    if beyond.any():
+        yield from setting.out_and_lse("uneven shards cut", "to the shortest", counts=counts * ~beyond)
+
+
+def _zeroed(setting: Setting, keys: Numbers) -> dict[str, Numbers]:
+    k, v = setting.question.k.copy(), setting.question.v.copy()
+    k[:, :, keys] = v[:, :, keys] = 0
+    return {"k": k, "v": v}
+
+
+def _other_data(setting: Setting) -> Iterator[Guess]:
+    """The right mask with the data of another block."""
+    size = setting.case.world_size
+    steps = range(size)
+    sources: list[tuple[str, str, list[int]]] = [
+        ("stale buffer", "every step attends to the block of the step before", [max(hop - 1, 0) for hop in steps]),
+        ("no exchange", "the rank's own keys in every step", [0] * size),
+    ]
+    if size > 2:
+        sources.append(("wrong direction", "blocks of the other neighbour", [-hop % size for hop in steps]))
+        sources.append(("stale buffer", "the first block that arrived stays", [min(hop, 1) for hop in steps]))
+        for stale in steps[1:]:
+            detail = f"step {stale} attends to the block of step {stale - 1}"
+            sources.append(("stale buffer", detail, [hop - (hop == stale) for hop in steps]))
+    sources.append(("block of the next step", "blocks are one step ahead", [(hop + 1) % size for hop in steps]))
+    for mistake, detail, source in sources:
+        yield from setting.by_rank(mistake, _replaced(setting, source, ("k", "v")), detail)
+        if mistake != "wrong direction":
+            for name in "kv":
+                apart = _replaced(setting, source, (name,))
+                yield from setting.by_rank("keys and values of different blocks", apart, f"{name}: {detail}")
+
+
+def _replaced(setting: Setting, source: list[int], names: tuple[str, ...]) -> Callable[[int], dict[str, Any]]:
+    """For each rank, k and v with the data of step t replaced by that of step source[t]; short blocks repeat."""
+    world_size = setting.case.world_size
+    rows_of = [np.flatnonzero(setting.kv_rank == owner) for owner in setting.ranks]
+
+    def change(rank: int) -> dict[str, Any]:
+        changed = {name: getattr(setting.question, name).copy() for name in names}
+        for hop in range(world_size):
+            into, out_of = rows_of[(rank - hop) % world_size], rows_of[(rank - source[hop]) % world_size]
+            for name in names:
+                changed[name][:, :, into] = getattr(setting.question, name)[:, :, np.resize(out_of, len(into))]
+        return changed
+
+    return change
+
+
+def _heads(setting: Setting) -> Iterator[Guess]:
+    heads, kv_heads = setting.case.num_heads, setting.case.num_kv_heads
+    if kv_heads not in (1, heads):
+        interleaved = tuple(head % kv_heads for head in range(heads))
+        yield from setting.out_and_lse("GQA repeat order", "head i uses KV head i mod n", kv_of=interleaved)
+    if kv_heads > 1:
+        for shift in {1, kv_heads - 1}:
+            rolled = tuple((head + shift) % kv_heads for head in setting.question.kv_of)
+            yield from setting.out_and_lse("wrong KV head", f"off by {shift}", kv_of=rolled)
+        yield from setting.out_and_lse("wrong KV head", "KV head 0 for all", kv_of=(0,) * heads)
+        reverse = tuple(kv_heads - 1 - head for head in setting.question.kv_of)
+        yield from setting.out_and_lse("wrong KV head", "in reverse", kv_of=reverse)
+    out, lse = setting.right.out, setting.right.lse
+    orders = {"off by 1": np.roll(np.arange(heads), 1), "off by -1": np.roll(np.arange(heads), -1)}
+    orders["in reverse"] = np.arange(heads)[::-1]
+    for parts in {2, setting.case.world_size}:
+        if parts < heads and heads % parts == 0:
+            orders[f"dealt out {parts} at a time"] = np.arange(heads).reshape(parts, -1).T.reshape(-1)
+            orders[f"dealt out by {parts}"] = np.arange(heads).reshape(-1, parts).T.reshape(-1)
+    for detail, order in orders.items():
+        yield Guess("heads in another order", "out", out[:, order], detail)
+        yield Guess("heads in another order", "lse", lse[:, order], detail)
+
+
+def _orders(setting: Setting) -> Iterator[Guess]:
+    """Right rows in wrong places."""
+    case, out, lse = setting.case, setting.right.out, setting.right.lse
+    start = case.past
+    names = [*LAYOUTS, "reverse"]
+    real = np.concatenate([case.q_layout().positions(rank) for rank in setting.ranks]) - start
+    for name in names:
+        if name == case.layout:
+            continue
+        if name == "reverse":
+            other = real[::-1]
+        else:
+            layout = make_layout(name, case.length, case.world_size, start=start)
+            other = np.concatenate([layout.positions(rank) for rank in setting.ranks]) - start
+        for detail, into, source in (("written", other, real), ("read", real, other)):
+            moved_out, moved_lse = np.empty_like(out), np.empty_like(lse)
+            moved_out[:, :, into], moved_lse[:, :, into] = out[:, :, source], lse[:, :, source]
+            yield Guess("rows in another order", "out", moved_out, f"{detail} as {name}")
+            yield Guess("rows in another order", "lse", moved_lse, f"{detail} as {name}")
+    for shift in (1, -1):
+        yield Guess("rows in another order", "out", np.roll(out, shift, 2), f"off by {shift}")
+        yield from _neighbours_rows(setting, shift)
+    within = np.arange(case.length)
+    for rank in setting.ranks:
+        rows = np.flatnonzero(setting.q_rank == rank)
+        within[rows] = rows[::-1]
+    yield Guess("rows in another order", "out", out[:, :, within], "each shard in reverse")
+    halves = np.arange(case.length)
+    for rank in setting.ranks:
+        rows = np.flatnonzero(setting.q_rank == rank)
+        halves[rows] = np.roll(rows, -(len(rows) // 2))
+    yield Guess("rows in another order", "out", out[:, :, halves], "the halves of each shard swapped")
+    if case.batch > 1:
+        yield Guess("batch rows mixed up", "out", out[::-1], "in reverse")
+        yield Guess("batch rows mixed up", "out", np.broadcast_to(out[:1], out.shape), "row 0 for all")
+    yield Guess("heads and tokens mixed up", "out", _mixed(setting))
+
+
+def _neighbours_rows(setting: Setting, shift: int) -> Iterator[Guess]:
+    rows_of = [np.flatnonzero(setting.q_rank == rank) for rank in setting.ranks]
+    moved = setting.right.out.copy()
+    for rank, rows in enumerate(rows_of):
+        moved[:, :, rows] = setting.right.out[:, :, np.resize(rows_of[(rank + shift) % len(rows_of)], len(rows))]
+    yield Guess("results on the wrong rank", "out", moved, f"those of rank {shift:+}")
+
+
+def _mixed(setting: Setting) -> Numbers:
+    """(batch, seq, heads, dim) read as (batch, heads, seq, dim) on every rank."""
+    mixed = np.empty_like(setting.right.out)
+    for rank in setting.ranks:
+        rows = setting.q_rank == rank
+        shard = setting.right.out[:, :, rows]
+        mixed[:, :, rows] = shard.transpose(0, 2, 1, 3).reshape(shard.shape)
+    return mixed
+
+
+def _tensors(setting: Setting) -> Iterator[Guess]:
+    question = setting.question
+    yield from setting.out_and_lse("keys and values swapped", k=question.v, v=question.k)
+    yield from setting.out_and_lse("keys for values", v=question.k)
+    if setting.case.batch > 1:
+        yield from setting.out_and_lse(
+            "batch rows mixed up", "of keys and values", k=question.k[::-1], v=question.v[::-1]
+        )
+    if setting.case.num_heads == setting.case.num_kv_heads and not setting.case.past:
+        yield from setting.out_and_lse("queries and keys swapped", q=question.k, k=question.q)
+
+
+def _rounded(setting: Setting) -> Iterator[Guess]:
+    """Keys and values rounded on the wire; at home they are not."""
+    if setting.case.dtype not in ("float64", "float32"):
+        return
+    question = setting.question
+    for dtype in ("bfloat16", "float16", "float32"):
+        if dtype == setting.case.dtype:
+            continue
+        k, v = round_to(question.k, dtype), round_to(question.v, dtype)
+        yield from setting.out_and_lse("precision lost", f"keys and values in {dtype}", k=k, v=v)
+        yield Guess("precision lost", "out", round_to(setting.right.out, dtype), f"output in {dtype}")
+        yield Guess("precision lost", "lse", round_to(setting.right.lse, dtype), f"log-sum-exp in {dtype}")

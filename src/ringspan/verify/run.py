@@ -1,0 +1,120 @@
+"""Is this attention right? Every case of the table is run on ranks and compared with the oracle."""
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ringspan.errors import ShapeError
+from ringspan.verify.budget import budget
+from ringspan.verify.cases import VerifyCase, make_cases
+from ringspan.verify.diagnose import Failure, diagnose
+from ringspan.verify.oracle import answer
+from ringspan.verify.outcome import Computed, find_deviations
+from ringspan.verify.ranks import Hung, Outcome, Refused, run_processes, run_threads
+from ringspan.verify.report import CaseVerdict, Status, VerifyReport
+from ringspan.verify.targets.base import RanksAs, Target
+from ringspan.verify.targets.find import find_target
+
+WORLD_SIZES = (1, 2, 3, 4, 5)
+Progressing = Callable[[int, int, VerifyCase], None]
+
+
+def verify(
+    target: Any,
+    *,
+    world_sizes: Iterable[int] = WORLD_SIZES,
+    features: Collection[str] | None = None,
+    layouts: Collection[str] | None = None,
+    ranks: RanksAs | None = None,
+    thorough: bool = False,
+    seed: int = 0,
+    progress: Progressing | None = None,
+) -> VerifyReport:
+    """Run a target over the table of cases.
+
+    Args:
+        target: A function `f(q, k, v, ...)`, a `Target`, the name of a library, or `"module:name"`.
+        world_sizes: Numbers of ranks.
+        features: For a function: what it can do; by default what its parameters can say.
+        layouts: For a function: how it is sharded; "contiguous" by default.
+        ranks: For a function: "threads" or "processes".
+        thorough: Add every layout, mask, grouping of heads and type.
+        seed: Of the inputs.
+        progress: Called before each case with its number, how many there are, and the case.
+
+    Returns:
+        A report; nothing is raised for a wrong result.
+    """
+    sizes = tuple(world_sizes)
+    if not sizes or any(not isinstance(size, int) or not 1 <= size <= 8 for size in sizes):
+        raise ShapeError("numbers of ranks are from 1 to 8", argument="world_sizes", value=sizes)
+    found = find_target(target, features=features, layouts=layouts, ranks=ranks)
+    cases = cases_for(found, sizes, thorough=thorough, seed=seed)
+    start = time.monotonic()
+    verdicts, failures = [], []
+    make_again = functools.partial(find_target, target, features=features, layouts=layouts, ranks=ranks)
+    for case, outcome in _outcomes(found, make_again, cases, progress or (lambda *_: None)):
+        missing = tuple(sorted(case.features - set(found.features)))
+        verdict, failure = judge(case, outcome, missing)
+        verdicts.append(verdict)
+        failures += [] if failure is None else [failure]
+    diagnosis = diagnose(failures) if failures else None
+    return VerifyReport(found.name, tuple(verdicts), diagnosis, time.monotonic() - start)
+
+
+def cases_for(target: Target, world_sizes: Iterable[int], *, thorough: bool, seed: int) -> list[VerifyCase]:
+    """The table for a target; one that declares no gradients is asked for none."""
+    cases = make_cases(world_sizes, tuple(target.layouts), thorough=thorough, seed=seed)
+    return cases if "backward" in target.features else [replace(case, has_backward=False) for case in cases]
+
+
+def check(target: Any, **options: Any) -> VerifyReport:
+    """Assert that an attention is right: `verify` with the same arguments, and AssertionError if it is not."""
+    report = verify(target, **options)
+    if not report.has_passed:
+        raise AssertionError(report.to_text())
+    return report
+
+
+def _outcomes(
+    target: Target, make_again: Callable[[], Target], cases: Sequence[VerifyCase], progress: Progressing
+) -> Iterator[tuple[VerifyCase, Outcome | None]]:
+    """Each case with what came of it, None if it cannot be asked for."""
+    total = len(cases)
+    asked = [case for case in cases if target.can_ask(case)]
+    yield from ((case, None) for case in cases if not target.can_ask(case))
+    done = total - len(asked)
+    if target.ranks == "threads":
+        for case in asked:
+            progress(done, total, case)
+            yield case, run_threads(target, case)
+            done += 1
+        return
+    for world_size in sorted({case.world_size for case in asked}):
+        for case, outcome in run_processes(make_again, [case for case in asked if case.world_size == world_size]):
+            progress(done, total, case)
+            yield case, outcome
+            done += 1
+
+
+def judge(
+    case: VerifyCase, outcome: Outcome | None, missing: tuple[str, ...] = ()
+) -> tuple[CaseVerdict, Failure | None]:
+    """Compare an outcome with the oracle's answer."""
+    if outcome is None:
+        return CaseVerdict(case, "not asked", missing), None
+    if isinstance(outcome, Hung):
+        return CaseVerdict(case, "hung", missing, outcome.message), None
+    if isinstance(outcome, Refused):
+        status: Status = "refused" if missing else "error"
+        return CaseVerdict(case, status, missing, f"{outcome.kind}: {outcome.message}"), None
+    assert isinstance(outcome, Computed)
+    question = case.question()
+    right = answer(question)
+    deviations = find_deviations(case, outcome, right, budget(question, right, case.dtype, case.world_size))
+    if not deviations:
+        return CaseVerdict(case, "right", missing), None
+    verdict = CaseVerdict(case, "wrong", missing, "; ".join(map(str, deviations)))
+    return verdict, Failure(case, outcome, tuple(deviations))

@@ -1,0 +1,132 @@
+"""Ranks that fall silent, die or are slow while others wait, between processes of this host, linked or by network."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.runtime.session import session_of
+from ringspan.transports.base import Receive, Send
+from ringspan.transports.heartbeat import SILENCE, silence_limit_s
+from ringspan.transports.neighbours import SWITCH
+from support.calls import MARGIN_S, Outcome, arguments, attend, dies_at, outcome
+from support.ranks import run_ranks, values
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
+
+LIMIT_S = 1.5
+each_way = pytest.mark.parametrize("switch", ["1", "0"], ids=["linked", "network"])
+FAR_S = 1000.0  # a deadline that no test sees
+
+
+def prepared(rank: int, world_size: int, switch: str) -> dict[str, Any]:
+    os.environ[SILENCE], os.environ[SWITCH] = str(LIMIT_S), switch
+    good = arguments(rank, world_size) | {"timeout_s": FAR_S}
+    attend(good)
+    return good
+
+
+@each_way
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_frozen_rank_is_named_on_every_other(frozen: int, switch: str) -> None:
+    """Whoever they wait for themselves, and though the first rank serves the store."""
+    ends = run_ranks(run_frozen, 3, frozen, switch, frozen=frozen)
+    for rank, end in enumerate(ends):
+        if rank != frozen:
+            assert end.error is None, end.message
+            assert re.search(rf"rank {frozen} on \S+ \(process \d+\) is frozen: .* for 1\.5 s", end.value.message)
+            assert re.search(r"\d+ of \d+ bytes were through$", end.value.message)
+            assert end.value.seconds < 3 * (LIMIT_S + 1)
+
+
+def run_frozen(rank: int, frozen: int, switch: str) -> Outcome:
+    good = prepared(rank, 3, switch)
+    if rank == frozen:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return outcome(good)
+
+
+@each_way
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_dead_rank_is_named_on_every_other(dead: int, switch: str) -> None:
+    ends = run_ranks(run_killed, 3, dead, switch)
+    for rank, end in enumerate(ends):
+        if rank != dead:
+            assert end.error is None, end.message
+            assert re.search(rf"rank {dead} on \S+ \(process \d+\) is gone: its process has ended", end.value.message)
+            assert end.value.seconds < MARGIN_S
+
+
+def run_killed(rank: int, dead: int, switch: str) -> Outcome:
+    good = prepared(rank, 3, switch)
+    return outcome(good | ({"record": dies_at("send", 0)} if rank == dead else {}))
+
+
+@each_way
+def test_a_rank_that_is_busy_elsewhere_is_alive(switch: str) -> None:
+    """It is longer away than a silent rank might be, and nobody minds before the deadline."""
+    first, second, _ = values(run_ranks(run_late, 3, switch))
+    for late in (first, second):
+        assert late[0].error is None
+        assert "timed out after 1 s without progress: rank 2 on" in late[1].message
+        assert "is alive, but slow or busy with something else; 0 of 28 bytes were through" in late[1].message
+
+
+def run_late(rank: int, switch: str) -> list[Outcome]:
+    good = prepared(rank, 3, switch)
+    if rank == 2:
+        time.sleep(2 * LIMIT_S)
+    ends = [outcome(good)]
+    if rank == 2:
+        time.sleep(2.0)
+    return [*ends, outcome(good | {"timeout_s": 1.0})]
+
+
+def test_a_long_message_arrives_in_parts() -> None:
+    values(run_ranks(run_long, 2))
+
+
+def run_long(rank: int) -> None:
+    prepared(rank, 2, "0")
+    transport = session_of(None).transport
+    sent = torch.arange(3 * 2**20 + 5, dtype=torch.int32) + rank
+    got = torch.zeros_like(sent)
+    posted = transport.exchange([Send(1 - rank, sent)], [Receive(1 - rank, got)])
+    for handle in (*posted.receives, *posted.sends):
+        handle.wait(60.0)
+    assert torch.equal(got, torch.arange(3 * 2**20 + 5, dtype=torch.int32) + 1 - rank)
+
+
+@each_way
+def test_what_an_aborting_rank_says_reaches_ranks_that_wait_for_others(switch: str) -> None:
+    """The first rank waits for the third, which waits for the second, which fails."""
+    ends = values(run_ranks(run_chain, 3, switch))
+    assert ends[0] == ends[2]
+    assert "out of luck" in ends[0]
+
+
+def run_chain(rank: int, switch: str) -> str:
+    prepared(rank, 3, switch)
+    transport = session_of(None).transport
+    if rank == 1:
+        time.sleep(0.5)
+        transport.abort("out of luck")
+        return ""
+    posted = transport.exchange([], [Receive(2 - rank // 2, torch.empty(4))])
+    try:
+        posted.receives[0].wait(FAR_S)
+    except rs.TransportError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SILENCE, text)
+    with pytest.raises(rs.UnsupportedError, match=f"{SILENCE}='{text}': it is a number of seconds; set 5"):
+        silence_limit_s()

@@ -1,0 +1,268 @@
+"""The names of other libraries, on ranks that are threads, against dense attention in one process."""
+
+import inspect
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ringspan as rs
+from ringspan.compat import ring_attention_pytorch, ring_flash_attn, ringmaster
+
+SEQ, DIM = 24, 8
+
+
+def draw(heads=4, kv_heads=2, seq=SEQ, seed=0):
+    """q, k, v, dout (batch, seq, heads, dim) in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = ((2, seq, heads, DIM), (2, seq, kv_heads, DIM), (2, seq, kv_heads, DIM), (2, seq, heads, DIM))
+    return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
+
+
+def dense(q, k, v, dout, allowed, scale=None, interleaved=False):
+    """out and gradients by the definition, tensors (batch, seq, heads, dim)."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.repeat(1, 1, group, 1) if interleaved else x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) * (DIM**-0.5 if scale is None else scale)
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", weights, values)
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def causal_mask(n=SEQ):
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def on_ranks(function, layout, tensors, *, dim=1):
+    """function(group, q, k, v) on shards; the whole out and gradients."""
+    *inputs, dout = tensors
+
+    def run(group):
+        shards = [layout.shard(x, group.rank, dim).clone().requires_grad_() for x in inputs]
+        out = function(group, *shards)
+        out.backward(layout.shard(dout, group.rank, dim))
+        return [out.detach(), *(x.grad for x in shards)]
+
+    parts = rs.run_in_process(run, layout.world_size)
+    return [layout.unshard(list(part), dim) for part in zip(*parts, strict=True)]
+
+
+def assert_same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+DENSE = {
+    "ring": (ring_flash_attn.ring_flash_attn_func, rs.contiguous),
+    "zigzag": (ring_flash_attn.zigzag_ring_flash_attn_func, rs.zigzag),
+    "stripe": (ring_flash_attn.stripe_flash_attn_func, rs.striped),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_ring_flash_attn_is_dense_attention(name, causal, world_size):
+    function, build = DENSE[name]
+    tensors = draw()
+    allowed = causal_mask() if causal else torch.ones(SEQ, SEQ, dtype=torch.bool)
+    call = lambda group, q, k, v: function(q, k, v, causal=causal, softmax_scale=0.4, group=group)  # noqa: E731
+    assert_same(on_ranks(call, build(SEQ, world_size), tensors), dense(*tensors, allowed, scale=0.4))
+
+
+def test_ring_flash_attn_computes_the_window_that_the_original_ignores():
+    tensors = draw()
+    call = lambda group, q, k, v: ring_flash_attn.ring_flash_attn_func(  # noqa: E731
+        q, k, v, causal=True, window_size=(5, -1), group=group
+    )
+    allowed = causal_mask() & ~causal_mask().tril(-6)
+    assert_same(on_ranks(call, rs.contiguous(SEQ, 3), tensors), dense(*tensors, allowed))
+
+
+def test_ring_flash_attn_packings_and_the_log_sum_exp():
+    q, k, v, _ = draw(kv_heads=4)
+    layout = rs.zigzag(SEQ, 2)
+
+    def run(group):
+        parts = [layout.shard(x, group.rank, 1) for x in (q, k, v)]
+        options = {"causal": True, "group": group, "return_attn_probs": True}
+        apart = ring_flash_attn.zigzag_ring_flash_attn_func(*parts, **options)
+        both = ring_flash_attn.zigzag_ring_flash_attn_kvpacked_func(parts[0], torch.stack(parts[1:], 2), **options)
+        packed = ring_flash_attn.zigzag_ring_flash_attn_qkvpacked_func(torch.stack(parts, 2), **options)
+        assert all(torch.equal(x, y) for other in (both, packed) for x, y in zip(apart[:2], other[:2], strict=True))
+        assert apart[2] is both[2] is packed[2] is None
+        return apart[1]
+
+    lse = layout.unshard(rs.run_in_process(run, 2), 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * DIM**-0.5
+    expected = scores.masked_fill(~causal_mask(), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(lse, expected, rtol=1e-9, atol=1e-10)
+
+
+def documents_mask(lengths):
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return number[:, None] == number[None, :]
+
+
+@pytest.mark.parametrize(
+    ("function", "build"),
+    [
+        (ring_flash_attn.ring_flash_attn_varlen_func, rs.contiguous),
+        (ring_flash_attn.zigzag_ring_flash_attn_varlen_func, rs.zigzag),
+    ],
+)
+def test_varlen_functions_cut_every_document(function, build):
+    lengths, world_size = [8, 12, 4], 2
+    tensors = draw()
+    starts = np.cumsum([0, *lengths])
+    rows = [
+        np.concatenate(
+            [build(n, world_size).positions(rank) + start for n, start in zip(lengths, starts, strict=False)]
+        )
+        for rank in range(world_size)
+    ]
+    layout = rs.Layout(tuple(tuple(rs.Span(int(p), int(p) + 1) for p in own) for own in rows))
+    cu_seqlens = torch.tensor(starts // world_size, dtype=torch.int32)
+
+    def call(group, q, k, v):
+        outs = [
+            function(*(x[row] for x in (q, k, v)), cu_seqlens, int(max(lengths) // 2), causal=True, group=group)
+            for row in range(2)
+        ]
+        return torch.stack(outs)
+
+    assert_same(on_ranks(call, layout, tensors), dense(*tensors, causal_mask() & documents_mask(lengths)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_llama3_functions_cut_the_packed_sequence(world_size, causal):
+    lengths = [5, 3, 14, 2]
+    tensors = draw()
+    cu_seqlens = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+
+    def call(group, q, k, v):
+        prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, group.rank, world_size)
+        q_ends, k_ends, max_q, max_k, keys = prepared
+        options = {"heads_k_stride": 1, "local_k_slice": keys, "causal": causal, "group": group}
+        assert int(k_ends[-1]) == keys.stop - keys.start
+        outs = [
+            ring_flash_attn.llama3_flash_attn_varlen_func(
+                *(x[row] for x in (q, k, v)), q_ends, k_ends, max_q, max_k, **options
+            )
+            for row in range(2)
+        ]
+        return torch.stack(outs)
+
+    allowed = documents_mask(lengths)
+    if causal:
+        allowed = allowed & causal_mask()
+    assert_same(on_ranks(call, rs.contiguous(SEQ, world_size), tensors), dense(*tensors, allowed))
+
+
+def test_prepared_slices_reach_from_the_first_document_to_the_last():
+    cu_seqlens = torch.tensor([0, 5, 8, 22, 24])
+    q_ends, k_ends, max_q, max_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, False, 1, 2)
+    assert (q_ends.tolist(), k_ends.tolist(), max_q, max_k, keys) == ([0, 10, 12], [0, 14, 16], 10, 14, slice(8, 24))
+    with pytest.raises(rs.ShapeError, match="equal shards"):
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, 0, 5)
+
+
+@pytest.mark.parametrize("option", [{"dropout_p": 0.1}, {"alibi_slopes": torch.ones(4)}])
+def test_what_the_original_drops_silently_is_refused(option):
+    q, k, v, _ = draw()
+    with pytest.raises(rs.UnsupportedError, match=next(iter(option))):
+        ring_flash_attn.ring_flash_attn_func(q, k, v, **option)
+
+
+def test_names_and_signatures_are_those_of_the_original():
+    names = [name for name in ring_flash_attn.__all__ if name.endswith("_func")]
+    assert len(names) == 18
+    for name in names:
+        parameters = list(inspect.signature(getattr(ring_flash_attn, name)).parameters)
+        first = ["qkv"] if "qkvpacked" in name else ["q", "kv"] if "kvpacked" in name else ["q", "k", "v"]
+        assert parameters[: len(first)] == first, name
+        assert parameters[-8:] == [
+            *("dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes", "deterministic"),
+            *("return_attn_probs", "group"),
+        ]
+    with pytest.raises(rs.UnsupportedError, match="parallelize"):
+        ring_flash_attn.substitute_hf_flash_attn(None, 1)
+
+
+@pytest.mark.parametrize("is_striped", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ring_attention_pytorch_reads_kv_heads_in_turn(causal, is_striped):
+    tensors = draw(heads=6)
+    allowed = causal_mask() if causal else torch.ones(SEQ, SEQ, dtype=torch.bool)
+    function = partial(ring_attention_pytorch.ring_flash_attn, causal=causal, bucket_size=4)
+    call = lambda group, q, k, v: function(  # noqa: E731
+        q, k, v, ring_reduce_col=True, striped_ring_attn=is_striped, ring_size=3, group=group
+    )
+    layout = (rs.striped if is_striped else rs.contiguous)(SEQ, 3)
+    assert_same(on_ranks(call, layout, tensors), dense(*tensors, allowed, interleaved=True))
+    alone = on_ranks(lambda group, q, k, v: function(q, k, v), rs.contiguous(SEQ, 1), tensors)
+    assert_same(alone, dense(*tensors, allowed, interleaved=True))
+
+
+@pytest.mark.parametrize("option", ["mask", "softclamp_qk_sim", "max_lookback_seq_len"])
+def test_options_of_ring_attention_pytorch_that_are_refused(option):
+    q, k, v, _ = draw()
+    with pytest.raises(rs.UnsupportedError, match=option):
+        ring_attention_pytorch.ring_flash_attn(q, k, v, causal=True, **{option: True})
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_tree_attn_decode_is_one_query_against_all_keys(is_whole):
+    q, k, v, _ = (x.transpose(1, 2) for x in draw(kv_heads=4, seq=7))
+    q = q[:, :, -1:]
+    layout = rs.contiguous(7, 3)
+
+    def run(group):
+        keys, values = (x if is_whole else layout.shard(x, group.rank, 2) for x in (k, v))
+        return ring_attention_pytorch.tree_attn_decode(q, keys, values, shard_kv_seq=is_whole, group=group)
+
+    expected = F.scaled_dot_product_attention(q, k, v)
+    for out in rs.run_in_process(run, 3):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_ringmaster_ring_attention(rotate, window):
+    tensors = draw()
+
+    def call(group, q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        options = {"group": group, "causal": True, "scaling": None, "rotate_method": rotate, "window": window}
+        return ringmaster.ring_attention(*heads_first, **options)
+
+    allowed = causal_mask() if window is None else causal_mask() & ~causal_mask().tril(-window - 1)
+    assert_same(on_ranks(call, rs.contiguous(SEQ, 2), tensors), dense(*tensors, allowed))
+
+
+@pytest.mark.parametrize(("balance", "pad_len"), [("contiguous", 1), ("head_tail", 1)])
+def test_ringmaster_shard_batch(balance, pad_len):
+    tokens = torch.arange(1, 8)[None]
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    parts = [ringmaster.shard_batch(batch, cp_rank=rank, cp_size=2, load_balance=balance) for rank in range(2)]
+    assert all((info.original_seq_len, info.pad_len) == (7, pad_len) for _, info in parts)
+    build = rs.zigzag if balance == "head_tail" else rs.contiguous
+    whole = {name: build(8, 2).unshard([part[name] for part, _ in parts], 1)[0].tolist() for name in parts[0][0]}
+    assert whole["input_ids"] == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert whole["position_ids"] == list(range(8))
+    assert whole["shift_labels"] == [2, 3, 4, 5, 6, 7, -100, -100]
+    assert set(batch) == {"input_ids", "labels"}
+
+
+def test_ringmaster_setup_knows_the_ranks():
+    runtime = ringmaster.setup(ringmaster.RingmasterConfig(size=1))
+    assert (runtime.cp_rank, runtime.cp_size, runtime.shard_load_balance) == (0, 1, "contiguous")
+    with pytest.raises(rs.UnsupportedError, match="parallelize"):
+        _ = runtime.attn_implementation
+    with pytest.raises(rs.ShapeError, match="has 1 ranks"):
+        ringmaster.setup(ringmaster.RingmasterConfig(size=2))

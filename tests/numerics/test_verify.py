@@ -1,0 +1,260 @@
+"""Targets on ranks: this library, another correct attention, wrong ones, and what a report says of them."""
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.verify.cases import VerifyCase
+from ringspan.verify.ranks import Hung, Refused, run_threads
+from ringspan.verify.run import judge
+from ringspan.verify.targets import RankCall, Target, find_target
+from support.gathering_attention import MISTAKES, GatheringTarget
+
+CAUSAL = VerifyCase(2, "contiguous", ("causal",), 10)
+
+
+def ring(q, k, v, *, causal, group):
+    """A function as users have it: full or causal, nothing else."""
+    layout = rs.contiguous(rs.gather(q[0, 0, :, 0], rs_layout(q, group), group, dim=0).shape[0], group.world_size)
+    return rs.attention(q, k, v, mask=rs.causal() if causal else rs.full(), layout=layout, group=group)
+
+
+def rs_layout(q, group):
+    sizes = group.all_gather_bytes(q.shape[2].to_bytes(4, "little"), 10.0)
+    return rs.contiguous(sum(int.from_bytes(size, "little") for size in sizes), group.world_size)
+
+
+@pytest.mark.parametrize("world_sizes", [(1, 2), (3,), (4,)], ids=str)
+def test_this_library_is_right(world_sizes):
+    report = rs.verify.check("ringspan", world_sizes=world_sizes)
+    assert report.counts()["right"] >= 25 * len(world_sizes)
+    assert report.diagnosis is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(9))
+def test_no_false_alarm_on_this_library(seed):
+    assert rs.verify.verify("ringspan", seed=seed).failures == ()
+
+
+@pytest.mark.slow
+def test_this_library_is_right_in_the_thorough_table():
+    assert rs.verify.verify("ringspan", world_sizes=(2, 3, 8), thorough=True).failures == ()
+
+
+@pytest.mark.parametrize("algorithm", ["pass_q", "ulysses"])
+def test_one_algorithm_of_this_library(algorithm):
+    report = rs.verify.check(f"ringspan:{algorithm}", world_sizes=(3,))
+    assert report.target == f"ringspan:{algorithm}"
+
+
+def test_another_correct_attention_is_right():
+    report = rs.verify.check(GatheringTarget(), world_sizes=(2, 3))
+    assert report.counts() == {"right": 52}
+
+
+def examine_mistakes(names: list[str], world_size: int) -> int:
+    """How many are named; all must be caught."""
+    num_named = 0
+    for name in names:
+        report = rs.verify.verify(GatheringTarget(name), world_sizes=(world_size,))
+        assert not report.has_passed, name
+        assert report.diagnosis is not None
+        num_named += report.diagnosis.mistake in MISTAKES[name]
+    return num_named
+
+
+@pytest.mark.wide
+def test_mistakes_that_the_diagnosis_was_not_written_for():
+    names = list(MISTAKES)[::4]
+    assert examine_mistakes(names, 2) >= 0.7 * len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_all_mistakes_that_the_diagnosis_was_not_written_for(world_size):
+    assert examine_mistakes(list(MISTAKES), world_size) >= 0.7 * len(MISTAKES)
+
+
+def test_a_function_is_asked_only_for_what_its_parameters_can_say():
+    report = rs.verify.check(ring, world_sizes=(2,))
+    assert report.counts()["right"] >= 5
+    assert report.counts()["not asked"] >= 10
+    asked = {part for verdict in report.verdicts if verdict.status == "right" for part in verdict.case.features}
+    assert {"causal", "full", "gqa", "odd_length"} <= asked
+    assert not asked & {"window", "sinks", "documents"}
+
+
+class IgnoresWindow(Target):
+    """Takes a window and drops it, and does not declare it."""
+
+    features = ("causal", "full", "float32", "float64", "backward", "gqa", "odd_length", "few_heads")
+
+    def attend(self, call):
+        refused = call.case.features - {*self.features, "window"}
+        if refused:
+            raise NotImplementedError(f"cannot do {sorted(refused)}")
+        mask = rs.causal() if call.is_causal else rs.full()
+        return rs.attention(call.q, call.k, call.v, mask=mask, layout=call.layout, group=call.group)
+
+
+def test_what_is_not_declared_must_be_refused_not_computed_wrongly():
+    report = rs.verify.verify(IgnoresWindow(), world_sizes=(2,))
+    assert not report.has_passed
+    assert {verdict.missing for verdict in report.failures} == {("window",)}
+    assert report.diagnosis is not None
+    assert report.diagnosis.mistake == "window ignored"
+    assert report.counts()["refused"] >= 8
+    with pytest.raises(AssertionError, match=r"(?s)NOT right.*window ignored.*does not declare window"):
+        rs.verify.check(IgnoresWindow, world_sizes=(2,))
+
+
+def test_refusing_what_is_declared_is_an_error():
+    outcome = Refused("ValueError", "no")
+    assert judge(CAUSAL, outcome)[0].status == "error"
+    assert not judge(CAUSAL, outcome)[0].has_passed
+    assert judge(CAUSAL, outcome, ("causal",))[0].has_passed
+    assert not judge(CAUSAL, Hung("late"), ("causal",))[0].has_passed
+
+
+def test_a_target_that_refuses_everything_has_not_passed():
+    class Refuses(Target):
+        features = ()
+
+        def attend(self, call: RankCall):
+            raise NotImplementedError("no")
+
+    report = rs.verify.verify(Refuses(), world_sizes=(2,))
+    assert report.failures == ()
+    assert not report.has_passed
+    assert "nothing is known to be right" in report.to_text()
+
+
+def test_a_rank_that_hangs_ends_the_case():
+    class Hangs(Target):
+        def attend(self, call: RankCall):
+            if call.rank:
+                call.group.all_gather_bytes(b".", 30.0)
+            return call.q
+
+    outcome = run_threads(Hangs(), CAUSAL, timeout_s=1.0)
+    assert isinstance(outcome, Hung | Refused)
+
+
+def test_zeros_are_not_right():
+    report = rs.verify.verify(lambda q, k, v: torch.zeros_like(q) + 0 * q, world_sizes=(2,))
+    assert not report.has_passed
+    assert report.diagnosis is not None
+    assert report.diagnosis.mistake == "output left at zero"
+
+
+def test_a_wrong_shape_is_wrong():
+    report = rs.verify.verify(lambda q, k, v: q.transpose(1, 2), world_sizes=(2,))
+    assert not report.has_passed
+
+
+def test_reports_are_text_json_and_junit():
+    report = rs.verify.verify(GatheringTarget("output divided by ranks"), world_sizes=(2,))
+    assert report.to_text().startswith("output divided by ranks: NOT right (26 wrong")
+    assert "looks like: output scaled (by 0.5)" in report.to_text()
+    read = json.loads(json.dumps(report.to_json()))
+    assert (read["has_passed"], read["counts"], len(read["cases"])) == (False, {"wrong": 26}, 26)
+    suite = ElementTree.fromstring(report.to_junit())
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("26", "26", "0")
+    assert suite.find("testcase/failure") is not None
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no.such.module:f", "cannot be imported"),
+        ("ringspan.verify:nothing", "has no nothing"),
+        ("nobody", "module:function"),
+        ("yunchang", "cannot be imported|no adapter"),
+        (3, "a function or a Target"),
+        (lambda q, k, v, secret: q, "does not know what to pass for secret"),
+    ],
+)
+def test_a_target_that_is_none_is_refused(target, message):
+    with pytest.raises(rs.UnsupportedError, match=message):
+        find_target(target)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(rs.ShapeError, match="from 1 to 8"):
+        rs.verify.verify("ringspan", world_sizes=(9,))
+    with pytest.raises(rs.ShapeError, match="a feature is one of"):
+        rs.verify.verify(ring, features=["magic"])
+
+
+def test_ranks_agree_names_the_odd_rank():
+    def run(group):
+        same = torch.arange(6.0)
+        other = same.clone()
+        other[3] += group.rank == 2
+        shaped = torch.zeros(2, 3) if group.rank == 0 else torch.zeros(3, 2)
+        nan = torch.tensor([float("nan")])
+        return rs.verify.ranks_agree({"same": same, "other": other, "shaped": shaped, "nan": nan}, group)
+
+    for agreement in rs.run_in_process(run, 4):
+        assert not agreement
+        assert str(agreement) == "other differs on rank 2; shaped differs on rank 0"
+    assert all(rs.run_in_process(lambda group: rs.verify.ranks_agree([torch.ones(3)], group), 3))
+
+
+def test_ranks_with_other_lists_of_tensors_are_refused():
+    with pytest.raises(rs.ShapeError, match=r"ranks give \[1, 2\] tensors"):
+        rs.run_in_process(lambda group: rs.verify.ranks_agree([torch.ones(1)] * (1 + group.rank), group), 2)
+
+
+def test_compare_models_names_the_first_layer_that_differs():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Tanh())
+    changed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Tanh())
+    changed.load_state_dict(model.state_dict())
+    layout = rs.zigzag(9, 2)
+    x = torch.randn(2, 9, 4)
+
+    def compare(group):
+        part = {"input": layout.shard(x, group.rank, 1)}
+        return rs.verify.compare_models(model, changed, {"input": x}, parallel_batch=part, layout=layout, group=group)
+
+    assert rs.run_in_process(compare, 2) == [None, None]
+    with torch.no_grad():
+        changed[2].bias += 0.1
+    for difference in rs.run_in_process(compare, 2):
+        assert (difference.module, difference.num_compared) == ("2", 4)
+        assert str(difference).startswith("2 differs first")
+
+
+PLUGIN_TEST = """
+import pytest, ringspan as rs
+
+@pytest.mark.ringspan_verify(world_sizes=(2,))
+def test_right(ringspan_verify):
+    assert ringspan_verify("ringspan").has_passed
+
+@pytest.mark.ringspan_verify(world_sizes=(2,))
+def test_wrong(ringspan_verify):
+    ringspan_verify(lambda q, k, v: q * 0)
+"""
+
+
+def test_the_pytest_plugin_fails_a_wrong_attention_with_the_report(tmp_path):
+    (tmp_path / "test_mine.py").write_text(PLUGIN_TEST)
+    options = ["-p", "ringspan.verify.pytest_plugin", "--strict-markers", "-W", "error", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *options, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "looks like: output left at zero" in done.stdout
+
+
+def test_the_pytest_plugin_loads_no_torch():
+    program = "import sys, ringspan.verify.pytest_plugin, ringspan.verify; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

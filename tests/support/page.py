@@ -1,0 +1,22 @@
+"""The lesson, built once, and texts that try to be more than text."""
+
+from functools import lru_cache
+
+from ringspan.page import build_lesson
+
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    "</script x=<script x=",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<!--<script>",
+    "javascript:window.hacked=1",
+    "' onmouseover='window.hacked=1",
+    '" autofocus onfocus="window.hacked=1',
+    "&lt;b&gt; \\u003c ${window.hacked=1} {{window.hacked}}",
+)
+
+
+@lru_cache(maxsize=1)
+def lesson_html() -> str:
+    """What `ringspan page` writes."""
+    return build_lesson()

@@ -1,0 +1,67 @@
+"""`ringspan verify`: what it prints, writes and returns."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from ringspan.cli import main
+
+pytest.importorskip("torch")
+
+
+def run(*words: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["verify", *words])
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def zeros(q, k, v):
+    return q * 0
+
+
+TARGET = f"{__name__}:zeros"
+
+
+def test_this_library_passes_on_two_ranks():
+    assert run("ringspan", "--ranks", "2").startswith("ringspan: right (25 right, 1 refused")
+
+
+def test_a_wrong_attention_is_told_with_its_mistake_and_exit_code_1(tmp_path: Path):
+    path = tmp_path / "report.xml"
+    report = json.loads(run(TARGET, "--ranks", "2", "--json", "--junit", str(path), exit_code=1))
+    assert report["target"] == TARGET
+    assert not report["has_passed"]
+    assert report["diagnosis"]["mistake"] == "output left at zero"
+    suite = ElementTree.parse(path).getroot()
+    assert int(suite.get("failures", 0)) == report["counts"]["wrong"]
+
+
+def test_layouts_and_features_are_passed_on():
+    text = run(TARGET, "--ranks", "2", "--layout", "zigzag", "--feature", "full", "--feature", "float32", exit_code=1)
+    assert "zigzag, full" in text
+    assert "contiguous" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nobody"], "module:function"),
+        (["ringspan", "--ranks", "9"], "use numbers from 1 to 8"),
+        (["ringspan", "--ranks", "two"], "use numbers from 1 to 8"),
+        (["ringspan:magic"], "pass-kv, pass-q"),
+        (["no_such_module:f"], "cannot be imported"),
+        ([TARGET, "--feature", "magic"], "a feature is one of"),
+        (["ringspan", "--junit", "no/such/folder/x.xml"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message):
+    output = run(*words, exit_code=2)
+    assert message in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_help_has_examples():
+    assert "ringspan verify ringspan" in run("--help")
