@@ -16,6 +16,7 @@ from ringspan.cli.bench import bench
 from ringspan.cli.errors import BadInput, in_one_line
 from ringspan.cli.page_command import page
 from ringspan.cli.plan.command import plan
+from ringspan.cli.serve import serve
 from ringspan.cli.simulate.command import simulate
 from ringspan.cli.verify.command import verify
 from ringspan.errors import RingspanError
@@ -71,3 +72,4 @@ main.add_command(plan)
 main.add_command(page)
 main.add_command(bench)
 main.add_command(verify)
+main.add_command(serve)

@@ -49,6 +49,13 @@ _WEIGHTS = "weights, which differ unless every rank calls handle.reduce_gradient
 _BY_ROW = ("logits", "last_hidden_state")
 
 
+class LastTurn(NamedTuple):
+    """The algorithm of a forward over a cache, and why it was chosen."""
+
+    algorithm: str
+    reason: str
+
+
 class _Forward(NamedTuple):
     run: ShardRun | TurnRun
     is_whole: bool
@@ -70,6 +77,7 @@ class Adapter:
         self.arguments = Arguments(model, found, wiring.name)
         self._batch = self.arguments.batch
         self._forward: _Forward | None = None  # in progress
+        self.last_turn: LastTurn | None = None
         self._num_trained = 0  # number of training forwards
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,6 +138,7 @@ class Adapter:
         finally:
             if isinstance(forward.run, TurnRun):
                 forward.run.end(is_done=finished is not None)
+                self.last_turn = LastTurn(forward.run.turn.algorithm, forward.run.turn.reason)
         return finished
 
     def call(self, **arguments: Any) -> Any:

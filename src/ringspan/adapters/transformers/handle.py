@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ringspan.adapters.gradients import digest_weights, reduce_gradients
-from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
+from ringspan.adapters.transformers.adapter import Adapter, LastTurn, encoder_adapter
 from ringspan.adapters.transformers.arguments import check_random
 from ringspan.adapters.transformers.by_name import NAME
 from ringspan.adapters.transformers.examine import check_config, examine
@@ -57,6 +57,11 @@ class Handle:
     def layers(self) -> tuple[Layer, ...]:
         """The attention layers and the options that they were found to use."""
         return tuple(self._adapter.found.layers.values())
+
+    @property
+    def last_turn(self) -> LastTurn | None:
+        """The algorithm of the last forward over a cache, and why it was chosen; None before the first."""
+        return self._adapter.last_turn
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Cut this rank's part out of a batch that every rank holds, for `model(**handle.shard(batch))`.

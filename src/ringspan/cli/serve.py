@@ -1,0 +1,58 @@
+"""`ringspan serve`: a model over ranks behind an OpenAI-compatible API."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringspan.cli.errors import Command
+from ringspan.errors import RingspanError
+
+KEY_VARIABLE = "RINGSPAN_API_KEY"
+EXAMPLES = f"""\b
+Examples:
+  ringspan serve ./SmolLM2-135M-Instruct --ranks 2
+  ringspan serve ./model --ranks 4 --host 0.0.0.0 --api-key-file key.txt
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+       -d '{{"model": "model", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+The key of an address that other machines reach is read from the file or from {KEY_VARIABLE}.
+"""
+
+
+@click.command(cls=Command, epilog=EXAMPLES)
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--ranks", "num_ranks", type=click.IntRange(1, 1024), default=2, show_default=True, help="Processes.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
+@click.option("--name", default="", help="Name of the model in the API; default: the folder's name.")
+@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the key.")
+@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16 or float16.")
+@click.option("--cache-bytes", type=click.IntRange(1), help="KV cache per rank; default: half of the free memory.")
+@click.option("--prefill-chunk", type=click.IntRange(1), default=1024, show_default=True, help="Prompt tokens at once.")
+@click.option("--max-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Most tokens of an answer.")
+@click.option("--queue", "queue_size", type=click.IntRange(1), default=16, show_default=True, help="Waiting requests.")
+@click.option("--rank-timeout", "rank_timeout_s", type=float, default=60.0, show_default=True, help="Seconds.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Check the parallelized model first.")
+def serve(model: Path, api_key_file: Path | None, **options: Any) -> None:
+    """Serve MODEL, a folder, over ranks that share each conversation's KV cache.
+
+    The API is OpenAI's: /v1/chat/completions, /v1/completions, /v1/models; /health and /metrics for operators.
+    """
+    try:
+        from ringspan.serve import ServeSettings
+        from ringspan.serve.server import serve as run
+    except ImportError as error:
+        raise click.ClickException(
+            f"ringspan serve needs {error.name}; install it, for example from a checkout with: pip install '.[serve]'"
+        ) from error
+    key = os.environ.get(KEY_VARIABLE) if api_key_file is None else api_key_file.read_text().strip()
+    settings = ServeSettings(folder=model, api_key=key, **options)
+    try:
+        run(settings)
+    except RingspanError as error:
+        raise click.ClickException(str(error)) from error
+    except (ValueError, ImportError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise click.ClickException(lines[0]) from error

@@ -1,0 +1,107 @@
+"""What is served, where, and within which limits? Checked before a rank is started; needs no torch."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ringspan.errors import ShapeError, UnsupportedError
+
+DTYPES = ("float32", "bfloat16", "float16")
+MIN_RANK_TIMEOUT_S = 5.0
+"""A rank that computes can be late with a heartbeat by seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """The settings of one server.
+
+    Attributes:
+        folder: The model: a local folder with config, safetensors weights and tokenizer.
+        name: The model's name in the API; the folder's name by default.
+        num_ranks: Processes that share each conversation.
+        host: The address to listen on. An address that is not loopback needs an API key.
+        port: The port; 0 lets the system choose.
+        api_key: What clients must send as a bearer token; None asks for nothing.
+        dtype: The dtype of weights and activations.
+        cache_bytes: Upper bound of the KV cache on each rank; None for half of the memory that is free once the
+            model is loaded, shared by the ranks.
+        prefill_chunk: Prompt tokens computed at once; between chunks a request can be cancelled.
+        max_tokens: Upper bound of the tokens one request may generate.
+        queue_size: Requests that may wait; others get status 429.
+        max_connections: Open connections; others get status 503.
+        max_body_bytes: Upper bound of a request body.
+        header_timeout_s: For a client to send its request line and headers.
+        body_timeout_s: For a client to send its body.
+        write_timeout_s: For a client to take what was sent.
+        rank_timeout_s: A rank that is silent, or busy with one command, for longer counts as lost.
+        grace_s: For answers under way when the server is told to stop.
+        verify: Compare the parallelized model with the original at the first start.
+    """
+
+    folder: Path
+    name: str = ""
+    num_ranks: int = 2
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    dtype: str = "float32"
+    cache_bytes: int | None = None
+    prefill_chunk: int = 1024
+    max_tokens: int = 4096
+    queue_size: int = 16
+    max_connections: int = 256
+    max_body_bytes: int = 2**25
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
+    rank_timeout_s: float = 60.0
+    grace_s: float = 30.0
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.folder / "config.json").is_file():
+            raise ShapeError(
+                "a model is a local folder with config.json, safetensors weights and a tokenizer",
+                argument="folder",
+                value=str(self.folder),
+                remedy="download or convert the model first",
+            )
+        if not self.name:
+            object.__setattr__(self, "name", self.folder.resolve().name)
+        for name in ("num_ranks", "prefill_chunk", "max_tokens", "queue_size", "max_connections", "max_body_bytes"):
+            _check_least(name, getattr(self, name), 1)
+        _check_least("port", self.port, 0)
+        if self.cache_bytes is not None:
+            _check_least("cache_bytes", self.cache_bytes, 1)
+        _check_least("rank_timeout_s", self.rank_timeout_s, MIN_RANK_TIMEOUT_S)
+        if self.dtype not in DTYPES:
+            raise UnsupportedError(
+                "no such dtype", argument="dtype", value=self.dtype, remedy=f"use one of {', '.join(DTYPES)}"
+            )
+        self._check_key()
+
+    @property
+    def is_local(self) -> bool:
+        """Only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def _check_key(self) -> None:
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ShapeError("a key is printable ASCII without line breaks", argument="api_key")
+        if self.api_key is None and not self.is_local:
+            raise UnsupportedError(
+                "other machines can connect to this address, so clients need an API key",
+                argument="host",
+                value=self.host,
+                remedy="give a file with a key, or listen on 127.0.0.1",
+            )
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ShapeError("the number is too small", argument=name, value=value, remedy=f"use {least:g} or more")

@@ -1,0 +1,87 @@
+"""How does text become tokens, and tokens text again? With the model's own tokenizer and chat template."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from ringspan.errors import UnsupportedError
+from ringspan.serve.errors import ApiError
+
+
+class ModelText:
+    """The text side of a model.
+
+    Attributes:
+        max_positions: The longest sequence the model was made for.
+        eos: Tokens that end an answer.
+        has_chat: The tokenizer has a chat template.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        local = {"local_files_only": True, "trust_remote_code": False}
+        config = AutoConfig.from_pretrained(folder, **local)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **local)
+        if not self._tokenizer.is_fast:
+            raise UnsupportedError(
+                "the tokenizer has no tokenizer.json, by which text is streamed",
+                argument="folder",
+                value=str(folder),
+                remedy="convert the tokenizer",
+            )
+        self.max_positions = int(config.get_text_config().max_position_embeddings)
+        self.has_chat = self._tokenizer.chat_template is not None
+        self.eos = _end_tokens(folder, config, self._tokenizer)
+
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The tokens of a conversation, up to where the assistant speaks."""
+        if not self.has_chat:
+            raise ApiError("this model has no chat template; use /v1/completions", code="no_chat_template")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is a program, and refuses in its own words
+            lines = str(error).splitlines() or [""]
+            reason = f"the chat template refuses the messages: {type(error).__name__}: {lines[0][:200]}"
+            raise ApiError(reason, param="messages") from None
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """The tokens of a text, with those that the tokenizer adds."""
+        return self._encode(prompt, add_special_tokens=True)
+
+    def decoder(self) -> "TextStream":
+        """For the tokens of one answer."""
+        return TextStream(self._tokenizer.backend_tokenizer)
+
+    def token_text(self, token: int) -> str:
+        """A token by itself."""
+        return str(self._tokenizer.decode([token]))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if not tokens:
+            raise ApiError("the prompt has no tokens", code="empty_prompt")
+        return tokens
+
+
+class TextStream:
+    """The text of tokens that come one by one; a character of several tokens comes with its last."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        """The text that a token completes."""
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+def _end_tokens(folder: Path, config: Any, tokenizer: Any) -> list[int]:
+    sources = [config.get_text_config().eos_token_id, tokenizer.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    found = [each for source in sources for each in (source if isinstance(source, list) else [source])]
+    return sorted({each for each in found if each is not None})
