@@ -23,7 +23,7 @@ from results import describe_machine, format_table, write_section
 
 import ringspan as rs
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.program.pieces import Piece, PieceKind
 
 HEAD_DIM = 64
@@ -93,7 +93,7 @@ def measure(rank: int, heads: int, kv_heads: int, batch: int, cached: int, num_r
             for layer in range(LAYERS):
                 turn.store(k, v, layer=layer)
     del k, v
-    kernel = choose_kernel("auto", Request(torch.device("cpu"), torch.float32, HEAD_DIM, HEAD_DIM))
+    kernel = choose_kernel("auto", KernelRequest(torch.device("cpu"), torch.float32, HEAD_DIM, HEAD_DIM))
     q, k = (torch.rand(batch, n, 1, HEAD_DIM, generator=torch.Generator().manual_seed(9)) for n in (heads, kv_heads))
 
     def read_alone(layer: int) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 
 import ringspan as rs
 from ringspan.verify.diagnose import diagnose
-from ringspan.verify.faults import FAULTS, Fault, Ring
+from ringspan.verify.faults import FAULTS, Fault, FaultyRing
 from ringspan.verify.run import judge
 
 SIZES = (2, 3, 4, 5)
@@ -50,7 +50,7 @@ def print_false_alarms() -> None:
     alarms: list[str] = []
     for seed in range(18):
         for case in rs.verify.make_cases((1, 2, 3, 4, 5), seed=seed):
-            verdict, _ = judge(case, Ring(case).run())
+            verdict, _ = judge(case, FaultyRing(case).run())
             runs[case.dtype] += 1
             alarms += [] if verdict.has_passed else [str(verdict)]
     print(f"NumPy ring: {dict(runs)}, {len(alarms)} false alarms")

@@ -14,7 +14,7 @@ from comparison.points import GROWTH, HEADS, IDEALS, OURS, WIDE
 from ringspan.bench.ideal import attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.program.prepare import ProgramOptions, prepare
 from ringspan.program.problem import Problem, Shapes
@@ -55,7 +55,7 @@ def ideal(case: Case) -> Contender:
     head_dim = case.point.head_dim
     shapes = Shapes((1,), Heads(HEADS, HEADS), head_dim, head_dim, own.q.itemsize, wide.itemsize)
     problem = Problem(_mask(case), layout, layout, shapes)
-    kernel = choose_kernel("auto", Request(own.q.device, own.q.dtype, head_dim, head_dim))
+    kernel = choose_kernel("auto", KernelRequest(own.q.device, own.q.dtype, head_dim, head_dim))
     sides = (None, problem.lighter_side()) if case.point.has_backward else (None,)
     pieces = [
         piece

@@ -34,7 +34,7 @@ from ringspan.transports import neighbours
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.in_process import run_in_process
 from ringspan.transports.neighbours import SWITCH, find_peers
-from ringspan.transports.same_host import Memory, Peer, SameHost
+from ringspan.transports.same_host import Peer, PeerMemory, SameHost
 from support.attention_cases import make_job
 from support.calls import MARGIN_S, Arguments, arguments, attend
 from support.ranks import run_ranks, values
@@ -60,7 +60,7 @@ Ends = tuple[SameHost, SameHost]
 def ends() -> Ends:
     """Those of ranks 0 and 1."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    memory = Memory(os.getpid())
+    memory = PeerMemory(os.getpid())
     return SameHost([Peer(1, mine, memory)]), SameHost([Peer(0, theirs, memory)])
 
 
@@ -158,7 +158,7 @@ def test_more_messages_than_a_socket_holds(ends: Ends, nbytes: int) -> None:
 def test_what_was_sent_before_the_peer_left_still_arrives() -> None:
     """Though the system first reports that the peer has not read everything, as it left."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    first, second = (SameHost([Peer(rank, end, Memory(os.getpid()))]) for rank, end in ((1, mine), (0, theirs)))
+    first, second = (SameHost([Peer(rank, end, PeerMemory(os.getpid()))]) for rank, end in ((1, mine), (0, theirs)))
     second.send([number(1, SHORT)], 0, TAG).wait(AMPLE)
     for n in range(3):
         first.send([number(n, SHORT)], 1, TAG)
@@ -206,10 +206,10 @@ def test_memory_that_is_gone() -> None:
     pages = mmap.mmap(-1, LONG)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     into = number(0, LONG)
-    Memory(os.getpid()).read(address, into.data_ptr(), LONG)
+    PeerMemory(os.getpid()).read(address, into.data_ptr(), LONG)
     with subprocess.Popen(["true"]) as process:
         pass
-    for memory, place in ((Memory(os.getpid()), 4096), (Memory(process.pid), address)):
+    for memory, place in ((PeerMemory(os.getpid()), 4096), (PeerMemory(process.pid), address)):
         with pytest.raises(OSError, match=r"Bad address|No such process"):
             memory.read(place, into.data_ptr(), LONG)
 
@@ -286,14 +286,14 @@ def test_memory_that_must_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank is refused, and both ends know that there is no link."""
 
     checks = by_rank([refuse, lambda: None, lambda: None])
-    read = Memory.read
-    monkeypatch.setattr(Memory, "read", lambda *args: (checks(), read(*args)))
+    read = PeerMemory.read
+    monkeypatch.setattr(PeerMemory, "read", lambda *args: (checks(), read(*args)))
     assert sorted(map(len, met(3))) == [0, 1, 1]
 
 
 def test_a_memory_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process number may mean another process elsewhere; reading succeeds, and what is read is not the word."""
-    monkeypatch.setattr(Memory, "read", lambda *_: None)
+    monkeypatch.setattr(PeerMemory, "read", lambda *_: None)
     assert met(2) == [set(), set()]
 
 

@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringspan.kernels.reference
 import ringspan.kernels.sdpa_cpu
 from ringspan.errors import UnsupportedError
-from ringspan.kernels import KERNELS, Kernel, Request, choose_kernel
+from ringspan.kernels import KERNELS, Kernel, KernelRequest, choose_kernel
 from ringspan.kernels.base import Merged
-from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.reference import MAX_SCORES, ReferenceKernel
 from ringspan.kernels.sdpa_cpu import FOLD_KEYS, FOLD_ROWS, SdpaCpu
 from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.program.pieces import PieceKind
@@ -183,7 +183,7 @@ def test_odd_values_reach_only_rows_that_see_them(
 def test_odd_values_in_a_later_inner_block(kernel: Kernel, kind: PieceKind) -> None:
     piece, allowed = piece_of(kind, 530, 530)
     q, k, v = random_qkv(530, 530)
-    expected = Reference().forward(q, k, v, piece, SCALE)
+    expected = ReferenceKernel().forward(q, k, v, piece, SCALE)
     v[:, :, 520] = torch.nan
     out = kernel.forward(q, k, v, piece, SCALE).out
     sees_it = torch.from_numpy(allowed[:, 520])
@@ -405,7 +405,7 @@ def test_the_reference_holds_few_scores(kind: PieceKind) -> None:
     piece, allowed = piece_of(kind, n, n)
     assert 4 * n * n > 2 * MAX_SCORES
     with LargestTensor() as largest:
-        part = Reference().forward(*qkv, piece, SCALE)
+        part = ReferenceKernel().forward(*qkv, piece, SCALE)
     assert largest.numel <= MAX_SCORES
     assert_right(part, qkv, allowed)
 
@@ -417,7 +417,7 @@ def test_the_reference_in_blocks_of_any_height(subtests: pytest.Subtests, monkey
             qkv = random_qkv(33, 33, (4, 2))
             for max_scores in (1, 700, 2000):
                 monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
-                assert_right(Reference().forward(*qkv, piece, SCALE), qkv, allowed)
+                assert_right(ReferenceKernel().forward(*qkv, piece, SCALE), qkv, allowed)
 
 
 @each_kernel
@@ -435,7 +435,7 @@ def test_keys_and_values_are_never_copied(subtests: pytest.Subtests, kernel: Ker
 
 # Choice
 
-CPU = Request(torch.device("cpu"), torch.float32, 64, 64)
+CPU = KernelRequest(torch.device("cpu"), torch.float32, 64, 64)
 CUDA = CPU._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
 
 
@@ -453,7 +453,7 @@ CUDA = CPU._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
         (CUDA._replace(head_dim=65), "reference"),
     ],
 )
-def test_auto_takes_the_first_that_can(request_: Request, name: str) -> None:
+def test_auto_takes_the_first_that_can(request_: KernelRequest, name: str) -> None:
     assert choose_kernel("auto", request_).name == name
 
 

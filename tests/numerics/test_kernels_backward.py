@@ -8,8 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan.kernels.reference
 from ringspan.kernels import Kernel
-from ringspan.kernels.base import Gradients, Merged
-from ringspan.kernels.reference import MAX_SCORES, Reference
+from ringspan.kernels.base import KernelGradients, Merged
+from ringspan.kernels.reference import MAX_SCORES, ReferenceKernel
 from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.program.pieces import Piece, PieceKind
@@ -56,7 +56,7 @@ def truth(qkv: QKV, allowed: Allowed, dout: torch.Tensor) -> list[torch.Tensor]:
     return [torch.from_numpy(x) for x in oracle.dense_gradients(q, k, v, allowed, dout.double().numpy(), SCALE)]
 
 
-def assert_near(found: Gradients, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
+def assert_near(found: KernelGradients, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
         assert x.dtype == accumulator_dtype(dtype)
@@ -116,7 +116,7 @@ def test_the_shares_of_all_pieces_add_up(kernel: Kernel, dtype: torch.dtype, hea
         for piece, keys, values in zip(pieces, k.split(lengths, 2), v.split(lengths, 2), strict=True)
     ]
     dqs, dks, dvs = zip(*shares, strict=True)
-    found = Gradients(sum(dqs[1:], dqs[0]), torch.cat(dks, 2), torch.cat(dvs, 2))
+    found = KernelGradients(sum(dqs[1:], dqs[0]), torch.cat(dks, 2), torch.cat(dvs, 2))
     assert_near(found, truth(qkv, allowed, dout), dtype)
 
 
@@ -196,7 +196,7 @@ def share_row_by_row(qkv: QKV, merged: Merged, allowed: Allowed) -> list[torch.T
 
 def assert_reaches_only_what_sees_it(kernel: Kernel, qkv: QKV, dout: torch.Tensor, kind: PieceKind) -> None:
     piece, allowed = piece_of(kind, qkv[0].shape[2], qkv[1].shape[2])
-    part = Reference().forward(*qkv, piece, SCALE)
+    part = ReferenceKernel().forward(*qkv, piece, SCALE)
     lse = part.lse.masked_fill(part.lse == -torch.inf, torch.inf)
     merged = Merged(dout, part.out.to(dout.dtype), lse)
     found = kernel.backward(*qkv, merged, piece, SCALE)
@@ -356,7 +356,7 @@ def test_the_reference_holds_few_scores(kind: PieceKind) -> None:
     merged = merged_of(qkv, allowed, dout)
     assert 4 * n * n > 2 * MAX_SCORES
     with LargestTensor() as largest:
-        found = Reference().backward(*qkv, merged, piece, SCALE)
+        found = ReferenceKernel().backward(*qkv, merged, piece, SCALE)
     assert largest.numel <= MAX_SCORES
     assert_near(found, truth(qkv, allowed, dout), dout.dtype)
 
@@ -366,7 +366,7 @@ def test_the_reference_in_blocks_of_any_height(subtests: pytest.Subtests, monkey
         with subtests.test(kind=kind):
             for max_scores in (1, 700, 2000):
                 monkeypatch.setattr(ringspan.kernels.reference, "MAX_SCORES", max_scores)
-                assert_right(Reference(), random_qkv(33, 33, (4, 2)), *piece_of(kind, 33, 33))
+                assert_right(ReferenceKernel(), random_qkv(33, 33, (4, 2)), *piece_of(kind, 33, 33))
 
 
 def test_the_fused_operator_repeats_no_keys_and_values() -> None:

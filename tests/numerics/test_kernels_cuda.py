@@ -15,14 +15,14 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspan.kernels import sdpa_cuda
-from ringspan.kernels.base import Gradients, Merged, Request
+from ringspan.kernels.base import KernelGradients, KernelRequest, Merged
 from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH, CudaKernel
 from ringspan.kernels.softmax import Partial
 from ringspan.program.pieces import Piece, PieceKind
 from support import oracle
 
 SCALE = 0.3
-HALF = Request(torch.device("cuda"), torch.bfloat16, 64, 64)
+HALF = KernelRequest(torch.device("cuda"), torch.bfloat16, 64, 64)
 NAMES = {
     FLASH: "_scaled_dot_product_flash_attention",
     EFFICIENT: "_scaled_dot_product_efficient_attention",
@@ -317,7 +317,7 @@ def efficient(q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, *, scale)
     return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None, None
 
 
-def plain_backward(dout, q, k, v, out, lse, bias: torch.Tensor, scale: float) -> Gradients:
+def plain_backward(dout, q, k, v, out, lse, bias: torch.Tensor, scale: float) -> KernelGradients:
     assert {x.stride(-1) for x in (q, k, v)} == {1}
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
@@ -325,7 +325,7 @@ def plain_backward(dout, q, k, v, out, lse, bias: torch.Tensor, scale: float) ->
     weights = (q @ keys.mT * scale + bias - lse.unsqueeze(-1)).exp()
     dscores = scale * weights * (dout @ values.mT - (dout * out).sum(-1, keepdim=True))
     dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2) for x in (dscores.mT @ q, weights.mT @ dout))
-    return Gradients(dscores @ keys, dk, dv)
+    return KernelGradients(dscores @ keys, dk, dv)
 
 
 def flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale):

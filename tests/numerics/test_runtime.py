@@ -11,8 +11,8 @@ import torch
 import ringspan as rs
 import ringspan.kernels.choose
 import ringspan.runtime.arithmetic
-from ringspan.kernels.base import Gradients, Merged
-from ringspan.kernels.reference import Reference
+from ringspan.kernels.base import KernelGradients, Merged
+from ringspan.kernels.reference import ReferenceKernel
 from ringspan.kernels.softmax import Partial, merge_
 from ringspan.program.execute import Event
 from ringspan.program.pieces import Piece, PieceKind
@@ -167,15 +167,15 @@ def test_pieces_in_slabs_of_any_size(
                         one.check(rank, got, (heads, spec))
 
 
-class InTypeOfKeys(Reference):
+class InTypeOfKeys(ReferenceKernel):
     """A kernel that returns the dtype it was given, like kernels for GPUs."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, *operands: Any) -> Partial:
         out, lse = super().forward(q, k, *operands)
         return Partial(out.to(k.dtype), lse)
 
-    def backward(self, q: torch.Tensor, k: torch.Tensor, *operands: Any) -> Gradients:
-        return Gradients(*(x.to(k.dtype) for x in super().backward(q, k, *operands)))
+    def backward(self, q: torch.Tensor, k: torch.Tensor, *operands: Any) -> KernelGradients:
+        return KernelGradients(*(x.to(k.dtype) for x in super().backward(q, k, *operands)))
 
 
 @each_algorithm
@@ -207,7 +207,7 @@ def test_sums_are_wide_whatever_a_kernel_returns(
     assert set(added_to) == {torch.float32}
 
 
-class Noting(Reference):
+class Noting(ReferenceKernel):
     """A kernel that keeps its queries."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def test_own_queries_of_a_half_type_are_converted_once() -> None:
 
 
 def test_own_queries_are_those_of_the_pass_they_are_asked_for() -> None:
-    kernel, piece = Reference(), Piece(slice(0, 8), slice(0, 8), PieceKind.FULL, None, None)
+    kernel, piece = ReferenceKernel(), Piece(slice(0, 8), slice(0, 8), PieceKind.FULL, None, None)
     q, k, v, dout = torch.randn(4, 1, 2, 8, 4).bfloat16()
     arithmetic = TorchArithmetic(kernel, 0.5, q)
     out, lse = arithmetic.begin(piece, (q,), (k, v))
@@ -248,5 +248,5 @@ def test_queries_of_others_come_in_buffers_that_are_used_again() -> None:
     for _ in range(2):
         buffer.normal_()
         out = arithmetic.begin(piece, received, tuple(kv))
-        expected = Reference().forward(buffer, *kv, piece, 0.5)
+        expected = ReferenceKernel().forward(buffer, *kv, piece, 0.5)
         torch.testing.assert_close(out[0], expected.out)

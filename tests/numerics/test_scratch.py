@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
 import ringspan.runtime.scratch
-from ringspan.kernels.reference import Reference
+from ringspan.kernels.reference import ReferenceKernel
 from ringspan.kernels.softmax import Partial
 from ringspan.runtime.reproducible_arithmetic import tiles_at_once
 from ringspan.runtime.scratch import Scratch, ScratchPool
@@ -178,7 +178,7 @@ def test_nor_does_it_where_the_machine_is_measured() -> None:
     assert rs.run_in_process(attend, 2, timeout_s=20) == [(1, 2, 2, 8)] * 2
 
 
-class Meeting(Reference):
+class Meeting(ReferenceKernel):
     """A kernel that waits until both threads are about to compute."""
 
     def __init__(self) -> None:

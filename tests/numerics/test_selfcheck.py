@@ -7,7 +7,7 @@ import torch
 
 from ringspan.bench import selfcheck
 from ringspan.bench.result import PathCheck
-from ringspan.kernels.base import Gradients
+from ringspan.kernels.base import KernelGradients
 from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.kernels.softmax import Partial
 from ringspan.program.pieces import Piece, PieceKind
@@ -26,9 +26,9 @@ class Broken(SdpaCpu):
         out, lse = super().forward(q, k, v, piece, scale)
         return Partial(self._spoilt("forward", out, piece), lse)
 
-    def backward(self, q, k, v, merged, piece: Piece, scale: float) -> Gradients:
+    def backward(self, q, k, v, merged, piece: Piece, scale: float) -> KernelGradients:
         dq, dk, dv = super().backward(q, k, v, merged, piece, scale)
-        return Gradients(self._spoilt("backward", dq, piece), dk, dv)
+        return KernelGradients(self._spoilt("backward", dq, piece), dk, dv)
 
     def _spoilt(self, method: str, x: torch.Tensor, piece: Piece) -> torch.Tensor:
         return self.spoil(x) if method == self.method and piece.kind is PieceKind.MASKED else x

@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan.verify.cases import VerifyCase
 from ringspan.verify.ranks import Hung, Refused, run_threads
 from ringspan.verify.run import judge
-from ringspan.verify.targets import RankCall, Target, find_target
+from ringspan.verify.targets import Target, TargetCall, find_target
 from support.gathering_attention import MISTAKES, GatheringTarget
 
 CAUSAL = VerifyCase(2, "contiguous", ("causal",), 10)
@@ -127,7 +127,7 @@ def test_a_target_that_refuses_everything_has_not_passed():
     class Refuses(Target):
         features = ()
 
-        def attend(self, call: RankCall):
+        def attend(self, call: TargetCall):
             raise NotImplementedError("no")
 
     report = rs.verify.verify(Refuses(), world_sizes=(2,))
@@ -138,7 +138,7 @@ def test_a_target_that_refuses_everything_has_not_passed():
 
 def test_a_rank_that_hangs_ends_the_case():
     class Hangs(Target):
-        def attend(self, call: RankCall):
+        def attend(self, call: TargetCall):
             if call.rank:
                 call.group.all_gather_bytes(b".", 30.0)
             return call.q

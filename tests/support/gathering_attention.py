@@ -11,7 +11,7 @@ import torch
 
 import ringspan as rs
 from ringspan.verify.cases import FEATURES
-from ringspan.verify.targets import RankCall, Target
+from ringspan.verify.targets import Target, TargetCall
 
 MISTAKES: dict[str, tuple[str, ...]] = {
     "causal by local rows": ("mask in local positions",),
@@ -51,7 +51,7 @@ class GatheringTarget(Target):
         self.mistake = mistake
         self.name = mistake or "gathering"
 
-    def attend(self, call: RankCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, call: TargetCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = call.q, call.k, call.v
         if call.case.has_rope:
             start = torch.zeros_like(call.positions) if self.mistake == "queries turned from 0" else call.positions
@@ -60,7 +60,7 @@ class GatheringTarget(Target):
         k, v, allowed = self.gather(call, k, v)
         return self.softmax(call, q, k, v, allowed)
 
-    def gather(self, call: RankCall, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def gather(self, call: TargetCall, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         dtype = k.dtype
         if self.mistake == "gathered in float16":
             k, v = k.half(), v.half()
@@ -80,7 +80,7 @@ class GatheringTarget(Target):
             whole[1] = whole[1][:, :, torch.from_numpy(order)]
         return whole[0], whole[1], self.allowed(call)
 
-    def allowed(self, call: RankCall) -> torch.Tensor:
+    def allowed(self, call: TargetCall) -> torch.Tensor:
         q, kv = call.positions[:, None], torch.arange(call.kv_layout.num_positions)[None]
         if self.mistake == "mask of rank 0 on all":
             other = call.layout.positions(0)
@@ -110,7 +110,7 @@ class GatheringTarget(Target):
         return mask[:, None] if mask.ndim == 3 else mask
 
     def softmax(
-        self, call: RankCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor
+        self, call: TargetCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = q.dtype
         q, k, v = (x if dtype == torch.float64 else x.float() for x in (q, k, v))

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspan.kernels import sdpa_cpu
-from ringspan.kernels.reference import Reference
+from ringspan.kernels.reference import ReferenceKernel
 from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.program.pieces import Piece, PieceKind
 
@@ -25,7 +25,7 @@ SIZES = {
     PieceKind.MASKED: [(1, 3), (5, 9), (64, 101), (33, 200)],
 }
 
-each_kernel = pytest.mark.parametrize("kernel", [Reference(), SdpaCpu()], ids=lambda kernel: kernel.name)
+each_kernel = pytest.mark.parametrize("kernel", [ReferenceKernel(), SdpaCpu()], ids=lambda kernel: kernel.name)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_ratio = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=lambda heads: f"{heads[0]}over{heads[1]}")
 

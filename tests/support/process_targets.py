@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringspan.verify.targets import RankCall, Target
+from ringspan.verify.targets import Target, TargetCall
 
 
 class GatheredByGloo(Target):
@@ -16,7 +16,7 @@ class GatheredByGloo(Target):
     layouts = ("contiguous", "zigzag")
     ranks = "processes"
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         if call.case.features - set(self.features):
             raise NotImplementedError(f"cannot do {sorted(call.case.features - set(self.features))}")
         k, v = (torch.cat(gather_equal(x), 2) for x in (call.k, call.v))
@@ -52,7 +52,7 @@ class Misbehaves(GatheredByGloo):
 
     features = (*GatheredByGloo.features, "odd_length")
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         if call.case.length == 10:
             raise NotImplementedError("not ten")
         if call.case.length == 12 and call.rank == 1:

@@ -15,7 +15,7 @@ from ringspan.cli.values import parse_mask
 from ringspan.errors import MaskError, ShapeError
 from ringspan.mask import causal
 from ringspan.simulate import Simulation, simulate_attention
-from ringspan.simulate.lesson import LayoutChoice, Settings, decode, prefill
+from ringspan.simulate.lesson import LayoutChoice, LessonSettings, decode, prefill
 
 SIZE_FORMS = {"--heads": r"(\d+) heads", "--tokens": r"(\d+) tokens", "--head-dim": r"head_dim of (\d+)"}
 
@@ -113,7 +113,7 @@ def test_bad_input_gets_one_clear_line(args: str, message: str) -> None:
 )
 def test_each_smaller_size_that_a_refusal_names_would_do(sizes: dict[str, int]) -> None:
     def check(sizes: dict[str, int]) -> None:
-        Settings(4, *sizes.values(), causal(), LayoutChoice("zigzag"), ("pass_kv",), None, None, seed=0)
+        LessonSettings(4, *sizes.values(), causal(), LayoutChoice("zigzag"), ("pass_kv",), None, None, seed=0)
 
     with pytest.raises(ShapeError) as refused:
         check(sizes)
@@ -170,9 +170,9 @@ def test_a_wrong_decode_step_ends_in_exit_code_1_and_nan_is_no_json(monkeypatch:
 
 
 def test_interrupt_ends_quietly_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Settings) -> None:
+    def interrupt(self: LessonSettings) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Settings, "__post_init__", interrupt)
+    monkeypatch.setattr(LessonSettings, "__post_init__", interrupt)
     result = simulate()
     assert (result.exit_code, result.output) == (130, "")

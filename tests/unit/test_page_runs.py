@@ -21,7 +21,7 @@ from ringspan.page.cases import (
     random_inputs,
     run_combination,
 )
-from ringspan.page.replay import Inputs, replay
+from ringspan.page.replay import ReplayInputs, replay
 from ringspan.page.runs import EVERYONE, describe_run, idle_shares, share_tables
 from ringspan.schedule import visible_blocks
 from ringspan.simulate import simulate_attention
@@ -45,7 +45,7 @@ def test_the_lesson_has_at_most_sixty_different_runs() -> None:
 def test_replay_gives_the_bits_of_the_simulator_after_every_step(one: Combination) -> None:
     simulation = run_combination(one)
     case = simulation.case
-    shown = replay(simulation.schedule, case.problem, Inputs(case.q, case.k, case.v))
+    shown = replay(simulation.schedule, case.problem, ReplayInputs(case.q, case.k, case.v))
     np.testing.assert_array_equal(shown.out, simulation.out)
     assert len(shown.lses) == simulation.schedule.num_steps
     for step, lse in zip(simulation.trace, shown.lses, strict=True):

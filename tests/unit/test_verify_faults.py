@@ -7,13 +7,13 @@ import ringspan.verify.run
 from ringspan.verify import faults, make_cases
 from ringspan.verify.cases import VerifyCase
 from ringspan.verify.diagnose import Diagnosis, diagnose
-from ringspan.verify.faults import FAULTS, Fault, Ring
+from ringspan.verify.faults import FAULTS, Fault, FaultyRing
 from ringspan.verify.run import judge
 
 SIZES = (2, 3, 4, 5)
 
 
-def examine(ring: type[Ring], cases: list[VerifyCase]) -> Diagnosis | None:
+def examine(ring: type[FaultyRing], cases: list[VerifyCase]) -> Diagnosis | None:
     judged = (judge(case, ring(case).run()) for case in cases)
     failures = [failure for _, failure in judged if failure is not None]
     return diagnose(failures) if failures else None
@@ -64,13 +64,13 @@ def test_no_false_alarm_in_two_thousand_correct_runs():
         str(case)
         for seed in range(18)
         for case in make_cases((1, 2, 3, 4, 5), seed=seed)
-        if not judge(case, Ring(case).run())[0].has_passed
+        if not judge(case, FaultyRing(case).run())[0].has_passed
     ]
     assert alarms == []
 
 
 def test_a_mistake_on_one_rank_and_head_is_named_with_its_place():
-    class OneHead(Ring):
+    class OneHead(FaultyRing):
         def deliver(self, rank, part):
             out = part.out.copy()
             out[:, 2] *= rank != 1
@@ -83,7 +83,7 @@ def test_a_mistake_on_one_rank_and_head_is_named_with_its_place():
 
 
 def test_an_unheard_of_mistake_is_caught_and_not_given_a_name():
-    class Noisy(Ring):
+    class Noisy(FaultyRing):
         def finish(self, rank, part):
             noise = np.random.default_rng(rank).standard_normal(part.out.shape)
             return part._replace(out=part.out + noise)
@@ -96,14 +96,14 @@ def test_an_unheard_of_mistake_is_caught_and_not_given_a_name():
 def test_a_broken_oracle_is_noticed(monkeypatch):
     """The control: if the oracle left out the causal mask, the correct ring would fail."""
     case = make_cases([2])[0]
-    assert judge(case, Ring(case).run())[0].has_passed
+    assert judge(case, FaultyRing(case).run())[0].has_passed
     right = ringspan.verify.run.answer
 
     def broken(question):
         return right(question)._replace(out=right(question).out * 1.001)
 
     monkeypatch.setattr(ringspan.verify.run, "answer", broken)
-    assert not judge(case, Ring(case).run())[0].has_passed
+    assert not judge(case, FaultyRing(case).run())[0].has_passed
 
 
 def test_a_budget_that_is_too_wide_would_miss_a_fault(monkeypatch):
@@ -123,4 +123,4 @@ def test_a_budget_that_is_too_wide_would_miss_a_fault(monkeypatch):
 
 def test_a_fault_can_be_registered_once():
     with pytest.raises(ValueError, match="already"):
-        faults.fault("mask ignored", "mask")(Ring)
+        faults.fault("mask ignored", "mask")(FaultyRing)

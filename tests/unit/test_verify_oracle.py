@@ -7,7 +7,7 @@ import pytest
 
 from ringspan.verify.budget import budget
 from ringspan.verify.cases import make_cases, round_to
-from ringspan.verify.faults import Ring
+from ringspan.verify.faults import FaultyRing
 from ringspan.verify.oracle import answer, block_parts
 from ringspan.verify.outcome import find_deviations
 from ringspan.verify.patterns import mask_of, visible
@@ -75,7 +75,7 @@ def test_a_correct_attention_stays_far_within_the_budget(case):
     question = case.question()
     right = answer(question)
     allowed = budget(question, right, case.dtype, case.world_size)
-    assert find_deviations(case, Ring(case).run(), right, allowed) == []
+    assert find_deviations(case, FaultyRing(case).run(), right, allowed) == []
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
@@ -84,7 +84,7 @@ def test_one_number_beyond_the_budget_is_found_and_placed(name):
     question = case.question()
     right = answer(question)
     allowed = budget(question, right, case.dtype, case.world_size)
-    computed = Ring(case).run()
+    computed = FaultyRing(case).run()
     spoiled = getattr(computed, name).copy()
     at = (1, 1, 5, 2)[: spoiled.ndim]
     spoiled[at] += 3 * getattr(allowed, name)[at]

@@ -19,13 +19,13 @@ from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
 from ringspan.bench.settings import CalibrationSettings, Job
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.planner.software import RINGSPAN
 from ringspan.program.pieces import Piece, PieceKind
 from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.runtime.session import Session, session_of
 from ringspan.schedule import Block
-from ringspan.transports.base import Handle, Receive, Send
+from ringspan.transports.base import MessageHandle, Receive, Send
 
 TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)
 MESSAGE_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
@@ -48,7 +48,7 @@ def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Prog
     assert job.calibration is not None
     settings, session = job.calibration, session_of(group)
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    kernel = choose_kernel(settings.kernel, Request(device, dtype, settings.head_dim, settings.head_dim))
+    kernel = choose_kernel(settings.kernel, KernelRequest(device, dtype, settings.head_dim, settings.head_dim))
     like = torch.empty(1, dtype=dtype, device=device)
     here = _Here(job, settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
     lengths = [n for n in TILE_LENGTHS if n <= max(settings.seq_len, TILE_LENGTHS[0])]
@@ -174,13 +174,13 @@ def _message_s(here: _Here, nbytes: int) -> list[float]:
     return _time(here, wait)
 
 
-def _exchange(here: _Here, nbytes: int) -> Callable[[], Sequence[Handle]]:
+def _exchange(here: _Here, nbytes: int) -> Callable[[], Sequence[MessageHandle]]:
     """Return a call that sends a message to the next rank and receives one from the previous rank."""
     transport = here.session.transport
     rank, size = transport.rank, transport.world_size
     sent, buffer = (torch.zeros(nbytes, dtype=torch.uint8, device=here.device) for _ in range(2))
 
-    def exchange() -> Sequence[Handle]:
+    def exchange() -> Sequence[MessageHandle]:
         posted = transport.exchange([Send((rank + 1) % size, sent)], [Receive((rank - 1) % size, buffer)])
         return *posted.receives, *posted.sends
 

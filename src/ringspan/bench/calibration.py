@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringspan.planner.catalog import Attention
+from ringspan.planner.catalog import AttentionCurve
 
 Point = tuple[int, float, float]  # tokens, FLOPs, seconds
 
@@ -18,7 +18,7 @@ Point = tuple[int, float, float]  # tokens, FLOPs, seconds
 class Calibration:
     """What a rank of this machine reaches while the others are busy too."""
 
-    attention: Attention
+    attention: AttentionCurve
     link: tuple[float, float]  # bytes per second, latency
     steals: float  # seconds of compute lost per second of a message
     merge_bytes_per_s: float
@@ -31,14 +31,14 @@ class Calibration:
     messages: tuple[tuple[int, float], ...]
 
 
-def fit_attention(kernel: str, full: Sequence[Point], causal: Sequence[Point]) -> Attention:
+def fit_attention(kernel: str, full: Sequence[Point], causal: Sequence[Point]) -> AttentionCurve:
     """The curve through measured tiles; relative errors count the same."""
     inverse, ramp_s, call_s = _solve([(flops, flops / n, 1.0) for n, flops, _ in full], [s for *_, s in full])
     limit = 1 / inverse
     rest = [max(0.0, seconds - call_s - flops * inverse) for _, flops, seconds in causal]
     (causal_ramp_s,) = _solve([(flops / n,) for n, flops, _ in causal], rest, [s for *_, s in causal])
     ramp_full, ramp_causal = ramp_s * limit, causal_ramp_s * limit
-    return Attention(
+    return AttentionCurve(
         kernel=kernel,
         flops_per_s=limit,
         softmax_dims=0.0,  # the head_dim is the one that was measured
@@ -92,7 +92,7 @@ def format_calibration(calibration: Calibration) -> str:
         f'kernel = "{calibration.attention.kernel}"',
         *(
             f"{name} = {float(f'{getattr(calibration.attention, name):.6g}')!r}"
-            for name in Attention._fields
+            for name in AttentionCurve._fields
             if name != "kernel"
         ),
         "",

@@ -13,7 +13,7 @@ import torch
 
 from ringspan.bench.model_runs import OneProcess, Trained
 from ringspan.bench.one_device import largest_error
-from ringspan.bench.result import Check
+from ringspan.bench.result import ResultCheck
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 TIMES = 2  # error allowed in a half type, relative to that of one process in the same type
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 class Checked(NamedTuple):
     """Errors of logits, loss and gradients, and how many of the tokens that the ranks chose are right."""
 
-    checks: dict[str, Check]
+    checks: dict[str, ResultCheck]
     right_tokens: int
     num_tokens: int
 
@@ -53,7 +53,9 @@ def check_model(
         tolerances = {what: TIMES * error for what, error in _errors(of_one_process, exact).items()}
         tolerances["loss"] = tolerances["logits"]  # the loss is a mean, which can be right by chance
     found = _errors(of_ranks, exact)
-    checks = {what: Check(error if isfinite(error) else None, tolerances[what], name) for what, error in found.items()}
+    checks = {
+        what: ResultCheck(error if isfinite(error) else None, tolerances[what], name) for what, error in found.items()
+    }
     tokens = [
         _is_likeliest(logits, sequence, token, tolerances["logits"])
         for of_rank in chosen

@@ -11,14 +11,14 @@ import torch
 from ringspan.bench.breakdown import Interval, break_down, judge
 from ringspan.bench.result import (
     Activity,
-    Check,
-    Machine,
+    BenchParameters,
+    MachineInfo,
     Measured,
-    Memory,
-    Parameters,
+    MeasuredMemory,
     RankResult,
     Ratio,
     Result,
+    ResultCheck,
     Timing,
 )
 from ringspan.bench.settings import Settings
@@ -33,7 +33,7 @@ class Dissected(NamedTuple):
     sent_bytes: int
 
 
-class Found(NamedTuple):
+class Conclusion(NamedTuple):
     """The measurements of one rank, by repeat. Times of one device come from rank 0 while the others are idle."""
 
     one_device_s: list[float]
@@ -41,11 +41,16 @@ class Found(NamedTuple):
     ranks_s: list[float]
     dissected: list[Dissected]
     scheduled_bytes: int
-    memory: Memory
+    memory: MeasuredMemory
 
 
 def conclude(
-    settings: Settings, kernel: str, method: str, device: torch.device, everyone: Sequence[Found], checked: Check
+    settings: Settings,
+    kernel: str,
+    method: str,
+    device: torch.device,
+    everyone: Sequence[Conclusion],
+    checked: ResultCheck,
 ) -> Measured:
     """The result of the measurements of all ranks."""
     alone = Timing.of(everyone[0].one_device_s)
@@ -101,8 +106,8 @@ def middle_run(runs: Sequence[list[Dissected]]) -> list[Dissected]:
     return next(run for run in runs if total_s(run) == middle_s)
 
 
-def _parameters(settings: Settings, kernel: str) -> Parameters:
-    return Parameters(
+def _parameters(settings: Settings, kernel: str) -> BenchParameters:
+    return BenchParameters(
         world_size=settings.world_size,
         seq_len=settings.seq_len,
         batch=settings.batch,
@@ -124,8 +129,8 @@ def _parameters(settings: Settings, kernel: str) -> Parameters:
     )
 
 
-def machine_of(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> MachineInfo:
     """Where this process runs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = str(torch.__version__)  # unpickling torch's own type would load torch in the parent
-    return Machine(platform.platform(), os.cpu_count() or 1, name, platform.python_version(), version)
+    return MachineInfo(platform.platform(), os.cpu_count() or 1, name, platform.python_version(), version)

@@ -17,7 +17,7 @@ Times = dict[tuple[Phase, str], list[float]]
 """Seconds of every repeat, by phase and by who ran it: "one", "ranks" or "ideal"."""
 
 
-class Found(NamedTuple):
+class GatheredModel(NamedTuple):
     """The measurements of one rank. Times of one process come from rank 0 while the others are idle."""
 
     seconds: Times
@@ -32,7 +32,7 @@ def conclude_transformer(
     model: Decoder,
     kernel: str,
     device: torch.device,
-    everyone: Sequence[Found],
+    everyone: Sequence[GatheredModel],
     one_process: ModelMemory,
     checked: Checked,
 ) -> TransformerResult:
@@ -54,7 +54,7 @@ def conclude_transformer(
     )
 
 
-def _conclude_phase(job: Job, phase: Phase, everyone: Sequence[Found]) -> PhaseResult:
+def _conclude_phase(job: Job, phase: Phase, everyone: Sequence[GatheredModel]) -> PhaseResult:
     settings = job.transformer
     assert settings is not None
     one = Timing.of(everyone[0].seconds[phase, "one"])
@@ -72,13 +72,13 @@ def _conclude_phase(job: Job, phase: Phase, everyone: Sequence[Found]) -> PhaseR
     )
 
 
-def _slowest(phase: Phase, who: str, everyone: Sequence[Found]) -> Timing | None:
+def _slowest(phase: Phase, who: str, everyone: Sequence[GatheredModel]) -> Timing | None:
     if (phase, who) not in everyone[0].seconds:
         return None
     return Timing.of([max(seconds) for seconds in zip(*(found.seconds[phase, who] for found in everyone), strict=True)])
 
 
-def _share_of_cpu(phase: Phase, everyone: Sequence[Found]) -> Ratio | None:
+def _share_of_cpu(phase: Phase, everyone: Sequence[GatheredModel]) -> Ratio | None:
     """The ratio in processor time, summed over the ranks."""
     if (phase, "ideal") not in everyone[0].cpu_seconds:
         return None
@@ -91,7 +91,7 @@ def _share_of_cpu(phase: Phase, everyone: Sequence[Found]) -> Ratio | None:
     return Ratio.of(ideal, ranks)
 
 
-def _break_down(phase: Phase, everyone: Sequence[Found]) -> tuple[Breakdown, ...]:
+def _break_down(phase: Phase, everyone: Sequence[GatheredModel]) -> tuple[Breakdown, ...]:
     runs = zip(*(found.dissected[phase] for found in everyone), strict=True)
     run = middle_run([on_one_clock(run) for run in runs])
     activities = sorted((it for one in run for it in one.activities), key=lambda it: it.start_s)

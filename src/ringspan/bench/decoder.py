@@ -33,7 +33,7 @@ class Decoder(nn.Module):
 
         self.head_dim = settings.head_dim
         self.embedding = new(VOCABULARY, settings.width)
-        self.layers = nn.ModuleList(Layer(number, settings, new) for number in range(settings.layers))
+        self.layers = nn.ModuleList(DecoderLayer(number, settings, new) for number in range(settings.layers))
         self.norm = nn.RMSNorm(settings.width)
         self.unembedding = new(VOCABULARY, settings.width)
         self.to(device, getattr(torch, settings.dtype))
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         return sum(x.nbytes for x in self.parameters())
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and an MLP, each with a norm before it and a residual around it."""
 
     def __init__(self, number: int, settings: TransformerSettings, new: Callable[[int, int], nn.Parameter]) -> None:

@@ -26,7 +26,7 @@ from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings, Job
 from ringspan.cache import KVCache, Turn
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.program.pieces import Piece, PieceKind
 from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.runtime.calibrate import measure_machine
@@ -44,7 +44,7 @@ def measure_inference(
     """Measure all points of a job. Times are those of the slowest rank."""
     settings = job.inference
     assert settings is not None
-    bench = _Bench(settings, group, device)
+    bench = _InferenceBench(settings, group, device)
     figures = measure_machine(group, dtype=bench.dtype, head_dim=settings.head_dim, device=device)
     machine = (
         f"{figures.compute_flops_per_s / 1e9:.4g} GFLOP/s, {figures.link_bytes_per_s / 1e6:.4g} MB/s, "
@@ -67,7 +67,7 @@ def measure_inference(
     )
 
 
-class _Bench:
+class _InferenceBench:
     def __init__(self, settings: InferenceSettings, group: Any, device: torch.device) -> None:
         self.settings = settings
         self.group = group
@@ -193,7 +193,7 @@ class _Bench:
     def _attend_own(self, cache: KVCache, batch: int, q: torch.Tensor) -> None:
         """Attend this rank's cached rows, as a decode step does, without messages."""
         s = self.settings
-        kernel = choose_kernel(s.kernel, Request(self.device, self.dtype, s.head_dim, s.head_dim))
+        kernel = choose_kernel(s.kernel, KernelRequest(self.device, self.dtype, s.head_dim, s.head_dim))
         with session_of(self.group).scratch.lend() as scratch:
             arithmetic = TorchArithmetic(kernel, s.head_dim**-0.5, q, scratch)
             for sequence in range(batch):

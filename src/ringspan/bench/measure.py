@@ -15,18 +15,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ringspan.bench.breakdown import Interval
-from ringspan.bench.conclude import Dissected, Found, conclude
+from ringspan.bench.conclude import Conclusion, Dissected, conclude
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.ideal import attend_pieces, own_pieces
 from ringspan.bench.inputs import Drawn, draw
 from ringspan.bench.launch import Progress
 from ringspan.bench.memory import measure_peak
 from ringspan.bench.one_device import Results, check, one_device, with_gradients
-from ringspan.bench.result import Measured, Memory
+from ringspan.bench.result import Measured, MeasuredMemory
 from ringspan.bench.settings import Job, Settings
 from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithmetic, TimedWire, Watch
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.kernels.base import Kernel, KernelRequest, Merged
 from ringspan.program.bind import Exchange
 from ringspan.program.prepare import Prepared, ProgramOptions, prepare
 from ringspan.program.problem import Problem
@@ -74,7 +74,7 @@ def measure(job: Job, group: Any, device: torch.device, report: Callable[[Progre
     whole = draw(settings, settings.layout.all_positions(), device) if is_first else None
     alone = None if whole is None else one_device(settings, whole)
     pieces = [piece for each in bench.passes for piece in own_pieces(each, bench.drawn.inputs)]
-    found = Found([], [], [], [], _scheduled_bytes(bench), memory)
+    found = Conclusion([], [], [], [], _scheduled_bytes(bench), memory)
     expected = results = None
     for i in range(settings.repeats):
         of = f"{i + 1} of {settings.repeats}"
@@ -116,7 +116,7 @@ def _prepare(settings: Settings, group: Any, device: torch.device) -> _Bench:
     rank = session.transport.rank
     drawn = draw(settings, settings.layout.positions(rank), device)
     dims = settings.head_dim, settings.head_dim
-    request = Request(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
+    request = KernelRequest(device, drawn.inputs.q.dtype, *dims, settings.reproducible)
     kernel = choose_kernel(settings.kernel, request)
     mode = modes.REPRODUCIBLE if settings.reproducible else modes.DEFAULT
     options = ProgramOptions(
@@ -156,13 +156,13 @@ def _call(bench: _Bench) -> Results:
     return with_gradients(attend, bench.drawn)
 
 
-def _first_call(bench: _Bench) -> Memory:
+def _first_call(bench: _Bench) -> MeasuredMemory:
     """Memory is measured in the first call, before the allocator holds blocks to reuse."""
     input_bytes = bench.drawn.nbytes
     _, (peak, above) = measure_peak(bench.device, lambda: _call(bench))
     if bench.settings.carrier == "threads":
-        return Memory(input_bytes, None, None)
-    return Memory(input_bytes, peak, above)
+        return MeasuredMemory(input_bytes, None, None)
+    return MeasuredMemory(input_bytes, peak, above)
 
 
 def _time(bench: _Bench, seconds: list[float], call: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringspan.bench.inputs import Drawn, Inputs
-from ringspan.bench.result import Check
+from ringspan.bench.result import ResultCheck
 from ringspan.bench.settings import Settings
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import contiguous
@@ -75,7 +75,7 @@ def _alone(settings: Settings, drawn: Drawn) -> Results:
     return with_gradients(attend, drawn)
 
 
-def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Results) -> Check:
+def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Results) -> ResultCheck:
     """Whether the results are what one device computes with PyTorch's own operator, in float32 at least.
 
     In the reproducible mode also whether they are, to the bit, what this library computes on one device.
@@ -95,7 +95,7 @@ def check(settings: Settings, drawn: Drawn, results: Results, of_one_device: Res
     worst = torch.zeros((), dtype=torch.float64)
     for result, right in zip(results, expected, strict=True):
         worst = torch.maximum(worst, largest_error(result, right))  # a NaN stays one
-    return Check(worst.item() if worst.isfinite() else None, TOLERANCE[dtype], name, same_bits)
+    return ResultCheck(worst.item() if worst.isfinite() else None, TOLERANCE[dtype], name, same_bits)
 
 
 def largest_error(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MeasuredMemory:
     """Memory of a rank's process or device in the first call. None where ranks share a process."""
 
     input_bytes: int
@@ -88,11 +88,11 @@ class RankResult:
     breakdown: Breakdown
     sent_bytes: int
     scheduled_bytes: int
-    memory: Memory
+    memory: MeasuredMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ResultCheck:
     """The result against the one of a single device: the largest |difference| / max(1, |value|).
 
     `same_bits`: in the reproducible mode, whether the results equal those of one rank bit by bit; else None.
@@ -110,7 +110,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class BenchParameters:
     """The settings of a measurement."""
 
     world_size: int
@@ -134,7 +134,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineInfo:
     """The machine of a measurement."""
 
     platform: str
@@ -148,8 +148,8 @@ class Machine:
 class Result:
     """Everything a measurement found."""
 
-    parameters: Parameters
-    machine: Machine
+    parameters: BenchParameters
+    machine: MachineInfo
     one_device: Timing
     one_device_method: str
     ideal: Timing
@@ -159,7 +159,7 @@ class Result:
     by_rank: tuple[RankResult, ...]
     bottleneck: str
     verdict: str
-    check: Check
+    check: ResultCheck
     predicted_s: float | None = None  # by the planner, on a calibrated device
 
     @property

@@ -22,7 +22,7 @@ from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job
 from ringspan.errors import UnsupportedError
 from ringspan.kernels import KERNELS
-from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.kernels.base import Kernel, KernelRequest, Merged
 from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.layout import zigzag
 from ringspan.mask import causal
@@ -47,7 +47,7 @@ def _check_kernels() -> Iterator[PathCheck]:
     for kernel in KERNELS:
         for place in ("cpu", "cuda"):
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-                if kernel.refuses(Request(torch.device(place), dtype, _HEAD_DIM, _HEAD_DIM)) is None:
+                if kernel.refuses(KernelRequest(torch.device(place), dtype, _HEAD_DIM, _HEAD_DIM)) is None:
                     where = f"{str(dtype).removeprefix('torch.')}, {place}"
                     yield _check_kernel(f"kernel {kernel.name}, {where}", _kernel_error, kernel, place, dtype)
                     yield _check_kernel(

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from ringspan.bench.result import Activity
-from ringspan.kernels.base import Gradients, Kernel, Merged, Request
+from ringspan.kernels.base import Kernel, KernelGradients, KernelRequest, Merged
 from ringspan.kernels.softmax import Partial
 from ringspan.program.bind import Message
 from ringspan.program.execute import Event, Value
@@ -87,7 +87,7 @@ class TimedKernel:
         self.watch = watch
         self.name = kernel.name
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, request: KernelRequest) -> str | None:
         """As the kernel itself."""
         return self.kernel.refuses(request)
 
@@ -100,7 +100,7 @@ class TimedKernel:
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
+    ) -> KernelGradients:
         """The gradients of one piece."""
         start_s = self.watch.now()
         part = self.kernel.backward(q, k, v, merged, piece, scale)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ringspan.bench.result import Activity
 from ringspan.bench.timed import Watch
 from ringspan.runtime.session import lend_session, session_of
-from ringspan.transports.base import Handle, Posted, Receive, Send, Transport
+from ringspan.transports.base import MessageHandle, Posted, Receive, Send, Transport
 from ringspan.transports.wrapped import WrappedTransport
 
 _EVERYONE = -1
@@ -80,7 +80,7 @@ class _TimedHandle:
     def __init__(
         self,
         transport: TimedTransport,
-        inner: Handle,
+        inner: MessageHandle,
         kind: Literal["receive", "sent"],
         number: int,
         src: int,

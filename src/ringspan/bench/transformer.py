@@ -16,7 +16,7 @@ import torch
 from ringspan.bench.breakdown import Interval
 from ringspan.bench.check_model import Answer, Outcome, check_model
 from ringspan.bench.conclude import Dissected
-from ringspan.bench.conclude_transformer import Found, conclude_transformer
+from ringspan.bench.conclude_transformer import GatheredModel, conclude_transformer
 from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
@@ -28,7 +28,7 @@ from ringspan.bench.timed import Watch
 from ringspan.bench.timed_transport import watched
 from ringspan.bench.transformer_result import ANSWER, ModelMemory, Phase, TransformerResult
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.layout import zigzag
 from ringspan.runtime.session import session_of
 
@@ -41,14 +41,14 @@ def measure_transformer(
     job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]
 ) -> TransformerResult | None:
     """Measure on this rank. Returns the result on rank 0, None on the others."""
-    bench = _Bench(job, group, device, report)
+    bench = _ModelBench(job, group, device, report)
     memory, one_memory, expected = bench.first_calls()
     for number in range(bench.settings.repeats):
         bench.repeat(number)
     bench.tell("the check")
     assert bench.outcome is not None
     chosen = [logits.argmax(-1).tolist() for logits in bench.outcome.answer]
-    found = Found(dict(bench.seconds), dict(bench.cpu_seconds), dict(bench.dissected), memory, chosen)
+    found = GatheredModel(dict(bench.seconds), dict(bench.cpu_seconds), dict(bench.dissected), memory, chosen)
     everyone = gather_values(bench.transport, found, bench.settings.timeout_s)
     if bench.alone is None or one_memory is None or expected is None:
         return None
@@ -56,7 +56,7 @@ def measure_transformer(
     return conclude_transformer(job, bench.model, bench.kernel.name, device, everyone, one_memory, checked)
 
 
-class _Bench:
+class _ModelBench:
     """What one rank needs, and what it records."""
 
     def __init__(self, job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> None:
@@ -71,7 +71,7 @@ class _Bench:
         generator = torch.Generator().manual_seed(settings.seed + 1)
         shape = (settings.batch, settings.seq_len)
         self.tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
-        request = Request(device, getattr(torch, settings.dtype), settings.head_dim, settings.head_dim)
+        request = KernelRequest(device, getattr(torch, settings.dtype), settings.head_dim, settings.head_dim)
         self.kernel = choose_kernel(settings.kernel, request)
         layout = zigzag(settings.seq_len, self.transport.world_size)
         self.ranks = OnRanks(settings, self.model, self.tokens, layout, group)

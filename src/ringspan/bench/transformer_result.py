@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ringspan.bench.result import Breakdown, Check, Machine, Ratio, Timing
+from ringspan.bench.result import Breakdown, MachineInfo, Ratio, ResultCheck, Timing
 from ringspan.bench.settings import TransformerSettings
 
 ANSWER = 8  # tokens decoded after a prefill
@@ -48,7 +48,7 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class PredictedModel:
     """The planner's prediction of the same model on other devices."""
 
     phase: Phase
@@ -67,16 +67,16 @@ class TransformerResult:
     settings: TransformerSettings
     world_size: int
     transport: str
-    machine: Machine
+    machine: MachineInfo
     kernel: str
     num_parameters: int
     phases: dict[Phase, PhaseResult]
     one_process_memory: ModelMemory
     memory_by_rank: tuple[ModelMemory, ...]
-    checks: dict[str, Check]  # "logits", "loss", "gradients"
+    checks: dict[str, ResultCheck]  # "logits", "loss", "gradients"
     right_tokens: int
     num_answered: int  # tokens, over all sequences and ranks
-    predicted: tuple[Predicted, ...] = ()
+    predicted: tuple[PredictedModel, ...] = ()
 
     @property
     def is_verified(self) -> bool:

@@ -17,14 +17,14 @@ from ringspan.algorithms import Query, check_algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING, RINGS, RingWork, choose_by_time
 from ringspan.arguments import LIST, PATH, TEXT, Kind, check_arguments, instance_of, optional
 from ringspan.cache.arguments import DTYPES, by_sequence, layer_masks, refuse_looking_ahead, storage_codec, whole_number
-from ringspan.cache.plan import Part, make_parts, plan_problem, ring_work
+from ringspan.cache.plan import SequencePart, make_parts, plan_problem, ring_work
 from ringspan.cache.saving import fill, read_saved, save, signature
 from ringspan.cache.state import CacheModel, CacheState
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.mask import Mask
 from ringspan.runtime.calibrate import measure_machine
 from ringspan.runtime.codec import Quantized
@@ -113,7 +113,7 @@ class KVCache:
             session=session_of(group),
             spec=RowSpec(num_layers, num_kv_heads, codec.dims(head_dim, v_head_dim), codec.dtypes, device),
             codec=codec,
-            kernel=choose_kernel(kernel, Request(device, dtype, head_dim, v_head_dim)),
+            kernel=choose_kernel(kernel, KernelRequest(device, dtype, head_dim, v_head_dim)),
             max_tokens=max_tokens,
             contents=contents,
             description=f"{contents}, kernel {kernel}, max_tokens {max_tokens}",
@@ -358,7 +358,7 @@ class KVCache:
                 remedy="leave it out",
             )
 
-    def _choose(self, parts: tuple[Part, ...], algorithm: str, query: Query, wire: str | None) -> Chosen:
+    def _choose(self, parts: tuple[SequencePart, ...], algorithm: str, query: Query, wire: str | None) -> Chosen:
         state = self._state
         if query == "replicated":
             return Chosen("one_shot", "one_shot: every rank has the queries, so one merge of partial results is all.")

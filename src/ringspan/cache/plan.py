@@ -25,7 +25,7 @@ from ringspan.span import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SequencePart:
     """One sequence in a turn."""
 
     sequence: int
@@ -60,7 +60,7 @@ class TurnProblem:
     """
 
     mask: Mask
-    parts: tuple[Part, ...]
+    parts: tuple[SequencePart, ...]
     sizes: RowSizes
     rank: int
     world_size: int
@@ -116,7 +116,7 @@ class TurnProblem:
             left += stop - first
         return Cut(tuple(pieces), top * left)
 
-    def queries_of(self, part: Part, owner: int) -> Spans:
+    def queries_of(self, part: SequencePart, owner: int) -> Spans:
         """The new tokens of one sequence in a q block."""
         return (Span(part.start, part.start + part.num_new),) if owner == ALL else part.new[owner]
 
@@ -131,7 +131,7 @@ class TurnProblem:
 
 def plan_problem(
     mask: Mask,
-    parts: tuple[Part, ...],
+    parts: tuple[SequencePart, ...],
     sizes: RowSizes,
     rank: int,
     block_starts: tuple[tuple[int, ...], ...],
@@ -172,7 +172,7 @@ def ring_work(problem: TurnProblem) -> RingWork:
 
 def make_parts(
     placements: Mapping[int, Placement], new_lengths: Mapping[int, int], world_size: int
-) -> tuple[Part, ...]:
+) -> tuple[SequencePart, ...]:
     """Deal the new tokens of each sequence to the ranks."""
     taken = [0] * world_size  # by all sequences of this turn so far
     parts = []
@@ -184,7 +184,7 @@ def make_parts(
         dealt = deal(before.counts, num_new, sorted(rotated, key=taken.__getitem__))
         new = place(start, dealt)
         taken = [a + b for a, b in zip(taken, dealt, strict=True)]
-        parts.append(Part(sequence, start, num_new, new, before.extended(new)))
+        parts.append(SequencePart(sequence, start, num_new, new, before.extended(new)))
     return tuple(parts)
 
 

@@ -20,7 +20,7 @@ from ringspan.algorithms.choose import KV_RING
 from ringspan.arguments import WHOLE, check_arguments
 from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache.placement import positions_of
-from ringspan.cache.plan import Part, RowSizes, TurnProblem, plan_problem
+from ringspan.cache.plan import RowSizes, SequencePart, TurnProblem, plan_problem
 from ringspan.cache.state import CacheState
 from ringspan.cache.storage import Stored
 from ringspan.errors import CacheError, ShapeError
@@ -57,7 +57,7 @@ class Turn:
     """
 
     def __init__(
-        self, state: CacheState, parts: tuple[Part, ...], query: Query, chosen: Chosen, wire: str | None = None
+        self, state: CacheState, parts: tuple[SequencePart, ...], query: Query, chosen: Chosen, wire: str | None = None
     ) -> None:
         self._state = state
         self._num_told = state.session.contract.num_told

@@ -16,7 +16,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#c45a00", "#00838f", "#8
 DASHES = ("none", "7 3", "2 2", "9 3 2 3", "14 4", "5 2 1 2 1 2", "4 5", "1 4")  # lines differ without colour too
 
 
-class Look(NamedTuple):
+class LineStyle(NamedTuple):
     """How a line looks."""
 
     colour: str
@@ -44,7 +44,7 @@ class Chart(NamedTuple):
 def draw_charts(charts: Sequence[Chart]) -> str:
     """All charts below one another, as one file. A name has the same colour and dashes in all of them."""
     names = dict.fromkeys(line.name for chart in charts for line in chart.lines)
-    looks = dict(zip(names, map(Look, itertools.cycle(COLOURS), itertools.cycle(DASHES)), strict=False))
+    looks = dict(zip(names, map(LineStyle, itertools.cycle(COLOURS), itertools.cycle(DASHES)), strict=False))
     height = HEIGHT * len(charts)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
@@ -76,7 +76,7 @@ class _Axis(NamedTuple):
         return [float(base) ** k for k in range(first, last + 1, every)]
 
 
-def _draw(chart: Chart, looks: Mapping[str, Look]) -> list[str]:
+def _draw(chart: Chart, looks: Mapping[str, LineStyle]) -> list[str]:
     xs = [x for line in chart.lines for x, _ in line.points]
     ys = [y for line in chart.lines for _, y in line.points]
     x_axis = _Axis(min(xs), max(max(xs), min(xs) * 2), LEFT, WIDTH - RIGHT)
@@ -107,7 +107,7 @@ def _draw(chart: Chart, looks: Mapping[str, Look]) -> list[str]:
     return parts
 
 
-def _draw_line(line: Line, look: Look, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+def _draw_line(line: Line, look: LineStyle, x_axis: _Axis, y_axis: _Axis) -> list[str]:
     places = [(f"{x_axis.place(x):.1f}", f"{y_axis.place(y):.1f}") for x, y in line.points]
     points = " ".join(f"{x},{y}" for x, y in places)
     return [
@@ -116,12 +116,12 @@ def _draw_line(line: Line, look: Look, x_axis: _Axis, y_axis: _Axis) -> list[str
     ]
 
 
-def _draw_entry(name: str, look: Look, at: int) -> list[str]:
+def _draw_entry(name: str, look: LineStyle, at: int) -> list[str]:
     sample = f'<path d="M{WIDTH - RIGHT + 8} {at - 4}h26" {_stroke(look, 3)}/>'
     return [sample, _text(WIDTH - RIGHT + 40, at, name, "")]
 
 
-def _stroke(look: Look, width: int) -> str:
+def _stroke(look: LineStyle, width: int) -> str:
     return f'stroke-dasharray="{look.dashes}" stroke="{look.colour}" stroke-width="{width}"'
 
 

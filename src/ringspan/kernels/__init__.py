@@ -1,10 +1,10 @@
 """Kernels compute attention of one piece on one device; `softmax` merges their partial results."""
 
-from ringspan.kernels.choose import KERNELS, Kernel, Request, choose_kernel
+from ringspan.kernels.choose import KERNELS, Kernel, KernelRequest, choose_kernel
 
 __all__ = [
     "KERNELS",
     "Kernel",
-    "Request",
+    "KernelRequest",
     "choose_kernel",
 ]

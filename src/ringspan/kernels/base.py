@@ -12,7 +12,7 @@ from ringspan.kernels.softmax import Partial
 from ringspan.program.pieces import Piece
 
 
-class Request(NamedTuple):
+class KernelRequest(NamedTuple):
     """What a call needs of its kernel. With `reproducible`, a row's bits must not depend on the other rows or heads."""
 
     device: torch.device
@@ -22,7 +22,7 @@ class Request(NamedTuple):
     reproducible: bool = False
 
 
-class Gradients(NamedTuple):
+class KernelGradients(NamedTuple):
     """dq, dk and dv of a piece, with the shapes of q, k and v."""
 
     dq: torch.Tensor
@@ -49,7 +49,7 @@ class Kernel(Protocol):
     def name(self) -> str:
         """The name in `kernel=` and in error messages."""
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, request: KernelRequest) -> str | None:
         """Return why the kernel cannot serve a request, or None if it can."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
@@ -61,7 +61,7 @@ class Kernel(Protocol):
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
+    ) -> KernelGradients:
         """Compute one piece's share of the gradients; the shares of all pieces add up to the gradients."""
 
 

@@ -1,18 +1,18 @@
 """Which kernel serves a request? Each family of kernels has a file; `choose_kernel` finds them by name."""
 
 from ringspan.errors import UnsupportedError
-from ringspan.kernels.base import Kernel, Request
-from ringspan.kernels.reference import Reference
+from ringspan.kernels.base import Kernel, KernelRequest
+from ringspan.kernels.reference import ReferenceKernel
 from ringspan.kernels.sdpa_cpu import SdpaCpu
 from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH
 
-__all__ = ["KERNELS", "Kernel", "Request", "choose_kernel"]
+__all__ = ["KERNELS", "Kernel", "KernelRequest", "choose_kernel"]
 
-KERNELS: tuple[Kernel, ...] = (FLASH, EFFICIENT, CUDNN, SdpaCpu(), Reference())
+KERNELS: tuple[Kernel, ...] = (FLASH, EFFICIENT, CUDNN, SdpaCpu(), ReferenceKernel())
 """In order of preference: "auto" takes the first kernel that does not refuse."""
 
 
-def choose_kernel(name: str, request: Request) -> Kernel:
+def choose_kernel(name: str, request: KernelRequest) -> Kernel:
     """Return the kernel of that name, or for "auto" the first kernel that can serve the request."""
     chosen = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
     if not chosen:
@@ -34,6 +34,6 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     )
 
 
-def _format_request(request: Request) -> str:
+def _format_request(request: KernelRequest) -> str:
     mode = ", reproducible=True" if request.reproducible else ""
     return f"{request.dtype} on {request.device}, head_dim={request.head_dim}, v_head_dim={request.v_head_dim}{mode}"

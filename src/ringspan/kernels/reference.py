@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ringspan.kernels.base import Gradients, Merged, Request
+from ringspan.kernels.base import KernelGradients, KernelRequest, Merged
 from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.program.pieces import Piece, PieceKind
 
@@ -17,12 +17,12 @@ MAX_SCORES = 2**21
 """Scores in one block of rows (8 MB in float32), unless a single row has more."""
 
 
-class Reference:
+class ReferenceKernel:
     """Computes in the accumulator dtype; NaN and infinity reach only the rows that see them."""
 
     name = "reference"
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, request: KernelRequest) -> str | None:
         """Refuse dtypes that are not floating point, and reproducible mode."""
         if request.reproducible:
             return "gives bits that depend on the heads in a call and on the number of threads"
@@ -45,7 +45,7 @@ class Reference:
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
+    ) -> KernelGradients:
         """Compute the gradients of one piece in blocks of rows.
 
         With s = scale · q kᵀ and p = exp(s - lse): dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k,
@@ -63,7 +63,7 @@ class Reference:
             folded[4][..., rows, :] = part.dq * scale
             dk[..., :reach, :] += part.dk
             dv[..., :reach, :] += part.dv
-        return Gradients(dq, dk, dv)
+        return KernelGradients(dq, dk, dv)
 
 
 def _row_blocks(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, int, torch.Tensor | None]]:
@@ -108,7 +108,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Te
 
 def _differentiate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, visible: torch.Tensor | None
-) -> Gradients:
+) -> KernelGradients:
     """Compute gradients of scaled queries (batch, KV heads, group, rows, dim), k and v (batch, KV heads, …)."""
     group_and_rows = q.shape[2:4]
     q, dout, out, lse = (x.flatten(2, 3) for x in (q, *merged))
@@ -121,7 +121,7 @@ def _differentiate(
         weights.masked_fill_(~visible, 0.0)
         dscores.masked_fill_(~visible, 0.0)
     dq = torch.unflatten(_seen(dscores, k, visible), 2, group_and_rows)
-    return Gradients(dq, _seen(dscores.mT, q, seen_by), _seen(weights.mT, dout, seen_by))
+    return KernelGradients(dq, _seen(dscores.mT, q, seen_by), _seen(weights.mT, dout, seen_by))
 
 
 def _seen(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

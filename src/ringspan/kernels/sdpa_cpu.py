@@ -31,8 +31,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import pad
 
-from ringspan.kernels.base import Gradients, Merged, Request
-from ringspan.kernels.reference import Reference
+from ringspan.kernels.base import KernelGradients, KernelRequest, Merged
+from ringspan.kernels.reference import ReferenceKernel
 from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.kernels.turned import attend_turned, differentiate_turned
 from ringspan.program.pieces import Piece, PieceKind
@@ -55,7 +55,7 @@ _SLAB_BYTES = 4 * 2**20
 
 _operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_REFERENCE = Reference()
+_REFERENCE = ReferenceKernel()
 
 
 class SdpaCpu:
@@ -63,7 +63,7 @@ class SdpaCpu:
 
     name = "sdpa_cpu"
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, request: KernelRequest) -> str | None:
         if request.device.type != "cpu":
             return "takes only tensors on the CPU"
         return None if request.dtype in DTYPES else "takes only float64, float32, bfloat16 and float16"
@@ -78,14 +78,14 @@ class SdpaCpu:
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
+    ) -> KernelGradients:
         if piece.kind is PieceKind.ANTICAUSAL:
             return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         width = max(q.shape[-1], v.shape[-1])
         operands = _operand(q, width), _operand(k, width), _operand(v, width)
         merged = Merged(_operand(merged.dout, width), _operand(merged.out, width), merged.lse)
         part = _differentiate_runs(*operands, merged, piece, scale)
-        return Gradients(_cut(part.dq, q.shape[-1]), _cut(part.dk, q.shape[-1]), _cut(part.dv, v.shape[-1]))
+        return KernelGradients(_cut(part.dq, q.shape[-1]), _cut(part.dk, q.shape[-1]), _cut(part.dv, v.shape[-1]))
 
 
 def _operand(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -157,7 +157,7 @@ def _attend_runs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece
 
 def _differentiate_runs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-) -> Gradients:
+) -> KernelGradients:
     starts = _starts(piece, q, k)
     if len(starts) == 1:
         return _differentiate(q, k, v, merged, piece, scale)
@@ -170,7 +170,7 @@ def _differentiate_runs(
         dq[of_q].add_(late.dq)
         dk[of_kv], dv[of_kv] = late.dk, late.dv
         del late
-    return Gradients(dq, dk, dv)
+    return KernelGradients(dq, dk, dv)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
@@ -186,14 +186,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, sca
 
 def _differentiate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-) -> Gradients:
+) -> KernelGradients:
     dout, out, lse = merged
     is_causal = piece.kind is PieceKind.CAUSAL
     bias = _bias(piece, q.dtype) if piece.kind is PieceKind.MASKED else None
-    part = Gradients(*_backward_operator(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale))
+    part = KernelGradients(*_backward_operator(dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale))
     if piece.kind is not PieceKind.FULL and not _is_finite(_traces(part, piece, scale)):
         for of_q, of_kv in _heads(q, k):
-            one = Gradients(part.dq[of_q], part.dk[of_kv], part.dv[of_kv])
+            one = KernelGradients(part.dq[of_q], part.dk[of_kv], part.dv[of_kv])
             if math.isnan(sum(x.sum() for x in one)):
                 of_row = Merged(*(x[of_q] for x in merged))
                 _copy(_REFERENCE.backward(q[of_q], k[of_kv], v[of_kv], of_row, piece, scale), one)
@@ -268,7 +268,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, at_once: int = 1) -> Iterator[tuple
         yield (here, slice(head * group, (head + step) * group)), (here, slice(head, head + step))
 
 
-def _traces(part: Gradients, piece: Piece, scale: float) -> Sequence[torch.Tensor]:
+def _traces(part: KernelGradients, piece: Piece, scale: float) -> Sequence[torch.Tensor]:
     """Return the smallest part of the gradients that shows every NaN and infinity."""
     return (part.dq.select(2, -1), part.dk.select(2, 0)) if _shows_at_ends(piece, scale) else part
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from ringspan.kernels.base import Gradients, Merged, Request, with_unit_stride
+from ringspan.kernels.base import KernelGradients, KernelRequest, Merged, with_unit_stride
 from ringspan.kernels.softmax import Partial
 from ringspan.kernels.turned import attend_turned, differentiate_turned
 from ringspan.program.pieces import Piece, PieceKind
@@ -46,14 +46,14 @@ class CudaKernel:
 
     name: str
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]
-    differentiate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, bool, float], Gradients]
+    differentiate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, bool, float], KernelGradients]
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None = None
     equal_head_dims: bool = True
     min_keys: int = 1
     needs_ampere: bool = True
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, request: KernelRequest) -> str | None:
         """Refuse devices, dtypes and head dims that the operator has no code for."""
         widths = request.head_dim, request.v_head_dim
         if request.reproducible:
@@ -85,7 +85,7 @@ class CudaKernel:
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
+    ) -> KernelGradients:
         if piece.kind is PieceKind.ANTICAUSAL:
             return differentiate_turned(self.backward, q, k, v, merged, piece, scale)
         q, k, v = (with_unit_stride(x) for x in (q, k, v))
@@ -153,19 +153,19 @@ def _bias(hidden: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def _differentiate_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, is_causal: bool, scale: float
-) -> Gradients:
+) -> KernelGradients:
     dout, out, lse = merged
     lengths = (None, None, q.shape[2], k.shape[2])  # all rows of a batch have the same length
     seed = _no_seed(q)
     grads = _aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale
     )
-    return Gradients(*grads)
+    return KernelGradients(*grads)
 
 
 def _differentiate_cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, is_causal: bool, scale: float
-) -> Gradients:
+) -> KernelGradients:
     dout, out, lse = (x.contiguous() for x in merged)
     lengths = (None, None, q.shape[2], k.shape[2])
     seed = _no_seed(q)
@@ -174,7 +174,7 @@ def _differentiate_cudnn(
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, *lengths, 0.0, is_causal, scale=scale
     )
-    return Gradients(*grads)
+    return KernelGradients(*grads)
 
 
 def _differentiate_efficient(
@@ -185,7 +185,7 @@ def _differentiate_efficient(
     is_causal: bool,
     scale: float,
     bias: torch.Tensor | None = None,
-) -> Gradients:
+) -> KernelGradients:
     """Call the operator once for each head of a group; `bias` is (rows, keys)."""
     batch, _, num_rows, _ = q.shape
     kv_heads = k.shape[1]
@@ -205,10 +205,10 @@ def _differentiate_efficient(
         )
         parts.append(grads)
     if len(parts) == 1:
-        return Gradients(*parts[0])
+        return KernelGradients(*parts[0])
     dqs, dks, dvs = zip(*parts, strict=True)
     dk, dv = (torch.stack(grads).sum(0, dtype=torch.float32) for grads in (dks, dvs))
-    return Gradients(torch.stack(dqs, 2).flatten(1, 2), dk, dv)
+    return KernelGradients(torch.stack(dqs, 2).flatten(1, 2), dk, dv)
 
 
 def _no_seed(q: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringspan.kernels.base import Gradients, Merged
+from ringspan.kernels.base import KernelGradients, Merged
 from ringspan.kernels.softmax import Partial
 from ringspan.program.pieces import Piece, PieceKind
 
@@ -28,17 +28,17 @@ def attend_turned(
 
 
 def differentiate_turned(
-    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, Piece, float], Gradients],
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, Piece, float], KernelGradients],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     merged: Merged,
     piece: Piece,
     scale: float,
-) -> Gradients:
+) -> KernelGradients:
     of_rows = Merged(*map(_turned, merged))
     part = backward(_turned(q), _turned(k), _turned(v), of_rows, _as_causal(piece), scale)
-    return Gradients(*map(_turned, part))
+    return KernelGradients(*map(_turned, part))
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask, causal, documents, full, sliding_window
-from ringspan.page.replay import Inputs
+from ringspan.page.replay import ReplayInputs
 from ringspan.schedule import Heads, visible_blocks
 from ringspan.simulate import Simulation, simulate_attention
 from ringspan.span import Span
@@ -25,7 +25,7 @@ MOST_RUNS = 60
 SEED = 0
 
 
-class Choice(NamedTuple):
+class PageChoice(NamedTuple):
     """One value of a control: its key, its label, a sentence about it, and its part of the command line."""
 
     key: str
@@ -34,24 +34,24 @@ class Choice(NamedTuple):
     option: str = ""
 
 
-RANKS = tuple(Choice(str(n), str(n), f"{n} ranks", f"--devices {n}") for n in (2, 3, 4, 8))
+RANKS = tuple(PageChoice(str(n), str(n), f"{n} ranks", f"--devices {n}") for n in (2, 3, 4, 8))
 
 LAYOUTS = (
-    Choice("contiguous", "contiguous", "Each rank holds one run of neighbouring tokens.", "--layout contiguous"),
-    Choice(
+    PageChoice("contiguous", "contiguous", "Each rank holds one run of neighbouring tokens.", "--layout contiguous"),
+    PageChoice(
         "zigzag",
         "zigzag",
         "Each rank holds one early and one late run, which balances a causal mask.",
         "--layout zigzag",
     ),
-    Choice("striped", "striped", "Tokens are dealt to the ranks one by one.", "--layout striped"),
+    PageChoice("striped", "striped", "Tokens are dealt to the ranks one by one.", "--layout striped"),
 )
 
 MASKS = (
-    Choice("full", "full", "Every query sees every key.", "--mask full"),
-    Choice("causal", "causal", "A query sees its own key and the keys before it.", "--mask causal"),
-    Choice("window", "window of 8", "A query sees its own key and the 7 keys before it.", "--mask window:7"),
-    Choice(
+    PageChoice("full", "full", "Every query sees every key.", "--mask full"),
+    PageChoice("causal", "causal", "A query sees its own key and the keys before it.", "--mask causal"),
+    PageChoice("window", "window of 8", "A query sees its own key and the 7 keys before it.", "--mask window:7"),
+    PageChoice(
         "documents",
         "two documents",
         "Two documents of 12 and 20 tokens share the sequence; a query sees the earlier keys of its own document.",
@@ -60,11 +60,11 @@ MASKS = (
 )
 
 
-def _algorithm(name: str, more: str) -> Choice:
+def _algorithm(name: str, more: str) -> PageChoice:
     """An algorithm in the words of its record, and a sentence more."""
     record = ALGORITHMS[name]
     idea = f"{record.idea[0].upper()}{record.idea[1:]}"
-    return Choice(name, record.label, f"{idea}. {more}", f"--algorithm {name.replace('_', '-')}")
+    return PageChoice(name, record.label, f"{idea}. {more}", f"--algorithm {name.replace('_', '-')}")
 
 
 ALGORITHM_CHOICES = (
@@ -77,12 +77,12 @@ ALGORITHM_CHOICES = (
     _algorithm(
         "double_ring", "Blocks cross to the next node once per phase, so the slow link has a whole phase for it."
     ),
-    Choice(
+    PageChoice(
         "decode_replicated",
         "decode, one sequence",
         "All ranks hold the one new query. Each attends its part of the cache, and one merge leaves the result on all.",
     ),
-    Choice(
+    PageChoice(
         "decode_sharded",
         "decode, batch",
         "Each of four sequences has one new query on one rank. Queries travel round the ring past the resting cache.",
@@ -90,8 +90,8 @@ ALGORITHM_CHOICES = (
 )
 
 DIRECTIONS = (
-    Choice("forward", "forward", "Blocks move to the next rank: rank r holds block (r − t) mod P at step t.", ""),
-    Choice(
+    PageChoice("forward", "forward", "Blocks move to the next rank: rank r holds block (r − t) mod P at step t.", ""),
+    PageChoice(
         "reverse",
         "reverse",
         "Blocks move to the previous rank: rank r holds block (r + t) mod P at step t.",
@@ -188,11 +188,11 @@ def _run_decode(one: Combination) -> Simulation:
 
 
 @lru_cache(maxsize=8)
-def random_inputs(num_queries: int, num_keys: int) -> Inputs:
+def random_inputs(num_queries: int, num_keys: int) -> ReplayInputs:
     """Standard normal values, the same in every run with as many tokens."""
     rng = np.random.default_rng(SEED)
     shapes = ((HEADS.num_heads, num_queries), (HEADS.num_kv_heads, num_keys), (HEADS.num_kv_heads, num_keys))
-    return Inputs(*(rng.standard_normal((*shape, HEAD_DIM)) for shape in shapes))
+    return ReplayInputs(*(rng.standard_normal((*shape, HEAD_DIM)) for shape in shapes))
 
 
 def list_refusals() -> dict[str, str]:

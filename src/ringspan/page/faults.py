@@ -24,7 +24,7 @@ from ringspan.simulate.lesson.dense import dense_attention
 WORLD_SIZE = 4
 
 
-class Fault(NamedTuple):
+class LessonFault(NamedTuple):
     """A mistake: what ran in place of the right program, and the schedule that describes what was done."""
 
     key: str
@@ -43,7 +43,7 @@ def describe_faults() -> list[dict[str, Any]]:
     return [_describe(fault) for fault in list_faults()]
 
 
-def list_faults() -> list[Fault]:
+def list_faults() -> list[LessonFault]:
     """All on four ranks under a causal mask, with the ring that passes keys and values."""
     layout = zigzag(SEQ_LEN, WORLD_SIZE)
     right = ring(layout)
@@ -54,7 +54,7 @@ def list_faults() -> list[Fault]:
         WORLD_SIZE, None, [Step(mine.attends, theirs.transfers) for mine, theirs in _both_ways(layout)]
     )
     return [
-        Fault(
+        LessonFault(
             "none",
             "nothing",
             "Every rank attends the block it holds, sends it on, and merges outputs by their log-sum-exp.",
@@ -63,7 +63,7 @@ def list_faults() -> list[Fault]:
             right,
             right,
         ),
-        Fault(
+        LessonFault(
             "plain_sum",
             "add outputs as they are",
             "The outputs of the blocks are added without weighing each by its share of the softmax.",
@@ -74,7 +74,7 @@ def list_faults() -> list[Fault]:
             right,
             state=PlainSum,
         ),
-        Fault(
+        LessonFault(
             "overwrite",
             "overwrite the receive buffer",
             "Rank 2 has a single receive buffer. In step 1 the next block, kv0, lands in it before kv1 was used.",
@@ -85,7 +85,7 @@ def list_faults() -> list[Fault]:
             overwritten,
             deliver=deliver,
         ),
-        Fault(
+        LessonFault(
             "direction",
             "get the direction wrong",
             "Blocks move to the next rank, but the code takes them for those of a ring that turns the other way.",
@@ -96,7 +96,7 @@ def list_faults() -> list[Fault]:
             turned,
             deliver=_from_the_other_side,
         ),
-        Fault(
+        LessonFault(
             "last_hop",
             "drop the last hop",
             "The ring stops one step early: the last block never arrives and is never attended.",
@@ -105,7 +105,7 @@ def list_faults() -> list[Fault]:
             shorter,
             shorter,
         ),
-        Fault(
+        LessonFault(
             "extra_hop",
             "one hop too many",
             "The ring goes on until every block is home again, and each rank attends its own block a second time.",
@@ -114,7 +114,7 @@ def list_faults() -> list[Fault]:
             longer,
             longer,
         ),
-        Fault(
+        LessonFault(
             "contiguous",
             "contiguous instead of zigzag",
             "Each rank holds one run of neighbouring tokens. The mask is causal.",
@@ -132,7 +132,7 @@ def ring(layout: Layout, direction: str = "forward") -> Schedule:
     return build_schedule(DEFAULT_ALGORITHM, visible_blocks(causal(), layout), direction=direction)  # type: ignore[arg-type]
 
 
-def refusal_of(fault: Fault) -> str | None:
+def refusal_of(fault: LessonFault) -> str | None:
     """What the proof says of the schedule, with the step at fault marked; None if it passes."""
     try:
         validate(fault.described, visible_blocks(causal(), fault.layout))
@@ -141,7 +141,7 @@ def refusal_of(fault: Fault) -> str | None:
     return None
 
 
-def run_fault(fault: Fault) -> Replay:
+def run_fault(fault: LessonFault) -> Replay:
     """Outputs step by step."""
     return replay(
         fault.ran,
@@ -152,7 +152,7 @@ def run_fault(fault: Fault) -> Replay:
     )
 
 
-def _describe(fault: Fault) -> dict[str, Any]:
+def _describe(fault: LessonFault) -> dict[str, Any]:
     shown = run_fault(fault)
     inputs = random_inputs(SEQ_LEN, SEQ_LEN)
     positions = np.arange(SEQ_LEN)

@@ -23,7 +23,7 @@ Deliver = Callable[[int, Transfer], tuple[int, Transfer]]
 """Which message arrives in place of the one that was sent in a step."""
 
 
-class Inputs(NamedTuple):
+class ReplayInputs(NamedTuple):
     """Whole q (heads, q tokens, dim), k and v (KV heads, tokens, dim)."""
 
     q: Array
@@ -66,14 +66,14 @@ def as_sent(step: int, transfer: Transfer) -> tuple[int, Transfer]:
 def replay(
     schedule: Schedule,
     problem: Problem,
-    inputs: Inputs,
+    inputs: ReplayInputs,
     *,
     state: type[RankState] = RankState,
     deliver: Deliver = as_sent,
 ) -> Replay:
     """Run a forward schedule on all ranks in lockstep. Shards have equal lengths where `deliver` swaps messages."""
     arithmetic = Blockwise(np.result_type(inputs.q.dtype, np.float32), softmax_scale(None, inputs.q.shape[-1]))
-    network = _Network(deliver)
+    network = _ReplayNetwork(deliver)
     sizes = BlockSizes(problem.world_size, problem.block_shapes)
     events: list[Event] = []
     owner_of_q = ALL if problem.layout.replicated else None
@@ -92,7 +92,7 @@ def replay(
     return Replay(list(outs), list(lses), events)
 
 
-class _Network:
+class _ReplayNetwork:
     """Messages by step and transfer; what arrives is what `deliver` says."""
 
     def __init__(self, deliver: Deliver) -> None:
@@ -113,13 +113,13 @@ class _Network:
         """Nothing to reuse."""
 
 
-def _blocks_of(rank: int, problem: Problem, inputs: Inputs) -> dict[Block, Value]:
+def _blocks_of(rank: int, problem: Problem, inputs: ReplayInputs) -> dict[Block, Value]:
     q = problem.layout.shard(inputs.q, rank, -2)
     kv = tuple(problem.kv_layout.shard(x, rank, -2) for x in (inputs.k, inputs.v))
     return {Block("q", ALL if problem.layout.replicated else rank): (q,), Block("kv", rank): kv}
 
 
-def _snapshot(states: list[RankState], layout: Layout, owner: int | None, inputs: Inputs) -> tuple[Array, Array]:
+def _snapshot(states: list[RankState], layout: Layout, owner: int | None, inputs: ReplayInputs) -> tuple[Array, Array]:
     outs, lses = [], []
     for state in states:
         held = state.sums.get(Block("out", state.rank if owner is None else owner))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout
-from ringspan.page.replay import Inputs, Replay, replay
+from ringspan.page.replay import Replay, ReplayInputs, replay
 from ringspan.schedule import ALL
 from ringspan.simulate import RankStep, Simulation
 from ringspan.simulate.lesson.dense import dense_attention
@@ -44,7 +44,7 @@ def describe_run(simulation: Simulation) -> Json:
     }
 
 
-def inputs_of(simulation: Simulation) -> Inputs:
+def inputs_of(simulation: Simulation) -> ReplayInputs:
     """The whole arrays, with an axis of heads; there is no axis of batches."""
     case = simulation.case
     if case.q.ndim > 3:
@@ -52,7 +52,7 @@ def inputs_of(simulation: Simulation) -> Inputs:
             f"q.shape={case.q.shape}: the page shows one sequence, of shape (seq, dim) or (heads, seq, dim)",
             remedy="simulate one entry of the batch",
         )
-    return Inputs(*(x[None] if x.ndim == 2 else x for x in (case.q, case.k, case.v)))
+    return ReplayInputs(*(x[None] if x.ndim == 2 else x for x in (case.q, case.k, case.v)))
 
 
 def dense_result(simulation: Simulation) -> tuple[Array, Array]:

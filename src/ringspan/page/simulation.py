@@ -9,7 +9,7 @@ from ringspan.errors import UnsupportedError
 from ringspan.page.report import build_report, table
 from ringspan.page.runs import Json, describe_run, share_tables
 from ringspan.simulate import Simulation, simulate_attention
-from ringspan.simulate.lesson import Settings
+from ringspan.simulate.lesson import LessonSettings
 from ringspan.simulate.lesson.prefill import Tokens
 
 MOST_TOKENS = 256
@@ -29,7 +29,7 @@ def build_simulation_page(simulations: Mapping[str, Simulation], about: str, com
     )
 
 
-def build_settings_page(settings: Settings, command: str = "") -> str:
+def build_settings_page(settings: LessonSettings, command: str = "") -> str:
     """The page of the algorithms that `ringspan simulate` runs, on random tokens of the same seed."""
     if settings.reproducible:
         raise UnsupportedError(

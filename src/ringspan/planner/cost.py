@@ -7,7 +7,7 @@ no rate in this file. Sizes are those of one device, after tensor parallelism.
 import math
 from dataclasses import dataclass, replace
 
-from ringspan.planner.catalog import Attention, Device, Link, Model
+from ringspan.planner.catalog import AttentionCurve, Device, Link, Model
 from ringspan.planner.software import Software
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
@@ -79,7 +79,7 @@ def attention_flops(pairs: float, shard: Shard) -> float:
 
 
 def attention_flops_per_s(
-    curve: Attention, head_dim: int, kv_len: float, *, is_causal: bool, is_backward: bool
+    curve: AttentionCurve, head_dim: int, kv_len: float, *, is_causal: bool, is_backward: bool
 ) -> float:
     """Limit · d/(d + softmax_dims) · n/(n + ramp).
 

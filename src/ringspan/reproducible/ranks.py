@@ -34,7 +34,7 @@ class Weight(NamedTuple):
         return f"{self.shape} #{int(self.sum_of_bits)}"
 
 
-class Layer(NamedTuple):
+class GradientLayer(NamedTuple):
     """The identity of the layer that gradients belong to."""
 
     number: int
@@ -48,7 +48,7 @@ class Ranks(NamedTuple):
     session: Session
     tiling: Tiling
     deadline_s: float
-    layer: Layer | None
+    layer: GradientLayer | None
     """Set if a weight needs gradients."""
 
     @property
@@ -109,9 +109,9 @@ def open_ranks(
     return Ranks(session, tiling, call.deadline_s, _next_layer(session.contract, given) if is_told else None)
 
 
-def _next_layer(contract: Contract, weights: Sequence[torch.Tensor]) -> Layer:
+def _next_layer(contract: Contract, weights: Sequence[torch.Tensor]) -> GradientLayer:
     contract.num_layers += 1
-    return Layer(contract.num_layers, Place("after call", contract.num_calls), tuple(map(_weight, weights)))
+    return GradientLayer(contract.num_layers, Place("after call", contract.num_calls), tuple(map(_weight, weights)))
 
 
 def _weight(x: torch.Tensor) -> Weight:

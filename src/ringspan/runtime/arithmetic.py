@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ringspan.kernels.base import Gradients, Kernel, Merged
+from ringspan.kernels.base import Kernel, KernelGradients, Merged
 from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_, merged
 from ringspan.program.execute import Value
 from ringspan.program.pieces import Piece, PieceKind
@@ -149,7 +149,7 @@ class TorchArithmetic:
         q, k, v = self._operands(inputs) if self.is_widened else inputs
         return self.kernel.forward(q, k, v, piece, self.scale)
 
-    def _kernel_backward(self, piece: Piece, *inputs: torch.Tensor) -> Gradients:
+    def _kernel_backward(self, piece: Piece, *inputs: torch.Tensor) -> KernelGradients:
         q, k, v, dout, out, lse = self._operands(inputs) if self.is_widened else inputs
         return self.kernel.backward(q, k, v, Merged(dout, out, lse.squeeze(-1)), piece, self.scale)
 

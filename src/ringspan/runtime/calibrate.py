@@ -16,7 +16,7 @@ import torch
 from ringspan.algorithms.choose import RingMachine
 from ringspan.errors import ShapeError
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Request
+from ringspan.kernels.base import KernelRequest
 from ringspan.program.pieces import Piece, PieceKind
 from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import Session, session_of
@@ -87,7 +87,7 @@ def _measure_together(session: Session, device: torch.device, dtype: torch.dtype
 
 def _tile(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[[], None]:
     """A function that attends one tile."""
-    kernel = choose_kernel("auto", Request(device, dtype, head_dim, head_dim))
+    kernel = choose_kernel("auto", KernelRequest(device, dtype, head_dim, head_dim))
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(1, 1, TILE, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
     piece = Piece(slice(0, TILE), slice(0, TILE), PieceKind.FULL, None, None)

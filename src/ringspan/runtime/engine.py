@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ringspan.arguments import CALLABLE, FLAG, TEXT, check_arguments, optional
-from ringspan.kernels.base import Gradients, Merged
+from ringspan.kernels.base import KernelGradients, Merged
 from ringspan.kernels.softmax import Partial
 from ringspan.layout import Layout
 from ringspan.program.execute import Arithmetic, Event, Value, Wire, execute
@@ -156,7 +156,7 @@ def run_backward(
     wire: Wire,
     rank: int,
     record: Callable[[Event], None] | None = None,
-) -> Gradients:
+) -> KernelGradients:
     """This rank's dq, dk and dv, in the accumulator dtype; those of replicated keys are its share of the sum."""
     dout, out, lse = merged
     # A row that sees no key gets lse = +inf, so that its weights are 0; a row whose scores reach +inf gets NaN.
@@ -170,7 +170,7 @@ def run_backward(
     dkv = state.sum(Block("dkv", rank))
     if layout.replicated:
         dkv = _join(local_rows(layout, rank), dkv, state.sum(Block("dkv", ALL)))
-    return Gradients(dq, *dkv)
+    return KernelGradients(dq, *dkv)
 
 
 def _kv_inputs(layout: Layout, rank: int, *kv: torch.Tensor) -> dict[Block, Value]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringspan.kernels.base import Kernel, Merged, Request
+from ringspan.kernels.base import Kernel, KernelRequest, Merged
 from ringspan.kernels.softmax import Partial
 from ringspan.layout import Layout
 from ringspan.program import prepare
@@ -29,7 +29,7 @@ class TorchMode(NamedTuple):
     arithmetic: type[TorchArithmetic]
     threads: Callable[[torch.device], Callable[[Kernel], AbstractContextManager[Kernel]]]
     """For a device: a context in which a program runs, which gives the kernel to call there."""
-    tiles_at_once: Callable[[str, Request], int]
+    tiles_at_once: Callable[[str, KernelRequest], int]
     with_sinks: Callable[[Partial, torch.Tensor], Partial]
     sink_gradients: Callable[[Transport, Layout, Merged, torch.Tensor, float], torch.Tensor]
     """dsinks from (transport, layout, merged, sinks, deadline_s): this rank's share, or the sum on all ranks."""

@@ -17,7 +17,7 @@ from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh, check_algo
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, RingWork, choose_by_time
 from ringspan.errors import LayoutError, UnsupportedError
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Kernel, Request
+from ringspan.kernels.base import Kernel, KernelRequest
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.program.execute import Arithmetic
@@ -137,7 +137,7 @@ def _plan(
     check_rows(problem, rank, world_size, looks)
     check_algorithm(options.algorithm, ["auto", *ALGORITHMS])
     mode = modes.REPRODUCIBLE if options.reproducible else modes.DEFAULT
-    request = Request(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
+    request = KernelRequest(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
     kernel = choose_kernel(options.kernel, request)
     scale = softmax_scale(options.scale, shapes.head_dim)
     mesh, direction = _ring_options(options, group_mesh)

@@ -28,7 +28,7 @@ import torch
 from torch.nn.functional import pad
 
 from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import Gradients, Kernel, Merged, Request
+from ringspan.kernels.base import Kernel, KernelGradients, KernelRequest, Merged
 from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_steadily
 from ringspan.program.execute import Value
 from ringspan.program.pieces import Piece, PieceKind
@@ -76,7 +76,7 @@ AT_ONCE = 4
 
 
 @lru_cache(maxsize=64)
-def tiles_at_once(name: str, request: Request) -> int:
+def tiles_at_once(name: str, request: KernelRequest) -> int:
     """How many tiles of queries one call may attend: several, if on this machine that gives the bits of one by one."""
     kernel = _Aligned(choose_kernel(name, request))
     dtype = accumulator_dtype(request.dtype)
@@ -111,7 +111,7 @@ class _Around:
     def name(self) -> str:
         return self.kernel.name
 
-    def refuses(self, request: Request) -> str | None:
+    def refuses(self, request: KernelRequest) -> str | None:
         return self.kernel.refuses(request)
 
 
@@ -124,11 +124,11 @@ class _Aligned(_Around):
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
+    ) -> KernelGradients:
         dout, out, lse = merged
         merged = Merged(_aligned(dout), _aligned(out), lse)
         gradients = self.kernel.backward(_aligned(q), _aligned(k), _aligned(v), merged, piece, scale)
-        return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
+        return KernelGradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -220,11 +220,11 @@ class _SharedOut(_Around):
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
-    ) -> Gradients:
-        def differentiate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *merged: torch.Tensor) -> Gradients:
+    ) -> KernelGradients:
+        def differentiate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *merged: torch.Tensor) -> KernelGradients:
             return self.kernel.backward(q, k, v, Merged(*merged), piece, scale)
 
-        return Gradients(*self._share_out(differentiate, q, k, v, *merged))
+        return KernelGradients(*self._share_out(differentiate, q, k, v, *merged))
 
     def _share_out(
         self, compute: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor

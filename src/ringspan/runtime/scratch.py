@@ -23,7 +23,7 @@ class Scratch:
     """Memory for the copies of one call at a time."""
 
     def __init__(self) -> None:
-        self._queries, self._operands = _Room(), _Room()
+        self._queries, self._operands = _CopyMemory(), _CopyMemory()
 
     def queries(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors in float32; valid until the next `queries`."""
@@ -60,7 +60,7 @@ class ScratchPool:
         self._spare.append(scratch)
 
 
-class _Room:
+class _CopyMemory:
     """Memory for some tensors at once."""
 
     def __init__(self) -> None:

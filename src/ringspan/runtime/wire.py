@@ -15,7 +15,7 @@ from ringspan.program.bind import Message
 from ringspan.program.execute import Value
 from ringspan.program.problem import Shape
 from ringspan.schedule import ALL, SUMS, Transfer
-from ringspan.transports.base import Handle, Receive, Send, Transport
+from ringspan.transports.base import MessageHandle, Receive, Send, Transport
 
 _KEPT_CALLS = 2
 _SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
@@ -87,8 +87,8 @@ class TransportWire:
         self.device = like.device
         self.timeout_s = timeout_s
         self.kv_dtypes = kv_dtypes
-        self._incoming: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
-        self._outgoing: dict[tuple[int, Transfer], tuple[Sequence[Handle], Value]] = {}
+        self._incoming: dict[tuple[int, Transfer], tuple[Sequence[MessageHandle], Value]] = {}
+        self._outgoing: dict[tuple[int, Transfer], tuple[Sequence[MessageHandle], Value]] = {}
 
     def post(self, step: int, sends: Sequence[tuple[Message, Value]], receives: Sequence[Message], /) -> None:
         """Start the messages of a step."""
@@ -140,7 +140,7 @@ class TransportWire:
             dtypes = self.kv_dtypes
         return self.buffers.take(message.shapes, dtypes, self.device)
 
-    def _wait(self, handles: Sequence[Handle], step: int, transfer: Transfer, value: Value) -> None:
+    def _wait(self, handles: Sequence[MessageHandle], step: int, transfer: Transfer, value: Value) -> None:
         try:
             for handle in handles:
                 handle.wait(self.timeout_s)

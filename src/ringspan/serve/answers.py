@@ -31,7 +31,7 @@ class Text(NamedTuple):
     logprobs: tuple[TokenLogprob, ...]
 
 
-class Answer:
+class ServedAnswer:
     """One answer under way.
 
     Attributes:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ringspan.serve.answers import Answer
+from ringspan.serve.answers import ServedAnswer
 from ringspan.serve.errors import ApiError
 from ringspan.serve.fields import (
     Body,
@@ -114,7 +114,7 @@ class Api:
 
     async def _answer(self, request: Request, kind: Kind, tokens: list[int], wishes: Wishes) -> Response:
         wishes = self._within_limits(tokens, wishes)
-        answer = Answer(self._scheduler, self._text, tokens, wishes)
+        answer = ServedAnswer(self._scheduler, self._text, tokens, wishes)
         await unless_gone(request, answer.start(), answer.close)
         headers = {
             "x-ringspan-cache": f"{answer.num_cached} of {answer.num_prompt} tokens reused",
@@ -194,11 +194,11 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-async def _collect(answer: Answer) -> list[Any]:
+async def _collect(answer: ServedAnswer) -> list[Any]:
     return [text async for text in answer.pieces()]
 
 
-async def _events(answer: Answer, reply: Reply, include_usage: bool) -> AsyncIterator[bytes]:
+async def _events(answer: ServedAnswer, reply: Reply, include_usage: bool) -> AsyncIterator[bytes]:
     first = reply.first()
     if first is not None:
         yield event(first)

@@ -25,7 +25,7 @@ class Op(IntEnum):
     END = 3
 
 
-class Command(NamedTuple):
+class RankCommand(NamedTuple):
     """What all ranks do next."""
 
     op: Op
@@ -40,7 +40,7 @@ class CommandLine:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def send(self, command: Command) -> None:
+    def send(self, command: RankCommand) -> None:
         """On rank 0. A single token travels in the header."""
         tokens = command.tokens
         header = (command.op, command.slot, command.keep, len(tokens), tokens[0] if tokens else 0)
@@ -48,16 +48,16 @@ class CommandLine:
         if len(tokens) > 1:
             dist.broadcast(torch.tensor(tokens, dtype=torch.int64), 0, group=self._group)
 
-    def receive(self) -> Command:
+    def receive(self) -> RankCommand:
         """On the other ranks."""
         header = torch.zeros(5, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
         op, slot, keep, count, first = header.tolist()
         if count <= 1:
-            return Command(Op(op), slot, keep, [first][:count])
+            return RankCommand(Op(op), slot, keep, [first][:count])
         tokens = torch.zeros(count, dtype=torch.int64)
         dist.broadcast(tokens, 0, group=self._group)
-        return Command(Op(op), slot, keep, tokens.tolist())
+        return RankCommand(Op(op), slot, keep, tokens.tolist())
 
 
 class RankModel:
@@ -75,13 +75,13 @@ class RankModel:
         assert turn is not None
         return turn
 
-    def obey(self, command: Command) -> torch.Tensor | None:
+    def obey(self, command: RankCommand) -> torch.Tensor | None:
         """Do it; a RUN gives the logits of its last token, (vocabulary,)."""
         if command.op is Op.DROP:
             self._caches.pop(command.slot, None)
         return self._run(command) if command.op is Op.RUN else None
 
-    def _run(self, command: Command) -> torch.Tensor:
+    def _run(self, command: RankCommand) -> torch.Tensor:
         cache = self._caches.setdefault(command.slot, DynamicCache())
         extra = cache.get_seq_length() - command.keep
         assert extra >= 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringspan.serve.commands import Command, CommandLine, Op, RankModel
+from ringspan.serve.commands import CommandLine, Op, RankCommand, RankModel
 from ringspan.serve.frames import Frame
 from ringspan.serve.sampling import Sampler, most_likely
 from ringspan.serve.slots import SlotBook
@@ -59,7 +59,7 @@ class Leader:
         book: SlotBook,
         mailbox: Mailbox,
         tell: Callable[[Frame], None],
-        obey: Callable[[Command], torch.Tensor | None],
+        obey: Callable[[RankCommand], torch.Tensor | None],
         prefill_chunk: int,
     ) -> None:
         self._model = model
@@ -75,9 +75,9 @@ class Leader:
         while True:
             message = self._mailbox.get(HEARTBEAT_S)
             if message is None:
-                self._command(Command(Op.NOTHING))
+                self._command(RankCommand(Op.NOTHING))
             elif message["kind"] == "end":
-                self._command(Command(Op.END))
+                self._command(RankCommand(Op.END))
                 return
             else:
                 reason, evicted = self._answer(message)
@@ -95,9 +95,9 @@ class Leader:
     def warm_up(self, num_tokens: int) -> None:
         """Run the model once as requests do: what it cannot do is found before the first request."""
         slot = 0
-        self._command(Command(Op.RUN, slot, 0, [0] * num_tokens))
-        self._command(Command(Op.RUN, slot, num_tokens, [0]))
-        self._command(Command(Op.DROP, slot))
+        self._command(RankCommand(Op.RUN, slot, 0, [0] * num_tokens))
+        self._command(RankCommand(Op.RUN, slot, num_tokens, [0]))
+        self._command(RankCommand(Op.DROP, slot))
 
     def _answer(self, asked: Frame) -> tuple[str, int]:
         """Prefill and decode; why it ended, and how many conversations were evicted."""
@@ -146,13 +146,13 @@ class Leader:
         """Run the model on new tokens of a slot; the logits, and how many conversations were evicted for it."""
         dropped = self._book.make_room(slot, len(tokens))
         for other in dropped:
-            self._command(Command(Op.DROP, other))
-        logits = self._command(Command(Op.RUN, slot, self._book.length(slot), tokens))
+            self._command(RankCommand(Op.DROP, other))
+        logits = self._command(RankCommand(Op.RUN, slot, self._book.length(slot), tokens))
         assert logits is not None
         self._book.extend(slot, tokens)
         return logits, len(dropped)
 
-    def _command(self, command: Command) -> torch.Tensor | None:
+    def _command(self, command: RankCommand) -> torch.Tensor | None:
         self._line.send(command)
         return self._obey(command)
 

@@ -89,7 +89,7 @@ def _serve(rank: int, store: str, task: Frame, front: Front, pulse: Pulse) -> No
 
     from ringspan.adapters.transformers import parallelize
     from ringspan.runtime.calibrate import measure_machine
-    from ringspan.serve.commands import Command, CommandLine, Op, RankModel
+    from ringspan.serve.commands import CommandLine, Op, RankCommand, RankModel
     from ringspan.serve.leader import Leader, Mailbox
     from ringspan.serve.slots import SlotBook
 
@@ -120,7 +120,7 @@ def _serve(rank: int, store: str, task: Frame, front: Front, pulse: Pulse) -> No
     ranked = RankModel(model, handle)
     dist.barrier()
 
-    def obey(command: Command) -> Any:
+    def obey(command: RankCommand) -> Any:
         pulse.busy_since = time.monotonic()
         try:
             return ranked.obey(command)

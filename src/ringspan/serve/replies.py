@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ringspan.serve.answers import Answer, Text, TokenLogprob
+from ringspan.serve.answers import ServedAnswer, Text, TokenLogprob
 
 Kind = Literal["chat", "completion"]
 _OBJECTS = {
@@ -29,7 +29,7 @@ class Reply:
             "model": model,
         }
 
-    def whole(self, texts: Sequence[Text], answer: Answer) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Text], answer: ServedAnswer) -> dict[str, Any]:
         """The answer at once."""
         text = "".join(each.text for each in texts)
         logprobs = self._logprobs([each for text in texts for each in text.logprobs])
@@ -50,7 +50,7 @@ class Reply:
         """The chunk that says why it ended."""
         return self._chunk({"delta": {}} if self._kind == "chat" else {"text": ""}, finish_reason)
 
-    def usage(self, answer: Answer) -> dict[str, Any]:
+    def usage(self, answer: ServedAnswer) -> dict[str, Any]:
         """The chunk with the usage."""
         return self._common | {"choices": [], "usage": answer.usage()}
 

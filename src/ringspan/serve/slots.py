@@ -22,7 +22,7 @@ class _Slot:
     """Upper bound of the tokens that a rank has ever held: memory is freed in large blocks only."""
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """Where a prompt is computed."""
 
     slot: int
@@ -55,7 +55,7 @@ class SlotBook:
         """The tokens in a slot."""
         return len(self._slots[slot].tokens)
 
-    def place(self, tokens: Sequence[int]) -> Place:
+    def place(self, tokens: Sequence[int]) -> SlotPlace:
         """The slot with the longest common prefix, cut there.
 
         A slot that would lose half of its tokens stays as it is and a new one is begun: two conversations with the same
@@ -70,7 +70,7 @@ class SlotBook:
             self._slots[number] = _Slot()
         slot = self._slots[number] = self._slots.pop(number)  # now the most recently used
         del slot.tokens[keep:]
-        return Place(number, keep)
+        return SlotPlace(number, keep)
 
     def make_room(self, number: int, num_new: int) -> list[int]:
         """Count in room for new tokens of a slot; returns the slots that must be dropped first."""

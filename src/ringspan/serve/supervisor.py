@@ -41,7 +41,7 @@ _SECRETS = ("RINGSPAN_API_KEY",)
 log = logging.getLogger("ringspan.serve")
 
 
-class Loss(NamedTuple):
+class RankLoss(NamedTuple):
     """Why a rank is lost. Of several, the one with the lowest order is the cause."""
 
     order: int
@@ -71,7 +71,7 @@ class Supervisor:
         self._lost = lost
         self._processes: list[Process] = []
         self._last_heard: list[float] = []
-        self._losses: asyncio.Queue[Loss] = asyncio.Queue()
+        self._losses: asyncio.Queue[RankLoss] = asyncio.Queue()
         self._has_been_ready = False
         self.state = "starting"
         self.failure: str | None = None
@@ -109,7 +109,7 @@ class Supervisor:
                 return
             self.num_restarts += 1
 
-    async def _run_once(self) -> Loss:
+    async def _run_once(self) -> RankLoss:
         """Start the ranks and return when one is lost; none is left then."""
         self._processes, self._losses = [], asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
@@ -180,7 +180,7 @@ class Supervisor:
         if code == _ECHO:
             return
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        self._losses.put_nowait(Loss(0, f"rank {rank} {how}"))
+        self._losses.put_nowait(RankLoss(0, f"rank {rank} {how}"))
 
     def _take(self, rank: int, frame: Frame) -> None:
         match frame["kind"]:
@@ -194,7 +194,7 @@ class Supervisor:
                 log.info("ready: %d ranks, room for conversations of %d tokens", len(self.pids), self.max_tokens)
             case "failed":
                 order = {"error": 1, "refused": 2, "transport": 4}[frame["reason"]]
-                self._losses.put_nowait(Loss(order, f"rank {rank}: {frame['text']}", frame["reason"] == "refused"))
+                self._losses.put_nowait(RankLoss(order, f"rank {rank}: {frame['text']}", frame["reason"] == "refused"))
             case _:
                 self._heard_message(frame)
 
@@ -206,7 +206,7 @@ class Supervisor:
             now = time.monotonic()
             silent = [rank for rank, heard in enumerate(self._last_heard) if now - heard > limit_s]
             if silent:
-                self._losses.put_nowait(Loss(3, f"rank {silent[0]} did not answer for {limit_s:g} s"))
+                self._losses.put_nowait(RankLoss(3, f"rank {silent[0]} did not answer for {limit_s:g} s"))
                 return
 
     async def _end(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ringspan.errors import TransportError
-from ringspan.transports.base import Handle, Receive, Send, Transport
+from ringspan.transports.base import MessageHandle, Receive, Send, Transport
 
 
 def all_to_all(
@@ -24,7 +24,7 @@ def all_to_all(
     return received
 
 
-def _wait(transport: Transport, what: str, handle: Handle, deadline_s: float) -> None:
+def _wait(transport: Transport, what: str, handle: MessageHandle, deadline_s: float) -> None:
     try:
         handle.wait(deadline_s)
     except TransportError as error:

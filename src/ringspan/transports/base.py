@@ -25,7 +25,7 @@ class Receive(NamedTuple):
     buffer: torch.Tensor
 
 
-class Handle(Protocol):
+class MessageHandle(Protocol):
     """A message under way."""
 
     def wait(self, timeout_s: float) -> None:
@@ -35,8 +35,8 @@ class Handle(Protocol):
 class Posted(NamedTuple):
     """Handles for the messages of one exchange, in the order they were given."""
 
-    sends: Sequence[Handle]
-    receives: Sequence[Handle]
+    sends: Sequence[MessageHandle]
+    receives: Sequence[MessageHandle]
 
 
 class Transport(Protocol):

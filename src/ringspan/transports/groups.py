@@ -14,23 +14,23 @@ from ringspan.transports.mpi import MpiGroup, MpiTransport, is_mpi_comm, mpi_gro
 from ringspan.transports.single import ALONE, Alone, Single
 from ringspan.transports.torch_distributed import TorchDistributed
 
-__all__ = ["Found", "Transport", "find_group", "open_transport"]
+__all__ = ["FoundGroup", "Transport", "find_group", "open_transport"]
 
 
-class Found(NamedTuple):
+class FoundGroup(NamedTuple):
     """The group that an argument stands for, which lasts while its ranks are joined; and its shape if that is 2-D."""
 
     group: Any
     mesh_shape: tuple[int, int] | None = None
 
 
-def find_group(group: Any) -> Found:
+def find_group(group: Any) -> FoundGroup:
     """The group itself, or that of a mesh; for None the default process group, or a single rank if there is none."""
     if group is None:
-        return Found(_default_group())
+        return FoundGroup(_default_group())
     if isinstance(group, DeviceMesh):
         return _group_of_mesh(group)
-    return Found(mpi_group(group) if is_mpi_comm(group) else group)
+    return FoundGroup(mpi_group(group) if is_mpi_comm(group) else group)
 
 
 def open_transport(group: Any) -> Transport:
@@ -65,7 +65,7 @@ def _default_group() -> Any:
     return ALONE
 
 
-def _group_of_mesh(mesh: DeviceMesh) -> Found:
+def _group_of_mesh(mesh: DeviceMesh) -> FoundGroup:
     """A part of a mesh, such as mesh["cp"], is another object each time; its process group stays the same."""
     if mesh.ndim not in (1, 2):
         raise UnsupportedError(
@@ -81,4 +81,4 @@ def _group_of_mesh(mesh: DeviceMesh) -> Found:
         group = flat.get_group()
     except RuntimeError as error:
         raise TransportError(f"group={mesh}: its process group is gone ({error}); make a new mesh") from error
-    return Found(group, None if mesh.ndim == 1 else (mesh.size(0), mesh.size(1)))
+    return FoundGroup(group, None if mesh.ndim == 1 else (mesh.size(0), mesh.size(1)))

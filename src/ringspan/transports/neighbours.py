@@ -23,7 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from ringspan.transports.same_host import Memory, Peer
+from ringspan.transports.same_host import Peer, PeerMemory
 
 SWITCH = "RINGSPAN_SAME_HOST"
 """An environment variable: if it is 0, this rank uses the network for all others."""
@@ -167,7 +167,7 @@ def _identify(link: socket.socket) -> Peer | None:
     read = ctypes.create_string_buffer(_ID_BYTES)
     try:
         rank, address, word = _HELLO.unpack(link.recv(_HELLO.size))
-        memory = Memory(_credentials(link)[0])
+        memory = PeerMemory(_credentials(link)[0])
         memory.read(address, ctypes.addressof(read), _ID_BYTES)
     except (OSError, struct.error):
         return None

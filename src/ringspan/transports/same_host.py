@@ -40,7 +40,7 @@ class _Span(ctypes.Structure):
     _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-class Memory:
+class PeerMemory:
     """The memory of another process of this user."""
 
     def __init__(self, pid: int) -> None:
@@ -64,7 +64,7 @@ class Peer(NamedTuple):
 
     rank: int
     socket: socket.socket
-    memory: Memory
+    memory: PeerMemory
 
 
 class SameHost:

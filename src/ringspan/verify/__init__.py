@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ringspan.verify.agreement import Agreement, ranks_agree
     from ringspan.verify.models import ModelDifference, compare_models
     from ringspan.verify.run import check, verify
-    from ringspan.verify.targets import FunctionTarget, RankCall, Target
+    from ringspan.verify.targets import FunctionTarget, Target, TargetCall
 
 __all__ = [
     "FEATURES",
@@ -25,8 +25,8 @@ __all__ = [
     "Diagnosis",
     "FunctionTarget",
     "ModelDifference",
-    "RankCall",
     "Target",
+    "TargetCall",
     "VerifyCase",
     "VerifyReport",
     "check",
@@ -41,7 +41,7 @@ _NEED_TORCH = {
     "Agreement": "agreement",
     "FunctionTarget": "targets",
     "ModelDifference": "models",
-    "RankCall": "targets",
+    "TargetCall": "targets",
     "Target": "targets",
     "check": "run",
     "compare_models": "models",

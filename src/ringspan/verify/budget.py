@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.verify.oracle import Answer, Question, operands, per_head, products, sum_heads
+from ringspan.verify.oracle import OracleAnswer, Question, operands, per_head, products, sum_heads
 from ringspan.verify.patterns import Numbers
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -36,7 +36,7 @@ class Budget(NamedTuple):
     dsinks: Numbers | None
 
 
-def budget(question: Question, right: Answer, dtype: str, world_size: int) -> Budget:
+def budget(question: Question, right: OracleAnswer, dtype: str, world_size: int) -> Budget:
     """The error budget of one case."""
     q, k, v = operands(question)
     accumulator = ROUNDOFF["float64" if dtype == "float64" else "float32"]

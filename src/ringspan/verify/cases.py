@@ -142,16 +142,16 @@ def round_to(x: Numbers, dtype: str) -> Numbers:
     return x.astype(dtype).astype(np.float64)
 
 
-class Ranks(NamedTuple):
+class RankSetting(NamedTuple):
     """The rank that holds each query and each key, in position order."""
 
     of_q: Numbers
     of_kv: Numbers
 
 
-def ranks_of(case: VerifyCase) -> Ranks:
+def ranks_of(case: VerifyCase) -> RankSetting:
     """Who holds what, by position."""
-    return Ranks(_owners(case.q_layout()), _owners(case.kv_layout()))
+    return RankSetting(_owners(case.q_layout()), _owners(case.kv_layout()))
 
 
 def _owners(layout: Layout) -> Numbers:

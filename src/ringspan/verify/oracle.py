@@ -31,7 +31,7 @@ class Question:
     kv_turns: Numbers | None = None
 
 
-class Answer(NamedTuple):
+class OracleAnswer(NamedTuple):
     """Outputs and gradients of a question, and what the error budget and the diagnosis need of the way there."""
 
     out: Numbers
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     scores: Numbers  # the same shape, before masking
 
 
-def answer(question: Question) -> Answer:
+def answer(question: Question) -> OracleAnswer:
     """Solve a question. A row that counts no key has out = 0 and lse = -inf, or the sink's logit."""
     q, k, v = operands(question)
     scores, slope = score_slopes(question, q, k)
@@ -59,7 +59,9 @@ def answer(question: Question) -> Answer:
     delta = (question.dout * out).sum(-1, keepdims=True)
     dscores = weights * (dprobs - delta) * slope
     dq, dk_heads, dv_heads = products(question, q, k, dscores, weights)
-    return Answer(out, lse, dq, sum_heads(question, dk_heads), sum_heads(question, dv_heads), dsinks, weights, scores)
+    return OracleAnswer(
+        out, lse, dq, sum_heads(question, dk_heads), sum_heads(question, dv_heads), dsinks, weights, scores
+    )
 
 
 def forward(question: Question) -> tuple[Numbers, Numbers]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ringspan.verify.budget import Budget
 from ringspan.verify.cases import VerifyCase, ranks_of
-from ringspan.verify.oracle import Answer
+from ringspan.verify.oracle import OracleAnswer
 from ringspan.verify.patterns import Numbers
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -56,7 +56,7 @@ def _list(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def find_deviations(case: VerifyCase, computed: Computed, right: Answer, allowed: Budget) -> list[Deviation]:
+def find_deviations(case: VerifyCase, computed: Computed, right: OracleAnswer, allowed: Budget) -> list[Deviation]:
     """Every result beyond its budget, in the order out, lse, dq, dk, dv, dsinks."""
     found = []
     ranks = ranks_of(case)

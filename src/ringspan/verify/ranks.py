@@ -19,7 +19,7 @@ from ringspan.transports.in_process import run_in_process
 from ringspan.verify.cases import VerifyCase
 from ringspan.verify.outcome import Computed
 from ringspan.verify.patterns import Numbers, mask_of
-from ringspan.verify.targets.base import RankCall, Target
+from ringspan.verify.targets.base import Target, TargetCall
 
 CASE_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 180.0
@@ -72,7 +72,7 @@ def run_rank(target: Target, case: VerifyCase, group: Any, rank: int) -> RankRes
     q = leaf(layout.shard(question.q, rank, 2))
     k, v = (leaf(kv_layout.shard(x, rank, 2)) for x in (question.k, question.v))
     sinks = None if question.sinks is None else leaf(question.sinks)
-    call = RankCall(
+    call = TargetCall(
         *(q, k, v, mask_of(case.pattern), layout, kv_layout), *(case.scale, sinks, case.softcap, group, rank, case)
     )
     with torch.enable_grad(), target.surroundings(call):

@@ -13,7 +13,7 @@ from torch import nn
 
 from ringspan.adapters.diffusers.compare import verify
 from ringspan.adapters.diffusers.leaves import SizePlace, numbers_of
-from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, CallPlan, ForwardPlan, Side, TokenDim
+from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan, ForwardPlan, Side, TokenDim
 from ringspan.adapters.diffusers.probe import Draft, Probe
 from ringspan.adapters.diffusers.sizes import Family, combine, make_family
 from ringspan.adapters.diffusers.trace import BlockCall, Origin, Trace
@@ -220,7 +220,9 @@ def _probe(
     return found
 
 
-def _plan_calls(drafts: list[Draft], rows: list[dict[tuple[int, str], int]], sizes: _SizeTable) -> tuple[CallPlan, ...]:
+def _plan_calls(
+    drafts: list[Draft], rows: list[dict[tuple[int, str], int]], sizes: _SizeTable
+) -> tuple[AttentionPlan, ...]:
     sides = _Sides(rows, drafts)
     calls = []
     for number, draft in enumerate(drafts):
@@ -246,7 +248,7 @@ def _plan_calls(drafts: list[Draft], rows: list[dict[tuple[int, str], int]], siz
             if side is not None:
                 outputs[path] = TokenDim(dim, side, True)
         tensors = tuple(sizes.traces[0].calls[number].origins)
-        calls.append(CallPlan(draft.name, tensors, tokens, outputs, tuple(sorted(draft.counts)), attends))
+        calls.append(AttentionPlan(draft.name, tensors, tokens, outputs, tuple(sorted(draft.counts)), attends))
     return tuple(calls)
 
 

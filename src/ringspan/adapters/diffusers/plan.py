@@ -42,7 +42,7 @@ class Attends(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CallPlan:
+class AttentionPlan:
     """One call of a block."""
 
     name: str
@@ -62,7 +62,7 @@ class CallPlan:
 class ForwardPlan:
     """All calls of blocks in one forward, in order."""
 
-    calls: tuple[CallPlan, ...]
+    calls: tuple[AttentionPlan, ...]
     cut_counts: tuple[str, ...]  # the names of ints that do count tokens
     fixed: dict[SizePlace, int]  # sizes of the model's arguments that were not changed while learning
 

@@ -12,7 +12,7 @@ import torch
 from ringspan.adapters.diffusers.leaves import Leaf, flatten, is_count, map_leaves
 from ringspan.adapters.diffusers.masks import NO_MASK, Read, read_outer, read_part, read_whole
 from ringspan.adapters.diffusers.outer_masks import OuterMasks
-from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, CallPlan, ForwardPlan, Side
+from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan, ForwardPlan, Side
 from ringspan.adapters.diffusers.wiring import SdpaCall
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous
@@ -69,9 +69,9 @@ class Walk:
         self.notes = notes
         self._number = -1
         self._attended = 0
-        self._inside: CallPlan | None = None
+        self._inside: AttentionPlan | None = None
 
-    def begin(self, name: str) -> CallPlan:
+    def begin(self, name: str) -> AttentionPlan:
         """The plan of the next call of a block."""
         self._number += 1
         if self._number >= len(self.plan.calls) or self.plan.calls[self._number].name != name:
@@ -84,7 +84,7 @@ class Walk:
         self._inside = call if call.takes_part else None
         return call
 
-    def end(self) -> tuple[CallPlan, bool]:
+    def end(self) -> tuple[AttentionPlan, bool]:
         """The plan of the call that is over, and whether it is the last one with tokens."""
         call, self._inside = self.plan.calls[self._number], None
         if call.takes_part and self._attended != len(call.attends):
@@ -125,7 +125,7 @@ class Walk:
             for name, (x, side) in zip(("q", "k", "v", "the output"), values, strict=True):
                 self.notes.append(Noted(f"{name} of {label}", x, x.ndim - 2, side))
 
-    def note_outputs(self, call: CallPlan, output: Any) -> None:
+    def note_outputs(self, call: AttentionPlan, output: Any) -> None:
         """Note the outputs of a block."""
         if self.notes is not None:
             for path, x in flatten({"output": output}):
@@ -203,7 +203,7 @@ class TokenShardRun(Walk):
 
     # Arguments and outputs
 
-    def _count_tokens(self, call: CallPlan, arguments: dict[str, Any]) -> int:
+    def _count_tokens(self, call: AttentionPlan, arguments: dict[str, Any]) -> int:
         for path, x in flatten(arguments):
             tokens = call.tokens.get(path)
             if tokens is not None and not tokens.side.has_others and isinstance(x, torch.Tensor):
@@ -216,7 +216,7 @@ class TokenShardRun(Walk):
                 return num_tokens
         raise UnsupportedError(f"{call.name}: no argument tells how many tokens there are")
 
-    def _cut(self, call: CallPlan, leaf: Leaf) -> Any:
+    def _cut(self, call: AttentionPlan, leaf: Leaf) -> Any:
         path, value = leaf
         if path in call.counts and is_count(value):
             return self._cut_count(value) if path in self.plan.cut_counts else value
@@ -245,7 +245,7 @@ class TokenShardRun(Walk):
         layout = contiguous(self.num_tokens, self._world_size)
         return int((layout.positions(self._rank) < count).sum())
 
-    def _gather(self, call: CallPlan, leaf: Leaf) -> Any:
+    def _gather(self, call: AttentionPlan, leaf: Leaf) -> Any:
         tokens = call.outputs.get(leaf.path)
         if tokens is None:
             return leaf.value

@@ -15,13 +15,13 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.gradients import digest_weights, is_digest_due
-from ringspan.adapters.transformers.arguments import Arguments, Found
+from ringspan.adapters.transformers.arguments import Arguments, Findings
 from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
-from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.shards import (
-    Options,
-    Part,
+    ShardOptions,
+    ShardPart,
     ShardRun,
     mean_loss,
     shard_inputs,
@@ -68,7 +68,7 @@ class _Forward(NamedTuple):
 class Adapter:
     """A model on the ranks of one group."""
 
-    def __init__(self, model: PreTrainedModel, wiring: Wiring, options: Options, found: Found) -> None:
+    def __init__(self, model: PreTrainedModel, wiring: Wiring, options: ShardOptions, found: Findings) -> None:
         self.model = model
         self.wiring = wiring
         self.options = options
@@ -163,16 +163,16 @@ class Adapter:
         with session.call() as call:
             call.agree(Signature.of(fields), once=True)
 
-    def _split(self, given: Mapping[str, Any]) -> Part:
+    def _split(self, given: Mapping[str, Any]) -> ShardPart:
         if not self.found.has_encoder:
             return self._shard(given)
         encoder, decoder = apart(self.model, given)
         source, part = self._shard(encoder), self._shard(decoder)
         part.run.source = source.run
         part.run.said = _said_of("the encoder's", source.run.said) | _said_of("the decoder's", part.run.said)
-        return Part(together(source.inputs, part.inputs, ENCODED in given), part.run)
+        return ShardPart(together(source.inputs, part.inputs, ENCODED in given), part.run)
 
-    def _shard(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> Part:
+    def _shard(self, batch: Mapping[str, torch.Tensor], *, is_known: bool = False) -> ShardPart:
         return shard_inputs(
             batch,
             self.options,
@@ -300,7 +300,7 @@ def _said_of(whose: str, said: Mapping[str, str]) -> dict[str, str]:
     return {f"{whose} {name}": text for name, text in said.items()}
 
 
-def _attention_dtype(layer: Layer, device: torch.device) -> torch.dtype:
+def _attention_dtype(layer: AttentionLayer, device: torch.device) -> torch.dtype:
     """Return the dtype of a layer's attention: that of autocast inside its region."""
     if layer.dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)

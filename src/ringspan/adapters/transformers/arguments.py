@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ringspan.adapters.transformers.layers import Layer, Side
+from ringspan.adapters.transformers.layers import AttentionLayer, Side
 from ringspan.adapters.transformers.sequences import BOTH, ENCODED, encoded_by_caller
 from ringspan.adapters.transformers.shards import BY_TOKEN, ShardRun
 from ringspan.adapters.transformers.wiring import RUN
@@ -28,11 +28,11 @@ _REFUSED = {
 }
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """The properties of a model that dry calls found."""
 
-    layers: dict[nn.Module, Layer]
-    cached: tuple[Layer, ...]  # in the order of a cache; () if the model cannot use one
+    layers: dict[nn.Module, AttentionLayer]
+    cached: tuple[AttentionLayer, ...]  # in the order of a cache; () if the model cannot use one
     no_cache: str  # the reason if it cannot
     passes_run: bool  # whether forward passes unknown keyword arguments on to attention
     counters: dict[nn.Module, Side]  # modules that count positions, if the model takes no position_ids
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 class Arguments:
     """Checks the arguments of a model's forward."""
 
-    def __init__(self, model: PreTrainedModel, found: Found, attention: str) -> None:
+    def __init__(self, model: PreTrainedModel, found: Findings, attention: str) -> None:
         self.model = model
         self.found = found
         self.attention = attention

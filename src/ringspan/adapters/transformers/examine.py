@@ -16,9 +16,9 @@ from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.modes import in_mode
-from ringspan.adapters.transformers.arguments import Found, takes_use_cache
+from ringspan.adapters.transformers.arguments import Findings, takes_use_cache
 from ringspan.adapters.transformers.cache import Conversation, ShardedLayer
-from ringspan.adapters.transformers.layers import Layer, Recorder, Side, describe_layers
+from ringspan.adapters.transformers.layers import AttentionLayer, Recorder, Side, describe_layers
 from ringspan.adapters.transformers.turns import cached_layers
 from ringspan.adapters.transformers.wiring import RUN, Wiring, is_wired
 from ringspan.errors import UnsupportedError
@@ -60,7 +60,7 @@ def check_config(model: PreTrainedModel) -> None:
                 )
 
 
-def examine(model: PreTrainedModel, wiring: Wiring) -> Found:
+def examine(model: PreTrainedModel, wiring: Wiring) -> Findings:
     """Find the attention layers and other properties of a model whose attention is wired already."""
     names = {module: name for name, module in model.named_modules()}
     parameters = inspect.signature(model.forward).parameters
@@ -91,7 +91,7 @@ def examine(model: PreTrainedModel, wiring: Wiring) -> Found:
             "a shard it would count from 0"
         )
     cached, no_cache = _find_cached(model, layers, record)
-    return Found(layers, cached, no_cache, passes_run, counters, has_encoder)
+    return Findings(layers, cached, no_cache, passes_run, counters, has_encoder)
 
 
 class Counted(NamedTuple):
@@ -180,8 +180,8 @@ def left_alone(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _find_cached(
-    model: PreTrainedModel, layers: dict[nn.Module, Layer], record: Callable[..., Recorder]
-) -> tuple[tuple[Layer, ...], str]:
+    model: PreTrainedModel, layers: dict[nn.Module, AttentionLayer], record: Callable[..., Recorder]
+) -> tuple[tuple[AttentionLayer, ...], str]:
     """Return the layers in the order of a cache, or none and the reason."""
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return (), "forward takes no past_key_values"

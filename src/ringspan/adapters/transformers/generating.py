@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import MaxTimeCriteria
 
-from ringspan.adapters.transformers.shards import Options
+from ringspan.adapters.transformers.shards import ShardOptions
 from ringspan.errors import UnsupportedError
 
 _Check = Callable[[Mapping[str, Any], Any], None]
@@ -21,7 +21,7 @@ _Check = Callable[[Mapping[str, Any], Any], None]
 class CheckedGenerate:
     """A model's generate() that first checks that its options mean the same on all ranks."""
 
-    def __init__(self, model: Any, options: Options) -> None:
+    def __init__(self, model: Any, options: ShardOptions) -> None:
         def check(given: Mapping[str, Any], default: Any) -> None:
             try:
                 _check_time(given, default)

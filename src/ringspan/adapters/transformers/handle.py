@@ -27,9 +27,9 @@ from ringspan.adapters.transformers.arguments import check_random
 from ringspan.adapters.transformers.by_name import NAME
 from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
-from ringspan.adapters.transformers.layers import Layer
+from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
-from ringspan.adapters.transformers.shards import Options, check_options
+from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.errors import UnsupportedError
@@ -54,7 +54,7 @@ class Handle:
             self._hooks.append(CheckedGenerate(adapter.model, adapter.options))
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[AttentionLayer, ...]:
         """The attention layers and the options that they were found to use."""
         return tuple(self._adapter.found.layers.values())
 
@@ -161,7 +161,7 @@ def parallelize(
         UnsupportedError: The model cannot run on ranks exactly; the message says which layers, and why.
         TransportError: The ranks do not have the same model, or the same weights.
     """
-    options = Options(group, layout, algorithm, kernel)
+    options = ShardOptions(group, layout, algorithm, kernel)
     session = options.session
     with session.call():
         check_options(layout, algorithm)
@@ -183,7 +183,7 @@ def parallelize(
     return handle
 
 
-def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Handle:
+def _parallelize(model: PreTrainedModel, options: ShardOptions, verify: bool) -> Handle:
     attention = [
         (module, module.config._attn_implementation)
         for module in model.modules()
@@ -216,7 +216,7 @@ def _parallelize(model: PreTrainedModel, options: Options, verify: bool) -> Hand
     return Handle(Adapter(model, wiring, options, found), attention)
 
 
-def _pads_alike(attention: "list[tuple[PreTrainedModel, str]]", layers: Iterable[Layer]) -> bool:
+def _pads_alike(attention: "list[tuple[PreTrainedModel, str]]", layers: Iterable[AttentionLayer]) -> bool:
     """Whether the model's own attention treats padding queries as this library does.
 
     The output of a query that sees no token is 0 here, in sdpa, and with sinks; in eager attention it is the mean of

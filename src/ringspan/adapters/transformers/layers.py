@@ -32,7 +32,7 @@ Side = Literal["own", "encoder", "cross"]
 """The sequences of an attention layer: that of the outputs, that of an encoder, or cross-attention between them."""
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """The keyword arguments of a call of attention."""
 
     scale: float | None
@@ -42,14 +42,14 @@ class Options(NamedTuple):
     is_causal: bool | None
 
 
-def read_options(given: Mapping[str, Any]) -> Options:
+def read_options(given: Mapping[str, Any]) -> AttentionOptions:
     """Read the options that a layer passes; refuse unknown ones by name."""
     given = {
         name: value
         for name, value in given.items()
         if value is not None and name not in _OF_NO_USE and not (name.startswith("output_") and value is False)
     }
-    options = Options(
+    options = AttentionOptions(
         given.pop("scaling", None),
         given.pop("dropout", 0.0),
         given.pop("sliding_window", None),
@@ -64,7 +64,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class AttentionLayer:
     """The options that an attention layer uses in every call."""
 
     name: str
@@ -81,7 +81,7 @@ class Layer:
     is_causal: bool | None
     dropout: float  # in training
 
-    def check(self, asked: Asked) -> Options:
+    def check(self, asked: Asked) -> AttentionOptions:
         """Return the options of a call; refuse options that differ from those of the dry call."""
         try:
             options = read_options(asked.options)
@@ -142,12 +142,12 @@ def describe_layers(
     packed_ids: torch.Tensor,
     trained: Recorder,
     num_encoded: int | None,
-) -> dict[nn.Module, Layer]:
+) -> dict[nn.Module, AttentionLayer]:
     """Describe the layers of a model from three dry calls: one document, packed documents, and training.
 
     An encoder gets another number of tokens, `num_encoded`, which identifies its layers.
     """
-    layers: dict[nn.Module, Layer] = {}
+    layers: dict[nn.Module, AttentionLayer] = {}
     refusals: list[Refusal] = []
     masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share masks
     dropouts = {asked.module: asked.options.get("dropout", 0.0) for asked in trained.asked}
@@ -193,14 +193,14 @@ def _describe(
     packed_ids: torch.Tensor,
     dropout: float,
     masks: dict[Any, Mask | None],
-) -> Layer:
+) -> AttentionLayer:
     options = read_options(asked.options)
     mask = _mask_of(asked, options, masks)
     if side == "cross" and mask != full():
         raise UnsupportedError("cross-attention that hides some of an encoder's tokens is not supported")
     if options.window is not None and mask.allowed([4 * options.window], [0]).any():
         raise UnsupportedError(f"sliding_window={options.window}, but its mask has no such window")
-    return Layer(
+    return AttentionLayer(
         name,
         side,
         mask,
@@ -224,7 +224,7 @@ def _function_of(asked: Asked) -> MaskFunction | None:
     return function
 
 
-def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> Mask:
+def _mask_of(asked: Asked, options: AttentionOptions, masks: dict[Any, Mask | None]) -> Mask:
     function, is_causal = _function_of(asked), _is_causal(asked, options)
     if function is not None:
         key = (function, options.window)
@@ -244,7 +244,7 @@ def _mask_of(asked: Asked, options: Options, masks: dict[Any, Mask | None]) -> M
     return causal() if is_causal else full()
 
 
-def _is_causal(asked: Asked, options: Options) -> bool | None:
+def _is_causal(asked: Asked, options: AttentionOptions) -> bool | None:
     said: bool | None = getattr(asked.module, "is_causal", None)
     return said if options.is_causal is None else options.is_causal
 

@@ -15,9 +15,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.modes import in_mode
 from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
-from ringspan.adapters.transformers.arguments import Found
+from ringspan.adapters.transformers.arguments import Findings
 from ringspan.adapters.transformers.examine import left_alone, without_cache
-from ringspan.adapters.transformers.shards import Options
+from ringspan.adapters.transformers.shards import ShardOptions
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.errors import UnsupportedError
@@ -32,7 +32,7 @@ _BY_TOKEN = ("logits", "last_hidden_state")  # outputs with a row per token
 _LABELLED = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
 
 
-class Reference(NamedTuple):
+class ModelReference(NamedTuple):
     """The results of the unchanged model on a small batch."""
 
     batch: dict[str, torch.Tensor]
@@ -49,7 +49,7 @@ class Reference(NamedTuple):
         return self.unlabelled["attention_mask"].bool()
 
 
-def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Reference:
+def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> ModelReference:
     """Run the unchanged model on two rows, one with padding."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -81,7 +81,7 @@ def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Refer
         positions = torch.arange(num_columns, device=model.device) % (num_columns // 2 - 1)
         packed = {"input_ids": batch["input_ids"], "position_ids": positions[None]}
         outputs |= {"packed": _packed_rows(model, packed)}
-    return Reference(batch, unlabelled, outputs, packed)
+    return ModelReference(batch, unlabelled, outputs, packed)
 
 
 def _packed_rows(model: PreTrainedModel, packed: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _packed_rows(model: PreTrainedModel, packed: dict[str, torch.Tensor]) -> tor
         return next(iter(_rows(model(**packed, **without_cache(model))).values()))
 
 
-def find_random(model: PreTrainedModel, reference: Reference) -> bool:
+def find_random(model: PreTrainedModel, reference: ModelReference) -> bool:
     """Whether two training forwards of the model differ."""
     runs = []
     with in_mode(model, training=True), left_alone(model):
@@ -110,7 +110,7 @@ class Loss(NamedTuple):
     takes_num_items: bool  # whether it divides by num_items_in_batch; some models accept it and use the mean
 
 
-def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
+def find_loss(model: PreTrainedModel, reference: ModelReference) -> Loss:
     """Find out how the model uses the labels of a small batch."""
     if "loss" not in reference.outputs:
         return Loss(None, False)
@@ -140,9 +140,9 @@ def find_loss(model: PreTrainedModel, reference: Reference) -> Loss:
 def compare(
     model: PreTrainedModel,
     wiring: Wiring,
-    options: Options,
-    found: Found,
-    reference: Reference,
+    options: ShardOptions,
+    found: Findings,
+    reference: ModelReference,
     world_size: int = 2,
 ) -> None:
     """Refuse the model if ranks do not compute the numbers of one process."""
@@ -195,7 +195,7 @@ def _ranks(world_size: int) -> str:
     return "two ranks" if world_size == 2 else f"{world_size} ranks"
 
 
-def _turns(reference: Reference, outputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+def _turns(reference: ModelReference, outputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
     """Yield the small batch as three turns over a cache: many tokens, two, and one."""
     batch = reference.unlabelled
     if "decoder_input_ids" in batch:

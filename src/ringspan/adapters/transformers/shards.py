@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ringspan.adapters.transformers.cross_attention import Crossing
-from ringspan.adapters.transformers.layers import Layer, Side
+from ringspan.adapters.transformers.layers import AttentionLayer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.algorithms import ALGORITHMS
@@ -40,7 +40,7 @@ BY_TOKEN = (
 )  # inputs with a row for each token
 
 
-class Options(NamedTuple):
+class ShardOptions(NamedTuple):
     """The options of `parallelize` for one model."""
 
     group: Any
@@ -80,8 +80,8 @@ def _layout_of(name: str, seq_len: int, world_size: int) -> Layout:
 class ShardRun:
     """A forward over this rank's part of a batch."""
 
-    options: Options
-    layers: Mapping[nn.Module, Layer]
+    options: ShardOptions
+    layers: Mapping[nn.Module, AttentionLayer]
     layout: Layout
     padding: Mask | None
     documents: Mask | None
@@ -129,7 +129,7 @@ class ShardRun:
         run = self.source if side == "encoder" and self.source is not None else self
         return torch.from_numpy(run.layout.positions(self.options.rank))
 
-    def seen_by(self, layer: Layer) -> Crossing:
+    def seen_by(self, layer: AttentionLayer) -> Crossing:
         """Return the mask and layouts of a layer on this batch."""
         if layer.side == "cross":
             assert self.source is not None
@@ -147,7 +147,7 @@ class ShardRun:
         return Crossing(full() if self.padding is None else self.padding, layout, self.layout)
 
 
-def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
+def layer_of(layers: Mapping[nn.Module, AttentionLayer], asked: Asked) -> AttentionLayer:
     if asked.module not in layers:
         raise UnsupportedError(
             f"{type(asked.module).__name__}: parallelize did not see this layer attend; restore the model and "
@@ -156,7 +156,7 @@ def layer_of(layers: Mapping[nn.Module, Layer], asked: Asked) -> Layer:
     return layers[asked.module]
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """This rank's part of a batch, and its run."""
 
     inputs: dict[str, torch.Tensor]
@@ -165,14 +165,14 @@ class Part(NamedTuple):
 
 def shard_inputs(
     batch: Mapping[str, torch.Tensor],
-    options: Options,
-    layers: Mapping[nn.Module, Layer],
+    options: ShardOptions,
+    layers: Mapping[nn.Module, AttentionLayer],
     *,
     shifts_labels: bool = False,
     takes_positions: bool = True,
     pads_alike: bool = False,
     is_known: bool = False,
-) -> Part:
+) -> ShardPart:
     """Cut a rank's part out of a batch that every rank holds; of a known batch only the padding is compared again."""
     size, seq_len = check_batch(batch)
     layout, rank = options.layout_of(seq_len), options.rank
@@ -198,7 +198,7 @@ def shard_inputs(
         part["labels"][:, local_rows(layout, rank).replicated] = IGNORE_INDEX
     padding = None if tokens is None else padding_mask(tokens)
     said = describe({name: x for name, x in batch.items() if name == "attention_mask" or not is_known})
-    return Part(part, ShardRun(options, layers, layout, padding, documents, said, num_labels))
+    return ShardPart(part, ShardRun(options, layers, layout, padding, documents, said, num_labels))
 
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.adapters.transformers.examine import examine
-from ringspan.adapters.transformers.reference import Reference, compare, make_reference
-from ringspan.adapters.transformers.shards import Options
+from ringspan.adapters.transformers.reference import ModelReference, compare, make_reference
+from ringspan.adapters.transformers.shards import ShardOptions
 from ringspan.adapters.transformers.wiring import Wiring
 from ringspan.errors import UnsupportedError
 
@@ -69,7 +69,7 @@ def _integers(owner: Any, prefix: str) -> Iterator[Size]:
             yield from _integers(value, f"{name}.")
 
 
-def check_sizes(model: PreTrainedModel, options: Options) -> None:
+def check_sizes(model: PreTrainedModel, options: ShardOptions) -> None:
     """Refuse a model that differs on ranks beyond one of its sizes, or cannot be run beyond them.
 
     The model must use its own attention implementation; this function may change it.
@@ -97,7 +97,7 @@ def check_sizes(model: PreTrainedModel, options: Options) -> None:
         raise UnsupportedError(f"{name} beyond {told}{how} of its config: {error}") from error
 
 
-def _compare(model: PreTrainedModel, options: Options, reference: Reference) -> None:
+def _compare(model: PreTrainedModel, options: ShardOptions, reference: ModelReference) -> None:
     wiring = Wiring()
     model.set_attn_implementation(wiring.name)
     compare(model, wiring, options, examine(model, wiring), reference, _WORLD_SIZE)

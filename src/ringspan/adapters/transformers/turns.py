@@ -16,9 +16,17 @@ from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
 from ringspan.adapters.transformers.cross_attention import attend_to_parts
-from ringspan.adapters.transformers.layers import Layer, Side
+from ringspan.adapters.transformers.layers import AttentionLayer, Side
 from ringspan.adapters.transformers.masks import Tokens
-from ringspan.adapters.transformers.shards import BY_TOKEN, Options, Part, ShardRun, check_batch, layer_of, tokens_of
+from ringspan.adapters.transformers.shards import (
+    BY_TOKEN,
+    ShardOptions,
+    ShardPart,
+    ShardRun,
+    check_batch,
+    layer_of,
+    tokens_of,
+)
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.algorithms.choose import RINGS
 from ringspan.cache import KVCache, Turn
@@ -36,8 +44,8 @@ _TURNS = ("auto", *RINGS)
 class TurnRun:
     """A forward over the new tokens of a cache."""
 
-    options: Options
-    layers: Mapping[nn.Module, Layer]
+    options: ShardOptions
+    layers: Mapping[nn.Module, AttentionLayer]
     conversation: Conversation
     turn: Turn
     columns: Tokens  # (batch, new columns): which are tokens
@@ -136,7 +144,9 @@ def _all_have(world_size: int, num_tokens: int) -> Layout:
     return Layout(((),) * world_size, (Span(0, num_tokens),))
 
 
-def cached_layers(layers: Mapping[nn.Module, Layer], indices: Mapping[nn.Module, int]) -> tuple[Layer, ...]:
+def cached_layers(
+    layers: Mapping[nn.Module, AttentionLayer], indices: Mapping[nn.Module, int]
+) -> tuple[AttentionLayer, ...]:
     """Return the layers in the order of a cache; refuse layers that one KVCache cannot hold."""
     layers = {module: layer for module, layer in layers.items() if layer.side == "own"}
     if indices.keys() != layers.keys() or sorted(indices.values()) != [*range(len(indices))]:
@@ -150,7 +160,9 @@ def cached_layers(layers: Mapping[nn.Module, Layer], indices: Mapping[nn.Module,
     return ordered
 
 
-def make_kv(ordered: tuple[Layer, ...], options: Options, dtype: torch.dtype, device: torch.device) -> KVCache:
+def make_kv(
+    ordered: tuple[AttentionLayer, ...], options: ShardOptions, dtype: torch.dtype, device: torch.device
+) -> KVCache:
     first = ordered[0]
     return KVCache(
         num_layers=len(ordered),
@@ -199,15 +211,15 @@ class NewTokens(NamedTuple):
     batch: dict[str, torch.Tensor]  # (batch, new columns, …) each
     columns: Tokens  # which of them are tokens
     num_kept: int  # number of last columns whose outputs are requested; 0 is all
-    source: Part | None  # the encoder's part, if there is an encoder
+    source: ShardPart | None  # the encoder's part, if there is an encoder
 
 
 def check_new_tokens(
     batch: Mapping[str, torch.Tensor],
     conversation: Conversation,
-    layers: Mapping[nn.Module, Layer],
+    layers: Mapping[nn.Module, AttentionLayer],
     num_kept: int,
-    source: Part | None,
+    source: ShardPart | None,
 ) -> NewTokens:
     size, seq_len = check_batch(batch)
     has_window = any(layer.mask != causal() for layer in layers.values() if layer.side == "own")
@@ -251,7 +263,7 @@ class Begun(NamedTuple):
     keep: "Keep"
 
 
-def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Layer]) -> Begun:
+def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module, AttentionLayer]) -> Begun:
     """Deal the new tokens to the ranks and begin a turn."""
     conversation, batch, columns, num_kept, source = new
     conversation.forget_run()
@@ -285,7 +297,7 @@ def begin_turn(new: NewTokens, options: Options, layers: Mapping[nn.Module, Laye
 
 
 def _share_out(
-    kv: KVCache, lengths: dict[int, int], starts: dict[int, int], options: Options, *, is_shared: bool
+    kv: KVCache, lengths: dict[int, int], starts: dict[int, int], options: ShardOptions, *, is_shared: bool
 ) -> Turn:
     if is_shared:
         algorithm = options.algorithm if options.algorithm in _TURNS else "auto"

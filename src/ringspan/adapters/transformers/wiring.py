@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     options: dict[str, Any]
 
 
-class Run(Protocol):
+class ForwardRun(Protocol):
     def attend(self, asked: Asked) -> torch.Tensor:
         """Compute out, (batch, heads, seq, v_head_dim)."""
 
@@ -63,12 +63,12 @@ class Wiring:
         AttentionMaskInterface.register(self.name, partial(_make_mask, itself))
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> ForwardRun | None:
         """The forward in progress in this thread."""
         return getattr(self._here, "run", None)
 
     @run.setter
-    def run(self, run: Run | None) -> None:
+    def run(self, run: ForwardRun | None) -> None:
         self._here.run = run
 
 
@@ -127,6 +127,6 @@ def _make_mask(wiring: "weakref.ref[Wiring]", **options: Any) -> torch.Tensor | 
     return run.make_mask(options)
 
 
-def _run_of(wiring: "weakref.ref[Wiring]") -> Run | None:
+def _run_of(wiring: "weakref.ref[Wiring]") -> ForwardRun | None:
     here = wiring()
     return None if here is None else here.run

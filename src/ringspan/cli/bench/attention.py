@@ -10,7 +10,7 @@ from ringspan import __version__
 from ringspan.algorithms import Direction, Mesh
 from ringspan.bench.result import Measured
 from ringspan.bench.settings import Job, Settings
-from ringspan.cli.bench.options import Place, Runs, Sizes, json_option, rank_options, run_options, size_options
+from ringspan.cli.bench.options import ModelSizes, RunPlace, Runs, json_option, rank_options, run_options, size_options
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
@@ -89,8 +89,8 @@ Examples:
 def attention(
     ctx: click.Context,
     *,
-    place: Place,
-    sizes: Sizes,
+    place: RunPlace,
+    sizes: ModelSizes,
     runs: Runs,
     mask: Mask,
     layout: LayoutChoice,

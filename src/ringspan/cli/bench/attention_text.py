@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.bench.result import Machine, Parameters, PathCheck, RankResult, Ratio, Result
+from ringspan.bench.result import BenchParameters, MachineInfo, PathCheck, RankResult, Ratio, Result
 from ringspan.cli.formats import format_count, format_seconds
 from ringspan.cli.page import TABLE_RANKS, Page
 from ringspan.cli.tables import new_table
@@ -23,7 +23,7 @@ def print_bench(result: Result, console: Console) -> None:
     _print_check(page, result)
 
 
-def _print_title(page: Page, parameters: Parameters, machine: Machine) -> None:
+def _print_title(page: Page, parameters: BenchParameters, machine: MachineInfo) -> None:
     p = parameters
     what = "Exact attention and its gradients" if p.has_backward else "Exact attention"
     page.console.print(Text(f"{what} on {format_count(p.world_size, 'rank')}, measured", "bold"))

@@ -7,7 +7,7 @@ import click
 
 from ringspan.bench.calibration import Calibration, format_calibration
 from ringspan.bench.settings import CalibrationSettings, Job
-from ringspan.cli.bench.options import Place, Sizes, json_option, rank_options, size_options
+from ringspan.cli.bench.options import ModelSizes, RunPlace, json_option, rank_options, size_options
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
@@ -26,7 +26,7 @@ Examples:
 @rank_options
 @size_options(tokens="8192", batch=4, heads=1, about_tokens="Longest tile")
 @json_option
-def calibrate(*, file: Path, place: Place, sizes: Sizes, as_json: bool) -> None:
+def calibrate(*, file: Path, place: RunPlace, sizes: ModelSizes, as_json: bool) -> None:
     """Measure this machine as a device for ringspan plan.
 
     Writes the speed of tiles and messages to FILE, a .toml file. All ranks work at the same time, since

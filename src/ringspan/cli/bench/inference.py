@@ -8,7 +8,7 @@ import click
 
 from ringspan.bench.inference_result import InferenceResult
 from ringspan.bench.settings import InferenceSettings, Job
-from ringspan.cli.bench.options import Place, Runs, Sizes, json_option, rank_options, run_options, size_options
+from ringspan.cli.bench.options import ModelSizes, RunPlace, Runs, json_option, rank_options, run_options, size_options
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
@@ -33,7 +33,9 @@ plot_option = click.option("--plot", type=OutputFile(".svg"), help="Write a diag
 @plot_option
 @json_option
 @click.pass_context
-def prefill(ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, plot: Path | None, as_json: bool) -> None:
+def prefill(
+    ctx: click.Context, *, place: RunPlace, sizes: ModelSizes, runs: Runs, plot: Path | None, as_json: bool
+) -> None:
     """Time the first token, by the share that is cached.
 
     Compares pass-KV, pass-Q and the automatic choice at miss rates from 1 to 100 %, for one layer.
@@ -48,7 +50,9 @@ def prefill(ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, plot:
 @plot_option
 @json_option
 @click.pass_context
-def decode(ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, plot: Path | None, as_json: bool) -> None:
+def decode(
+    ctx: click.Context, *, place: RunPlace, sizes: ModelSizes, runs: Runs, plot: Path | None, as_json: bool
+) -> None:
     """Time one new token, by context length.
 
     Measures batches of 1 and of --batch sequences, for one layer: whole steps, and their parts alone.
@@ -56,7 +60,9 @@ def decode(ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, plot: 
     _measure(ctx, InferenceSettings("decode", **sizes._asdict(), **runs._asdict()), place, plot, as_json)
 
 
-def _measure(ctx: click.Context, settings: InferenceSettings, place: Place, plot: Path | None, as_json: bool) -> None:
+def _measure(
+    ctx: click.Context, settings: InferenceSettings, place: RunPlace, plot: Path | None, as_json: bool
+) -> None:
     with show_progress() as progress:
         job = Job("inference", place.carrier, place.world_size, place.timeout_s, inference=settings)
         result: InferenceResult | None = run_on_ranks(job, place.launched, progress)

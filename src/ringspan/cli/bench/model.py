@@ -6,7 +6,7 @@ import click
 
 from ringspan.bench.settings import Job, TransformerSettings
 from ringspan.bench.transformer_result import TransformerResult
-from ringspan.cli.bench.options import Place, Runs, Sizes, json_option, rank_options, run_options, size_options
+from ringspan.cli.bench.options import ModelSizes, RunPlace, Runs, json_option, rank_options, run_options, size_options
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
@@ -28,7 +28,7 @@ Example:
 @json_option
 @click.pass_context
 def model(
-    ctx: click.Context, *, place: Place, sizes: Sizes, runs: Runs, layers: int, mlp: int | None, as_json: bool
+    ctx: click.Context, *, place: RunPlace, sizes: ModelSizes, runs: Runs, layers: int, mlp: int | None, as_json: bool
 ) -> None:
     """Time a whole decoder with random weights.
 

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.bench.result import Breakdown, Ratio, Timing
-from ringspan.bench.transformer_result import PHASES, ModelMemory, Phase, PhaseResult, Predicted, TransformerResult
+from ringspan.bench.transformer_result import PHASES, ModelMemory, Phase, PhaseResult, PredictedModel, TransformerResult
 from ringspan.cli.bench.attention_text import format_spread
 from ringspan.cli.formats import format_count, format_seconds
 from ringspan.cli.page import TABLE_RANKS, Page
@@ -132,7 +132,7 @@ def _bytes(memory: ModelMemory) -> list[str]:
     ]
 
 
-def _print_predicted(page: Page, predicted: tuple[Predicted, ...]) -> None:
+def _print_predicted(page: Page, predicted: tuple[PredictedModel, ...]) -> None:
     page.section("The same shape on GPUs, as ringspan plan predicts it")
     table = new_table("", "devices", "fastest", ">time", ">tokens/s", ">bytes of a device", "")
     for it in predicted:

@@ -25,7 +25,7 @@ MAX_TOKENS = 2**26
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """Where a measurement runs."""
 
     launched: Launched | None
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     timeout_s: float
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """How large the tensors are, and what computes on them. `batch` is 1 where a command has no such option."""
 
     seq_len: int
@@ -83,7 +83,7 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
         require_torch()
         launched = find_launcher(os.environ)
         carrier = carrier or default_carrier(launched)
-        place = Place(launched, carrier, count_ranks(ranks, carrier, launched), timeout_s)
+        place = RunPlace(launched, carrier, count_ranks(ranks, carrier, launched), timeout_s)
         return command(*args, place=place, **others)
 
     return with_place
@@ -123,7 +123,7 @@ def size_options(*, tokens: str, heads: int, batch: int | None, about_tokens: st
             batch: int = 1,
             **others: Any,
         ) -> Any:
-            sizes = Sizes(tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel)
+            sizes = ModelSizes(tokens, batch, heads, kv_heads or heads, head_dim, dtype, kernel)
             return command(*args, sizes=sizes, **others)
 
         if batch is None:

@@ -35,7 +35,7 @@ from ringspan.simulate.lesson import (
     MAX_WORLD_SIZE,
     LayoutChoice,
     Lesson,
-    Settings,
+    LessonSettings,
     run_lesson,
 )
 
@@ -147,7 +147,7 @@ def simulate(
     sizes = (devices, tokens, heads, kv_heads, head_dim)
     if lesson and as_json:
         raise click.UsageError("--lesson and --json are two reports; --json has everything, so leave out --lesson")
-    settings = Settings(*sizes, mask, layout, names, direction, mesh, seed, reproducible)
+    settings = LessonSettings(*sizes, mask, layout, names, direction, mesh, seed, reproducible)
     if html is not None:
         from ringspan.page import build_settings_page
 
@@ -161,7 +161,7 @@ def simulate(
         ctx.exit(1)
 
 
-def _run(settings: Settings) -> Lesson:
+def _run(settings: LessonSettings) -> Lesson:
     """Simulate, with a progress line on a terminal."""
     from rich.console import Console
 

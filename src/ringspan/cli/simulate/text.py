@@ -20,11 +20,11 @@ from ringspan.simulate.lesson import (
     DecodeRun,
     LayoutWork,
     Lesson,
+    LessonShard,
     OneQuery,
     Parameters,
     Reference,
     Run,
-    Shard,
 )
 
 COLUMN_RANKS = 8  # ranks, steps or spans side by side
@@ -93,7 +93,7 @@ def _print_reference(page: Page, reference: Reference) -> None:
     )
 
 
-def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
+def _print_shards(page: Page, shards: Sequence[LessonShard], seq_len: int) -> None:
     page.section("Who holds which tokens")
     has_strip = len(shards) <= len(RANK_LETTERS)
     shown = "Token by token" if seq_len <= STRIP_WIDTH else f"For {STRIP_WIDTH} of the {seq_len:,} tokens"
@@ -112,7 +112,7 @@ def _print_shards(page: Page, shards: Sequence[Shard], seq_len: int) -> None:
     page.note_hidden(len(shards))
 
 
-def token_strip(shards: Sequence[Shard], seq_len: int) -> Text:
+def token_strip(shards: Sequence[LessonShard], seq_len: int) -> Text:
     """The sequence from left to right, one character per token: the rank that holds it."""
     owners = {position: shard.rank for shard in shards for position in shard.positions}
     width = min(seq_len, STRIP_WIDTH)

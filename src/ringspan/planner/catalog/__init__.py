@@ -2,13 +2,13 @@
 
 from ringspan.planner.catalog.constants import Constants, fitted, fitted_without
 from ringspan.planner.catalog.devices import Cluster, Device, device_names, load_device, parse_devices
-from ringspan.planner.catalog.kernels import Attention
+from ringspan.planner.catalog.kernels import AttentionCurve
 from ringspan.planner.catalog.links import Link, load_network, load_scale_up
 from ringspan.planner.catalog.models import load_model, model_names
 from ringspan.planner.catalog.shapes import Experts, Latent, Model, Video, Window
 
 __all__ = [
-    "Attention",
+    "AttentionCurve",
     "Cluster",
     "Constants",
     "Device",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog.constants import Constants, fitted
 from ringspan.planner.catalog.files import find, plain, read_data, read_toml, unverified
-from ringspan.planner.catalog.kernels import Attention, Silicon, attention_curve
+from ringspan.planner.catalog.kernels import AttentionCurve, Silicon, attention_curve
 from ringspan.planner.catalog.links import Link, load_network, load_scale_up
 
 MOST_DEVICES = 2**14
@@ -31,7 +31,7 @@ class Device:
     """One device, described by the rates that it reaches, not by its peaks."""
 
     id: str
-    attention: Attention
+    attention: AttentionCurve
     dense_flops_per_s: float
     fp8_ratio: float
     memory_bytes: float
@@ -187,10 +187,10 @@ def _read_calibrated(path: Path) -> Device:
         attention, link = data["attention"], data["link"]
         rate, latency_s, steals = (_figure(path, link, key) for key in ("bytes_per_s", "latency_s", "steals"))
         near = Link(f"{path.stem} link", rate, latency_s, rate, latency_s, rate, steals)
-        curve = {key: _figure(path, attention, key) for key in Attention._fields if key != "kernel"}
+        curve = {key: _figure(path, attention, key) for key in AttentionCurve._fields if key != "kernel"}
         return Device(
             id=path.stem,
-            attention=Attention(kernel=str(attention["kernel"]), **curve),
+            attention=AttentionCurve(kernel=str(attention["kernel"]), **curve),
             dense_flops_per_s=_figure(path, data, "dense_flops_per_s"),
             fp8_ratio=1.0,
             memory_bytes=_figure(path, data, "memory_bytes"),

@@ -22,7 +22,7 @@ USUAL_FLOPS_PER_EXPONENTIAL = 128  # of A100; taken where the exponentials of a 
 OLD_INSTRUCTIONS = ("hopper", "blackwell")  # where FlashAttention-2 cannot use the newest ones
 
 
-class Attention(NamedTuple):
+class AttentionCurve(NamedTuple):
     """How fast a kernel attends on a device: see `cost.attention_flops_per_s`."""
 
     kernel: str
@@ -45,7 +45,7 @@ class Silicon(NamedTuple):
     exponentials_per_s: float | None
 
 
-def attention_curve(name: str, kernel: str, silicon: Silicon, reached: Constants) -> Attention:
+def attention_curve(name: str, kernel: str, silicon: Silicon, reached: Constants) -> AttentionCurve:
     """The curve of a kernel on a device, measured or not."""
     if kernel not in KERNELS:
         raise UnsupportedError(
@@ -65,7 +65,7 @@ def attention_curve(name: str, kernel: str, silicon: Silicon, reached: Constants
         if silicon.family in OLD_INSTRUCTIONS:
             limit = min(limit, reached.fa2_hopper_share * FLOPS_PER_EXPONENTIAL * exponentials)
     is_third = kernel == "fa3"
-    return Attention(
+    return AttentionCurve(
         kernel=kernel,
         flops_per_s=limit,
         softmax_dims=reached.softmax_share * limit / (4 * exponentials),

@@ -3,8 +3,8 @@
 from ringspan.planner.plan.ask import make_request, plan
 from ringspan.planner.plan.build import Option, Plan, build_plan
 from ringspan.planner.plan.candidates import Illegal
-from ringspan.planner.plan.explain import Line
-from ringspan.planner.plan.lengths import Crossing
+from ringspan.planner.plan.explain import ExplainedTerm
+from ringspan.planner.plan.lengths import BreakEven
 from ringspan.planner.plan.memory import Memory, count_memory
 from ringspan.planner.plan.passes import Pass, timeline_of
 from ringspan.planner.plan.predict import Prediction, predict
@@ -23,10 +23,10 @@ from ringspan.planner.plan.settings import Recipe
 __all__ = [
     "PHASES",
     "Answer",
+    "BreakEven",
     "Cost",
-    "Crossing",
+    "ExplainedTerm",
     "Illegal",
-    "Line",
     "Memory",
     "Option",
     "Pass",

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ringspan.planner.accuracy import is_tie, range_of
 from ringspan.planner.plan.candidates import Illegal, list_setups, usual_tps
 from ringspan.planner.plan.caveats import late_s, list_caveats
-from ringspan.planner.plan.explain import Line, explain
-from ringspan.planner.plan.lengths import Crossing, break_even, crossing, longest
+from ringspan.planner.plan.explain import ExplainedTerm, explain
+from ringspan.planner.plan.lengths import BreakEven, break_even, crossing, longest
 from ringspan.planner.plan.memory import Memory, count_memory
 from ringspan.planner.plan.picture import draw_plan
 from ringspan.planner.plan.predict import Prediction, predict
@@ -44,9 +44,9 @@ class Plan:
     illegal: tuple[Illegal, ...]
     longest_tokens: int | None  # that fit, with the best way
     break_even_tokens: int | None  # from which the best way is clearly faster than one device or group
-    crossing: Crossing | None
+    crossing: BreakEven | None
     recipes: tuple[Recipe, ...]
-    explanation: tuple[Line, ...]
+    explanation: tuple[ExplainedTerm, ...]
     caveats: tuple[str, ...]
 
     def _repr_html_(self) -> str:

@@ -10,7 +10,7 @@ from ringspan.planner.plan.predict import Prediction
 from ringspan.planner.plan.request import CACHE_BYTES, Request
 
 
-class Line(NamedTuple):
+class ExplainedTerm(NamedTuple):
     """A quantity, its formula in words, and with numbers."""
 
     what: str
@@ -18,7 +18,7 @@ class Line(NamedTuple):
     numbers: str
 
 
-def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterator[Line]:
+def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterator[ExplainedTerm]:
     """For the chosen way."""
     setup = prediction.setup
     ring, sequence = ring_of(request, setup), sequence_of(request, setup)
@@ -32,7 +32,7 @@ def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterato
         yield from _explain_training(request, prediction)
 
 
-def _explain_memory(request: Request, prediction: Prediction, memory: Memory, kv_len: int) -> Iterator[Line]:
+def _explain_memory(request: Request, prediction: Prediction, memory: Memory, kv_len: int) -> Iterator[ExplainedTerm]:
     model, setup, shard = request.model, prediction.setup, shard_of(request, prediction.setup)
     parameters = model.parameters or model.counted_parameters
     formula = "parameters · bytes / tensor parallelism"
@@ -40,34 +40,34 @@ def _explain_memory(request: Request, prediction: Prediction, memory: Memory, kv
     if request.shards_weights:
         formula += " / ranks that share them"
         numbers += f" / {setup.cp * setup.copies}"
-    yield Line("weights", formula, f"{numbers} = {memory.weights:.4g} bytes")
+    yield ExplainedTerm("weights", formula, f"{numbers} = {memory.weights:.4g} bytes")
     if memory.kv_cache:
         layers, formula = f"{model.full_layers} · {kv_len:,}", "layers · tokens / ranks"
         size = CACHE_BYTES[request.kv_cache]
         if model.window is not None:
             kept = -(-min(request.tokens + request.cached_tokens, model.window.tokens) // setup.cp)
             layers, formula = f"({layers} + {model.layers - model.full_layers} · {kept:,})", f"({formula} + of windows)"
-        yield Line(
+        yield ExplainedTerm(
             "KV cache",
             f"{formula} · elements · batch · bytes",
             f"{layers} · {shard.kv_elements} · {shard.batch} · {size:g} = {memory.kv_cache:.4g} bytes",
         )
 
 
-def _explain_tiles(request: Request, prediction: Prediction, q_len: int, kv_len: int) -> Iterator[Line]:
+def _explain_tiles(request: Request, prediction: Prediction, q_len: int, kv_len: int) -> Iterator[ExplainedTerm]:
     shard, curve = shard_of(request, prediction.setup), request.cluster.device.attention
     dim = shard.head_dim
     rate = attention_flops_per_s(curve, dim, kv_len, is_causal=False, is_backward=False)
     limit, formula = f"{curve.flops_per_s:.4g}", "limit"
     if dim > WIDE_HEAD_DIM:
         limit, formula = f"{limit} · {curve.wide_head_ratio:.4g}", "limit · wide_head_ratio"
-    yield Line(
+    yield ExplainedTerm(
         "attention rate",
         f"{formula} · d/(d + softmax_dims) · n/(n + ramp)",
         f"{limit} · {dim}/({dim} + {curve.softmax_dims:.3g}) · {kv_len:,}/({kv_len:,} + {curve.ramp_full_tokens:.3g})"
         f" = {rate:.4g} FLOP/s ({curve.kernel})",
     )
-    yield Line(
+    yield ExplainedTerm(
         "a full tile",
         "2 · q · kv · heads · (head_dim + v_head_dim) · batch / rate",
         f"2 · {q_len:,} · {kv_len:,} · {shard.num_heads} · {dim + shard.v_head_dim} · {shard.batch} / {rate:.4g} = "
@@ -75,11 +75,11 @@ def _explain_tiles(request: Request, prediction: Prediction, q_len: int, kv_len:
     )
 
 
-def _explain_messages(request: Request, prediction: Prediction, kv_len: int) -> Iterator[Line]:
+def _explain_messages(request: Request, prediction: Prediction, kv_len: int) -> Iterator[ExplainedTerm]:
     device, ring = request.cluster.device, ring_of(request, prediction.setup)
     shard = shard_of(request, prediction.setup)
     link = device.far if ring.per_node == 1 or ring.world_size > ring.per_node else device.near
-    yield Line(
+    yield ExplainedTerm(
         "a KV message",
         "latency + tokens · bytes / rate",
         f"{link.latency_s:.3g} + {kv_len:,} · {shard.kv_bytes:.4g} / {link.bytes_per_s:.4g} = "
@@ -87,7 +87,7 @@ def _explain_messages(request: Request, prediction: Prediction, kv_len: int) -> 
     )
     if ring.world_size > 1:
         rate, per_pair = full_flops_per_s(device, shard), attention_flops(1, shard)
-        yield Line(
+        yield ExplainedTerm(
             "KV is hidden from",
             "ranks · rate for long n · bytes of K and V / (FLOPs of a pair · link rate) new tokens",
             f"{ring.world_size} · {rate:.4g} · {shard.kv_bytes:.4g} / ({per_pair:.4g} · {link.bytes_per_s:.4g}) = "
@@ -95,9 +95,9 @@ def _explain_messages(request: Request, prediction: Prediction, kv_len: int) -> 
         )
 
 
-def _explain_layers(request: Request, prediction: Prediction) -> Iterator[Line]:
+def _explain_layers(request: Request, prediction: Prediction) -> Iterator[ExplainedTerm]:
     model, dense = request.model, prediction.dense
-    yield Line(
+    yield ExplainedTerm(
         "attention of a layer",
         "timeline: compute + messages not hidden + waiting",
         f"{prediction.attention_compute_s:.4g} + {prediction.attention_exposed_s:.4g} + "
@@ -113,7 +113,7 @@ def _explain_layers(request: Request, prediction: Prediction) -> Iterator[Line]:
     kept = {name: seconds for name, seconds in rest.items() if seconds or name in ("matrix products", "elementwise")}
     rest_s = prediction.layer_s - prediction.attention_s
     numbers = " + ".join(f"{seconds:.4g}" for seconds in kept.values())
-    yield Line("the rest of a layer", " + ".join(kept), f"{numbers} = {rest_s:.4g} s")
+    yield ExplainedTerm("the rest of a layer", " + ".join(kept), f"{numbers} = {rest_s:.4g} s")
     formula, numbers = "full layers · attention", f"{model.full_layers} · {prediction.attention_s:.4g}"
     if model.window is not None:
         formula += " + sliding layers · theirs"
@@ -124,14 +124,14 @@ def _explain_layers(request: Request, prediction: Prediction) -> Iterator[Line]:
     total_s = prediction.forward.total_s
     if request.chunk < request.tokens:
         formula, total_s = f"{formula}, of the last chunk", _last_s(request, prediction)
-    yield Line(
+    yield ExplainedTerm(
         "forward" if request.phase == "train" or request.chunk < request.tokens else "in all",
         formula,
         f"{numbers} = {total_s:.4g} s",
     )
     if request.chunk < request.tokens:
         count = -(-request.tokens // request.chunk)
-        yield Line(
+        yield ExplainedTerm(
             "in all", f"the sum of {count} chunks", f"{prediction.forward.total_s:.4g} = {prediction.total_s:.4g} s"
         )
 
@@ -145,9 +145,9 @@ def _last_s(request: Request, prediction: Prediction) -> float:
     return attention_s + model.layers * rest_s + prediction.logits_s
 
 
-def _explain_training(request: Request, prediction: Prediction) -> Iterator[Line]:
+def _explain_training(request: Request, prediction: Prediction) -> Iterator[ExplainedTerm]:
     forward, backward = prediction.forward, prediction.backward
-    yield Line(
+    yield ExplainedTerm(
         "backward",
         "attention of all layers + layers · (2 · (matrix products + elementwise) + all-reduces + host)",
         f"{sum(backward[:3]):.4g} + {sum(backward[3:]):.4g} = {backward.total_s:.4g} s",
@@ -155,7 +155,7 @@ def _explain_training(request: Request, prediction: Prediction) -> Iterator[Line
     added, added_s = "reducing gradients", prediction.gradients_s
     if request.shards_weights:
         added, added_s = "gathering weights and scattering gradients", prediction.sharding_s
-    yield Line(
+    yield ExplainedTerm(
         "in all",
         f"forward + once more + backward + {added}, not hidden",
         f"{forward.total_s:.4g} + {prediction.again.total_s:.4g} + {backward.total_s:.4g} + {added_s:.4g} = "

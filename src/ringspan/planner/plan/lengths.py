@@ -14,7 +14,7 @@ from ringspan.planner.plan.request import MOST_TOKENS, Request, Setup
 from ringspan.planner.timeline import is_quick
 
 
-class Crossing(NamedTuple):
+class BreakEven(NamedTuple):
     """Where pass-KV and pass-Q take the same time, the number of keys held: below `new_tokens`, pass-Q is faster.
 
     None where one of them, named by `always`, is as fast or faster throughout.
@@ -71,7 +71,7 @@ def break_even(request: Request, setup: Setup) -> int | None:
     return high
 
 
-def crossing(request: Request, setup: Setup) -> Crossing | None:
+def crossing(request: Request, setup: Setup) -> BreakEven | None:
     """For the same number of keys, how many may be new for pass-Q to win."""
     if request.phase != "prefill" or not 1 < setup.cp <= MANY_RANKS:
         return None
@@ -86,11 +86,11 @@ def crossing(request: Request, setup: Setup) -> Crossing | None:
 
     least = min(setup.cp, num_keys)
     if q_wins(num_keys):
-        return Crossing(num_keys, None, Q_RING)
+        return BreakEven(num_keys, None, Q_RING)
     if not q_wins(least):
-        return Crossing(num_keys, None, KV_RING)
+        return BreakEven(num_keys, None, KV_RING)
     low, high = least, num_keys
     while high - low > low // 32 + 1:
         middle = (low + high) // 2
         low, high = (middle, high) if q_wins(middle) else (low, middle)
-    return Crossing(num_keys, high, "")
+    return BreakEven(num_keys, high, "")

@@ -187,7 +187,7 @@ def _by_owner(all_strips: tuple[Strip, ...], layout: Layout) -> list[dict[int, S
 _grid = lru_cache(maxsize=64)(Grid)
 
 
-class Part(NamedTuple):
+class NodePart(NamedTuple):
     """One node of a travelling part: its rows in the message, and how its receiver joins it."""
 
     rows: slice
@@ -211,7 +211,7 @@ class Growth(NamedTuple):
     """
 
     leaving: dict[tuple[int, Transfer], tuple[Root, ...]]
-    arriving: dict[tuple[int, Transfer], tuple[Part, ...]]
+    arriving: dict[tuple[int, Transfer], tuple[NodePart, ...]]
     roots: tuple[Root, ...]
     complete: frozenset[Block]
     pending: int
@@ -247,7 +247,7 @@ class _Binder:
         self.held: defaultdict[tuple[Block, int], set[Node]] = defaultdict(set)
         self.slots: dict[tuple[Block, int, Node], int] = {}
         self.leaving: dict[tuple[int, Transfer], tuple[Root, ...]] = {}
-        self.arriving: dict[tuple[int, Transfer], tuple[Part, ...]] = {}
+        self.arriving: dict[tuple[int, Transfer], tuple[NodePart, ...]] = {}
         self.pending = 0
 
     def bind(self) -> Grown:
@@ -304,11 +304,11 @@ class _Binder:
             self.held[block, index].remove(node)
             yield Root(block, rows, self.slots[block, index, node])
 
-    def _arrive(self, posted: int, transfer: Transfer) -> Iterator[Part]:
+    def _arrive(self, posted: int, transfer: Transfer) -> Iterator[NodePart]:
         nodes = self._nodes(posted, transfer)
         stacked = self._stacked(transfer.block, [index for index, _ in nodes])
         for (index, node), rows in zip(nodes, stacked, strict=True):
-            yield Part(rows, self._rise(transfer.block, index, node))
+            yield NodePart(rows, self._rise(transfer.block, index, node))
 
     def _tiles(self, attend: Attend) -> Iterator[GridTile]:
         for q in attend.qs:

@@ -18,7 +18,7 @@ from ringspan.mask import Mask, documents
 from ringspan.schedule import format_schedule, visible_blocks
 from ringspan.simulate.lesson.dense import Check, check, dense_attention
 from ringspan.simulate.lesson.prefill import Tokens
-from ringspan.simulate.lesson.settings import Settings
+from ringspan.simulate.lesson.settings import LessonSettings
 from ringspan.simulate.simulator import Simulation, bytes_sent, simulate_attention
 from ringspan.span import Span
 
@@ -58,27 +58,27 @@ class Decode:
     batch: DecodeRun
 
 
-def run_decode(settings: Settings, tokens: Tokens, rng: np.random.Generator) -> Decode:
+def run_decode(settings: LessonSettings, tokens: Tokens, rng: np.random.Generator) -> Decode:
     """Decode a few tokens after the prefilled `tokens`, then after a batch of shorter sequences."""
     num_steps = min(max(settings.world_size, 4), MOST_STEPS)
     one = None
     num_next = min(num_steps, settings.mask.num_positions - settings.seq_len)
     if num_next:
         grown = tokens.then(Tokens.random(settings, num_next, rng))
-        one = _run(_Batch(settings, settings.mask, 1, settings.seq_len, num_next), grown, "replicated")
+        one = _run(_DecodeBatch(settings, settings.mask, 1, settings.seq_len, num_next), grown, "replicated")
     num_sequences = min(settings.world_size, MOST_SEQUENCES)
     prompt = max(1, settings.seq_len // num_sequences)
     mask = documents([prompt + num_steps] * num_sequences)
-    batch = _Batch(settings, mask, num_sequences, prompt, num_steps)
+    batch = _DecodeBatch(settings, mask, num_sequences, prompt, num_steps)
     new = Tokens.random(settings, num_sequences * (prompt + num_steps), rng)
     return Decode(one, _run(batch, new, "sharded"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _DecodeBatch:
     """The positions of a batch: sequence b begins at b · (prompt + num_steps)."""
 
-    settings: Settings
+    settings: LessonSettings
     mask: Mask
     num_sequences: int
     prompt: int
@@ -112,7 +112,7 @@ class _Batch:
         return Layout(tuple(tuple(span for owner, span in new if owner == rank) for rank in ranks))
 
 
-def _run(batch: _Batch, tokens: Tokens, query: Query) -> DecodeRun:
+def _run(batch: _DecodeBatch, tokens: Tokens, query: Query) -> DecodeRun:
     done = [_simulate(batch, tokens, step, query) for step in range(batch.num_steps)]
     unrotated = np.array(_held(batch.cache_layout(0)))
     for sequence in range(batch.num_sequences):
@@ -128,7 +128,7 @@ def _run(batch: _Batch, tokens: Tokens, query: Query) -> DecodeRun:
     )
 
 
-def _simulate(batch: _Batch, tokens: Tokens, step: int, query: Query) -> Simulation:
+def _simulate(batch: _DecodeBatch, tokens: Tokens, step: int, query: Query) -> Simulation:
     """Attend the new queries to the cache, which already holds their own keys."""
     layout, kv_layout = batch.query_layout(step, query), batch.cache_layout(step + 1)
     new, cached = layout.all_positions(), kv_layout.all_positions()
@@ -137,7 +137,7 @@ def _simulate(batch: _Batch, tokens: Tokens, step: int, query: Query) -> Simulat
     return simulate_attention(q, k, v, mask=batch.mask, layout=layout, kv_layout=kv_layout, algorithm=schedule)
 
 
-def _step(batch: _Batch, step: int, simulation: Simulation) -> DecodeStep:
+def _step(batch: _DecodeBatch, step: int, simulation: Simulation) -> DecodeStep:
     case = simulation.case
     q_positions, kv_positions = case.problem.layout.all_positions(), case.problem.kv_layout.all_positions()
     truth = dense_attention(case.q, case.k, case.v, batch.mask, q_positions, kv_positions, np.float64)

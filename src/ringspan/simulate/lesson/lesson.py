@@ -15,11 +15,11 @@ from ringspan.simulate.lesson.decode import Decode, DecodeRun, DecodeStep, run_d
 from ringspan.simulate.lesson.dense import Check
 from ringspan.simulate.lesson.prefill import (
     LayoutWork,
+    LessonShard,
     OneQuery,
     Prefill,
     Reference,
     Run,
-    Shard,
     Tokens,
     Traffic,
     run_prefill,
@@ -31,7 +31,7 @@ from ringspan.simulate.lesson.settings import (
     MAX_SEQ_LEN,
     MAX_WORLD_SIZE,
     LayoutChoice,
-    Settings,
+    LessonSettings,
     check_heads,
 )
 
@@ -50,13 +50,13 @@ __all__ = [
     "LayoutChoice",
     "LayoutWork",
     "Lesson",
+    "LessonSettings",
+    "LessonShard",
     "OneQuery",
     "Parameters",
     "Prefill",
     "Reference",
     "Run",
-    "Settings",
-    "Shard",
     "Traffic",
     "check_heads",
     "run_lesson",
@@ -94,7 +94,7 @@ class Lesson:
     is_verified: bool
 
 
-def run_lesson(settings: Settings, progress: Callable[[str], None]) -> Lesson:
+def run_lesson(settings: LessonSettings, progress: Callable[[str], None]) -> Lesson:
     """Compute and check all parts; `progress` is called with the name of each part before it starts."""
     rng = np.random.default_rng(settings.seed)
     tokens = Tokens.random(settings, settings.seq_len, rng)
@@ -124,7 +124,7 @@ def _checks(prefill: Prefill, decode: Decode) -> Iterator[tuple[str, Check]]:
             yield f"decode step {step.step} of the {name}", step.check
 
 
-def _parameters(settings: Settings) -> Parameters:
+def _parameters(settings: LessonSettings) -> Parameters:
     return Parameters(
         world_size=settings.world_size,
         seq_len=settings.seq_len,
@@ -142,6 +142,6 @@ def _parameters(settings: Settings) -> Parameters:
     )
 
 
-def _direction(settings: Settings) -> str | None:
+def _direction(settings: LessonSettings) -> str | None:
     has_one = any("direction" in ALGORITHMS[name].options for name in settings.algorithms)
     return settings.direction or "forward" if has_one else None

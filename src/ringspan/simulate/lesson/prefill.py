@@ -12,7 +12,7 @@ from ringspan.program.problem import Problem
 from ringspan.schedule import Block, format_schedule
 from ringspan.simulate.lesson.bits import Bits, compare_bits, digest_bits
 from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
-from ringspan.simulate.lesson.settings import LayoutChoice, Settings
+from ringspan.simulate.lesson.settings import LayoutChoice, LessonSettings
 from ringspan.simulate.simulator import RankStep, Simulation, bytes_sent, simulate_attention
 
 SAMPLE = 4  # number of reference values to print
@@ -27,7 +27,7 @@ class Tokens:
     v: Array
 
     @classmethod
-    def random(cls, settings: Settings, num_tokens: int, rng: np.random.Generator) -> "Tokens":
+    def random(cls, settings: LessonSettings, num_tokens: int, rng: np.random.Generator) -> "Tokens":
         heads = (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads)
         return cls(*(rng.standard_normal((n, num_tokens, settings.head_dim), dtype=np.float32) for n in heads))
 
@@ -37,7 +37,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class LessonShard:
     """The positions that a rank holds; `spans` is the short form."""
 
     rank: int
@@ -76,7 +76,7 @@ class Attended:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBytes:
     block: str
     dst: int
     sent_bytes: int
@@ -89,7 +89,7 @@ class TraceCell:
     rank: int
     held: tuple[str, ...]
     attends: tuple[Attended, ...]
-    sends: tuple[Sent, ...]
+    sends: tuple[SentBytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class OneQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    shards: tuple[Shard, ...]
+    shards: tuple[LessonShard, ...]
     work: tuple[LayoutWork, ...]
     reference: Reference
     runs: tuple[Run, ...]
@@ -151,7 +151,7 @@ class Prefill:
     one_device_digest: str | None  # in reproducible mode only: `Bits.digest` of one device
 
 
-def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], None]) -> Prefill:
+def run_prefill(settings: LessonSettings, tokens: Tokens, progress: Callable[[str], None]) -> Prefill:
     """Run every chosen algorithm on the tokens and compare it with the dense reference."""
     layout = settings.build_layout(settings.layout)
     positions = np.arange(settings.seq_len)
@@ -188,7 +188,7 @@ def run_prefill(settings: Settings, tokens: Tokens, progress: Callable[[str], No
     )
 
 
-def _simulate(settings: Settings, tokens: Tokens, layout: Layout, algorithm: str) -> Simulation:
+def _simulate(settings: LessonSettings, tokens: Tokens, layout: Layout, algorithm: str) -> Simulation:
     return simulate_attention(
         tokens.q,
         tokens.k,
@@ -201,8 +201,8 @@ def _simulate(settings: Settings, tokens: Tokens, layout: Layout, algorithm: str
     )
 
 
-def _shard(layout: Layout, rank: int) -> Shard:
-    return Shard(rank, tuple(map(str, layout.spans_by_rank[rank])), tuple(layout.positions(rank).tolist()))
+def _shard(layout: Layout, rank: int) -> LessonShard:
+    return LessonShard(rank, tuple(map(str, layout.spans_by_rank[rank])), tuple(layout.positions(rank).tolist()))
 
 
 def _compared(chosen: LayoutChoice) -> tuple[LayoutChoice, ...]:
@@ -210,7 +210,7 @@ def _compared(chosen: LayoutChoice) -> tuple[LayoutChoice, ...]:
     return tuple(dict.fromkeys((LayoutChoice("contiguous"), LayoutChoice("zigzag"), chosen)))
 
 
-def _work(settings: Settings, choice: LayoutChoice) -> LayoutWork:
+def _work(settings: LessonSettings, choice: LayoutChoice) -> LayoutWork:
     work = settings.build_layout(choice).work(settings.mask)
     per_rank, per_step = work.per_rank, work.per_step
     if settings.direction == "reverse":
@@ -246,7 +246,7 @@ def _trace_cell(cell: RankStep) -> TraceCell:
             if tile.coverage is not None
         ),
         sends=tuple(
-            Sent(str(message.blocks[0]), message.peer, message.nbytes)
+            SentBytes(str(message.blocks[0]), message.peer, message.nbytes)
             for message in cell.sent
             if message.peer is not None
         ),

@@ -50,7 +50,7 @@ class LayoutChoice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LessonSettings:
     world_size: int
     seq_len: int
     num_heads: int

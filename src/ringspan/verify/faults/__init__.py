@@ -2,14 +2,14 @@
 
 from ringspan.verify.faults import backward, kernels, masks, schedules
 from ringspan.verify.faults.record import FAULTS, Fault, fault
-from ringspan.verify.faults.ring import KeysValues, RankView, Ring, RingPart
+from ringspan.verify.faults.ring import FaultyRing, KeysValues, RankView, RingPart
 
 __all__ = [
     "FAULTS",
     "Fault",
+    "FaultyRing",
     "KeysValues",
     "RankView",
-    "Ring",
     "RingPart",
     "backward",
     "fault",

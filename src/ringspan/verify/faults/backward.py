@@ -4,14 +4,14 @@ import numpy as np
 
 from ringspan.verify.cases import round_to
 from ringspan.verify.faults.record import fault
-from ringspan.verify.faults.ring import RankView, Ring, RingPart
+from ringspan.verify.faults.ring import FaultyRing, RankView, RingPart
 from ringspan.verify.patterns import Numbers
 
 Grads = dict[str, Numbers]
 
 
 @fault("dkv not sent home", "backward", "gradient not summed over ranks", "gradient of a block missing")
-class DkvNotSentHome(Ring):
+class DkvNotSentHome(FaultyRing):
     """Contributions of other ranks' queries are dropped."""
 
     def add(self, total: Numbers, contribution: Numbers, view: RankView) -> Numbers:
@@ -19,7 +19,7 @@ class DkvNotSentHome(Ring):
 
 
 @fault("last contribution to dkv lost", "backward", "gradient of a block missing", "gradient not summed over ranks")
-class LastContributionLost(Ring):
+class LastContributionLost(FaultyRing):
     """The last hop of the backward ring is missing."""
 
     def add(self, total: Numbers, contribution: Numbers, view: RankView) -> Numbers:
@@ -27,7 +27,7 @@ class LastContributionLost(Ring):
 
 
 @fault("own contribution to dkv twice", "backward", "gradient of a block counted twice", min_world_size=1)
-class OwnContributionTwice(Ring):
+class OwnContributionTwice(FaultyRing):
     """The accumulator starts with the local gradient and adds it again."""
 
     def add(self, total: Numbers, contribution: Numbers, view: RankView) -> Numbers:
@@ -35,7 +35,7 @@ class OwnContributionTwice(Ring):
 
 
 @fault("dkv overwritten", "backward", "gradient overwritten", "gradient of a block missing")
-class DkvOverwritten(Ring):
+class DkvOverwritten(FaultyRing):
     """The last contribution replaces the sum."""
 
     def add(self, total: Numbers, contribution: Numbers, view: RankView) -> Numbers:
@@ -43,7 +43,7 @@ class DkvOverwritten(Ring):
 
 
 @fault("dq of one block only", "backward", "gradient not summed over ranks", "gradient of a block missing")
-class DqOfOneBlock(Ring):
+class DqOfOneBlock(FaultyRing):
     """dq keeps the local block's share."""
 
     def add_dq(self, total: Numbers, contribution: Numbers, view: RankView) -> Numbers:
@@ -51,7 +51,7 @@ class DqOfOneBlock(Ring):
 
 
 @fault("dq misses the last block", "backward", "gradient of a block missing", "gradient not summed over ranks")
-class DqMissesLast(Ring):
+class DqMissesLast(FaultyRing):
     """The last step adds nothing to dq."""
 
     def add_dq(self, total: Numbers, contribution: Numbers, view: RankView) -> Numbers:
@@ -59,7 +59,7 @@ class DqMissesLast(Ring):
 
 
 @fault("dkv to the neighbour", "backward", "gradient on the wrong rank")
-class DkvToNeighbour(Ring):
+class DkvToNeighbour(FaultyRing):
     """The accumulators stop one hop short of home."""
 
     def home(self, view: RankView) -> int:
@@ -67,7 +67,7 @@ class DkvToNeighbour(Ring):
 
 
 @fault("gradient summed twice", "backward", "gradient summed more than once", min_world_size=1)
-class SummedTwice(Ring):
+class SummedTwice(FaultyRing):
     """dk and dv are all-reduced after they were summed by the ring, by two ranks."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -75,7 +75,7 @@ class SummedTwice(Ring):
 
 
 @fault("gradient averaged over ranks", "backward")
-class Averaged(Ring):
+class Averaged(FaultyRing):
     """A mean where a sum is meant."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -83,7 +83,7 @@ class Averaged(Ring):
 
 
 @fault("delta left out", "backward", min_world_size=1)
-class DeltaLeftOut(Ring):
+class DeltaLeftOut(FaultyRing):
     """dS = P * dP."""
 
     def delta(self, dout: Numbers, part: RingPart) -> Numbers:
@@ -91,7 +91,7 @@ class DeltaLeftOut(Ring):
 
 
 @fault("local softmax in the backward pass", "backward")
-class LocalSoftmax(Ring):
+class LocalSoftmax(FaultyRing):
     """Every block is normalised by its own sum."""
 
     def softmax_again(self, view: RankView, scores: Numbers, seen: Numbers, part: RingPart) -> Numbers:
@@ -100,7 +100,7 @@ class LocalSoftmax(Ring):
 
 
 @fault("mask ignored in the backward pass", "backward", min_world_size=1)
-class MaskIgnoredBackward(Ring):
+class MaskIgnoredBackward(FaultyRing):
     """Hidden pairs send gradients."""
 
     def backward_seen(self, view: RankView) -> Numbers:
@@ -108,7 +108,7 @@ class MaskIgnoredBackward(Ring):
 
 
 @fault("scale missing in dq", "backward", "scale missing in the backward pass", min_world_size=1)
-class ScaleMissingInDq(Ring):
+class ScaleMissingInDq(FaultyRing):
     """dq is that of the scaled queries."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -116,7 +116,7 @@ class ScaleMissingInDq(Ring):
 
 
 @fault("scale twice in dk", "backward", "scale missing in the backward pass", min_world_size=1)
-class ScaleTwiceInDk(Ring):
+class ScaleTwiceInDk(FaultyRing):
     """dk is scaled by the kernel and again outside."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -124,7 +124,7 @@ class ScaleTwiceInDk(Ring):
 
 
 @fault("dk and dv swapped", "backward", min_world_size=1)
-class DkDvSwapped(Ring):
+class DkDvSwapped(FaultyRing):
     """The halves of the received pair are taken for each other."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -132,7 +132,7 @@ class DkDvSwapped(Ring):
 
 
 @fault("halves of dk and dv swapped", "backward", "dk and dv swapped", min_world_size=1)
-class HalvesSwapped(Ring):
+class HalvesSwapped(FaultyRing):
     """A packed (dk, dv) buffer is split in the middle of its rows."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -145,7 +145,7 @@ class HalvesSwapped(Ring):
 
 
 @fault("first head of a GQA group only", "backward", "GQA group not summed", min_world_size=1)
-class FirstHeadOnly(Ring):
+class FirstHeadOnly(FaultyRing):
     """dk and dv come from one query head of each group."""
 
     def collect(self, by_head: Numbers) -> Numbers:
@@ -153,7 +153,7 @@ class FirstHeadOnly(Ring):
 
 
 @fault("GQA group averaged", "backward", "GQA group not summed", min_world_size=1)
-class GroupAveraged(Ring):
+class GroupAveraged(FaultyRing):
     """dk and dv are means over the heads of a group."""
 
     def collect(self, by_head: Numbers) -> Numbers:
@@ -161,7 +161,7 @@ class GroupAveraged(Ring):
 
 
 @fault("dv missing", "backward", "gradient missing", min_world_size=1)
-class DvMissing(Ring):
+class DvMissing(FaultyRing):
     """dv is zeros."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -169,7 +169,7 @@ class DvMissing(Ring):
 
 
 @fault("dk missing on one rank", "backward", "gradient missing")
-class DkMissingOnOneRank(Ring):
+class DkMissingOnOneRank(FaultyRing):
     """Rank 1 never receives its dk."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -179,7 +179,7 @@ class DkMissingOnOneRank(Ring):
 
 
 @fault("gradients in bfloat16", "backward", "precision lost", min_world_size=1)
-class GradientsInBfloat16(Ring):
+class GradientsInBfloat16(FaultyRing):
     """dk and dv are accumulated in the type of the wire."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -187,7 +187,7 @@ class GradientsInBfloat16(Ring):
 
 
 @fault("sink gradient missing", "backward", "gradient missing", min_world_size=1)
-class SinkGradientMissing(Ring):
+class SinkGradientMissing(FaultyRing):
     """Sinks are taken for constants."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -195,7 +195,7 @@ class SinkGradientMissing(Ring):
 
 
 @fault("sink gradient negated", "backward", "gradient negated", min_world_size=1)
-class SinkGradientNegated(Ring):
+class SinkGradientNegated(FaultyRing):
     """The sign of delta is lost."""
 
     def finish_gradients(self, grads: Grads) -> Grads:
@@ -203,7 +203,7 @@ class SinkGradientNegated(Ring):
 
 
 @fault("softcap missing in the backward pass", "backward", min_world_size=1)
-class SoftcapMissingBackward(Ring):
+class SoftcapMissingBackward(FaultyRing):
     """The derivative of tanh is left out."""
 
     def gradients(self, parts: list[RingPart]) -> Grads:
@@ -223,7 +223,7 @@ class SoftcapMissingBackward(Ring):
 
 
 @fault("RoPE missing in the backward pass", "backward", min_world_size=1)
-class RopeMissingBackward(Ring):
+class RopeMissingBackward(FaultyRing):
     """Gradients are those of the turned rows."""
 
     def unrotate(self, grad: Numbers, positions: Numbers) -> Numbers:

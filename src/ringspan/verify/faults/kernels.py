@@ -4,11 +4,11 @@ import numpy as np
 
 from ringspan.verify.cases import round_to
 from ringspan.verify.faults.record import fault
-from ringspan.verify.faults.ring import RankView, Ring, RingPart
+from ringspan.verify.faults.ring import FaultyRing, RankView, RingPart
 from ringspan.verify.patterns import Numbers
 
 
-class _Weighted(Ring):
+class _Weighted(FaultyRing):
     """A merge with weights of its own."""
 
     def shares(self, into: Numbers, part: Numbers) -> tuple[Numbers, Numbers]:
@@ -29,7 +29,7 @@ class PartialsAdded(_Weighted):
 
 
 @fault("partials averaged", "merge")
-class PartialsAveraged(Ring):
+class PartialsAveraged(FaultyRing):
     """The mean of all blocks."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -47,7 +47,7 @@ class BaseTwo(_Weighted):
 
 
 @fault("merge in powers of 2", "merge", "log-sum-exp in base 2")
-class PowersOfTwo(Ring):
+class PowersOfTwo(FaultyRing):
     """exp2(lse) for exp(lse)."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -83,7 +83,7 @@ class PartNotWeighted(_Weighted):
 
 
 @fault("log-sum-exp not updated", "merge", "log-sum-exp not updated", "log-sum-exp of one block")
-class LseNotUpdated(Ring):
+class LseNotUpdated(FaultyRing):
     """The first block's log-sum-exp stays."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -92,7 +92,7 @@ class LseNotUpdated(Ring):
 
 
 @fault("log-sum-exp overwritten", "merge", "log-sum-exp not updated", "log-sum-exp of one block")
-class LseOverwritten(Ring):
+class LseOverwritten(FaultyRing):
     """The latest block's log-sum-exp replaces that of all."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -100,7 +100,7 @@ class LseOverwritten(Ring):
 
 
 @fault("last partial wins", "merge", "last partial wins", "last hop missing", "block missing")
-class LastPartialWins(Ring):
+class LastPartialWins(FaultyRing):
     """The output is overwritten in every step."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -108,7 +108,7 @@ class LastPartialWins(Ring):
 
 
 @fault("running maximum ignored", "merge")
-class RunningMaximumIgnored(Ring):
+class RunningMaximumIgnored(FaultyRing):
     """Sums of exponentials are added although each is relative to a maximum of its own."""
 
     def partial(self, view: RankView, scores: Numbers, seen: Numbers, v: Numbers) -> RingPart:
@@ -118,7 +118,7 @@ class RunningMaximumIgnored(Ring):
 
 
 @fault("scale left out", "kernel", min_world_size=1)
-class ScaleLeftOut(Ring):
+class ScaleLeftOut(FaultyRing):
     """Scores are not scaled."""
 
     def score_scale(self, view: RankView) -> float:
@@ -126,7 +126,7 @@ class ScaleLeftOut(Ring):
 
 
 @fault("scale applied twice", "kernel", min_world_size=1)
-class ScaleTwice(Ring):
+class ScaleTwice(FaultyRing):
     """Queries are scaled, and scores again."""
 
     def score_scale(self, view: RankView) -> float:
@@ -134,7 +134,7 @@ class ScaleTwice(Ring):
 
 
 @fault("given scale ignored", "adapter", min_world_size=1)
-class GivenScaleIgnored(Ring):
+class GivenScaleIgnored(FaultyRing):
     """1/sqrt(head_dim) whatever is asked for."""
 
     def score_scale(self, view: RankView) -> float:
@@ -142,7 +142,7 @@ class GivenScaleIgnored(Ring):
 
 
 @fault("exponent in base 2", "kernel", min_world_size=1)
-class ExponentInBaseTwo(Ring):
+class ExponentInBaseTwo(FaultyRing):
     """exp2 without the factor log2(e)."""
 
     def score_scale(self, view: RankView) -> float:
@@ -150,7 +150,7 @@ class ExponentInBaseTwo(Ring):
 
 
 @fault("weights not normalised", "kernel", min_world_size=1)
-class NotNormalised(Ring):
+class NotNormalised(FaultyRing):
     """The sum is never divided by."""
 
     def finish(self, rank: int, part: RingPart) -> RingPart:
@@ -159,7 +159,7 @@ class NotNormalised(Ring):
 
 
 @fault("weights in bfloat16", "kernel", "precision lost", min_world_size=1)
-class WeightsInBfloat16(Ring):
+class WeightsInBfloat16(FaultyRing):
     """Probabilities are rounded before they are multiplied by the values."""
 
     def weigh(self, view: RankView, weights: Numbers, v: Numbers) -> Numbers:
@@ -167,7 +167,7 @@ class WeightsInBfloat16(Ring):
 
 
 @fault("accumulator in bfloat16", "merge", "precision lost", min_world_size=1)
-class AccumulatorInBfloat16(Ring):
+class AccumulatorInBfloat16(FaultyRing):
     """Outputs are rounded after every merge."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -176,7 +176,7 @@ class AccumulatorInBfloat16(Ring):
 
 
 @fault("log-sum-exp in bfloat16", "wire", "precision lost")
-class LseInBfloat16(Ring):
+class LseInBfloat16(FaultyRing):
     """The log-sum-exp is sent in the type of the tensors."""
 
     def merge(self, into: RingPart, part: RingPart, view: RankView) -> RingPart:
@@ -184,7 +184,7 @@ class LseInBfloat16(Ring):
 
 
 @fault("sink ignored", "adapter", min_world_size=1)
-class SinkIgnored(Ring):
+class SinkIgnored(FaultyRing):
     """s_aux is accepted and dropped."""
 
     def finish(self, rank: int, part: RingPart) -> RingPart:
@@ -192,7 +192,7 @@ class SinkIgnored(Ring):
 
 
 @fault("sink in every block", "merge", "sink counted more than once")
-class SinkInEveryBlock(Ring):
+class SinkInEveryBlock(FaultyRing):
     """Each step adds the sink to its own softmax."""
 
     def finish(self, rank: int, part: RingPart) -> RingPart:
@@ -203,7 +203,7 @@ class SinkInEveryBlock(Ring):
 
 
 @fault("sink of another head", "adapter", min_world_size=1)
-class SinkOfAnotherHead(Ring):
+class SinkOfAnotherHead(FaultyRing):
     """Sinks are dealt to the wrong heads."""
 
     def finish(self, rank: int, part: RingPart) -> RingPart:
@@ -214,7 +214,7 @@ class SinkOfAnotherHead(Ring):
 
 
 @fault("sink missing in the log-sum-exp", "kernel", min_world_size=1)
-class SinkMissingInLse(Ring):
+class SinkMissingInLse(FaultyRing):
     """The output is right, the log-sum-exp leaves the sink out."""
 
     def attend(self, rank: int) -> RingPart:
@@ -230,7 +230,7 @@ class SinkMissingInLse(Ring):
 
 
 @fault("log-sum-exp returned in base 2", "kernel", "log-sum-exp in base 2", min_world_size=1)
-class LseReturnedInBaseTwo(Ring):
+class LseReturnedInBaseTwo(FaultyRing):
     """The returned log-sum-exp is log2."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -244,7 +244,7 @@ class LseReturnedInBaseTwo(Ring):
     "log-sum-exp of one block",
     min_world_size=1,
 )
-class LseWithoutMaximum(Ring):
+class LseWithoutMaximum(FaultyRing):
     """The returned log-sum-exp is the logarithm of the shifted sum."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -258,7 +258,7 @@ class LseWithoutMaximum(Ring):
         return part._replace(lse=np.where(np.isneginf(peak), part.lse, part.lse - np.where(np.isneginf(peak), 0, peak)))
 
 
-def visible_rows(ring: Ring, rank: int) -> Numbers:
+def visible_rows(ring: FaultyRing, rank: int) -> Numbers:
     """Which of all keys the queries of a rank see, with axes for batch and heads."""
     counts = ring.case.counts()[..., ring.q_rows(rank), :] > 0
     seen: Numbers = counts[:, None] if counts.ndim == 3 else counts
@@ -266,7 +266,7 @@ def visible_rows(ring: Ring, rank: int) -> Numbers:
 
 
 @fault("log-sum-exp of the rank's own block", "kernel", "log-sum-exp of one block", "log-sum-exp not updated")
-class LseOfOwnBlock(Ring):
+class LseOfOwnBlock(FaultyRing):
     """The output is merged, the log-sum-exp is that of step 0."""
 
     def attend(self, rank: int) -> RingPart:
@@ -283,7 +283,7 @@ class LseOfOwnBlock(Ring):
 
 
 @fault("output left at zero on one rank", "kernel", "output left at zero")
-class ZeroOnOneRank(Ring):
+class ZeroOnOneRank(FaultyRing):
     """Rank 0 never writes its output."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -291,7 +291,7 @@ class ZeroOnOneRank(Ring):
 
 
 @fault("output left at zero", "kernel", min_world_size=1)
-class ZeroOutput(Ring):
+class ZeroOutput(FaultyRing):
     """The output is never written."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -299,7 +299,7 @@ class ZeroOutput(Ring):
 
 
 @fault("NaN from the first empty block", "merge", "NaN", "NaN in rows without a key")
-class NanFromEmptyBlock(Ring):
+class NanFromEmptyBlock(FaultyRing):
     """A block in which a row sees nothing makes the row NaN."""
 
     def partial(self, view: RankView, scores: Numbers, seen: Numbers, v: Numbers) -> RingPart:
@@ -312,7 +312,7 @@ class NanFromEmptyBlock(Ring):
 
 
 @fault("GQA repeat order", "heads", min_world_size=1)
-class GqaRepeatOrder(Ring):
+class GqaRepeatOrder(FaultyRing):
     """repeat for repeat_interleave: query head i uses KV head i mod n."""
 
     def kv_head(self, head: int) -> int:
@@ -320,7 +320,7 @@ class GqaRepeatOrder(Ring):
 
 
 @fault("KV head 0 for all", "heads", "wrong KV head", min_world_size=1)
-class KvHeadZero(Ring):
+class KvHeadZero(FaultyRing):
     """Only the first KV head is used."""
 
     def kv_head(self, head: int) -> int:
@@ -328,7 +328,7 @@ class KvHeadZero(Ring):
 
 
 @fault("KV heads shifted", "heads", "wrong KV head", min_world_size=1)
-class KvHeadsShifted(Ring):
+class KvHeadsShifted(FaultyRing):
     """Each query head uses the next KV head."""
 
     def kv_head(self, head: int) -> int:
@@ -336,7 +336,7 @@ class KvHeadsShifted(Ring):
 
 
 @fault("heads in another order", "heads", min_world_size=1)
-class HeadsReordered(Ring):
+class HeadsReordered(FaultyRing):
     """An all-to-all that gives heads back in another order."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -345,7 +345,7 @@ class HeadsReordered(Ring):
 
 
 @fault("heads and tokens mixed up", "adapter", min_world_size=1)
-class HeadsAndTokensMixedUp(Ring):
+class HeadsAndTokensMixedUp(FaultyRing):
     """view where transpose is meant."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -353,7 +353,7 @@ class HeadsAndTokensMixedUp(Ring):
 
 
 @fault("batch rows in reverse", "adapter", "batch rows mixed up", min_world_size=1)
-class BatchRowsReversed(Ring):
+class BatchRowsReversed(FaultyRing):
     """Rows of the batch change places."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:

@@ -4,11 +4,11 @@ import numpy as np
 
 from ringspan.verify.cases import make_layout
 from ringspan.verify.faults.record import fault
-from ringspan.verify.faults.ring import RankView, Ring, RingPart
+from ringspan.verify.faults.ring import FaultyRing, RankView, RingPart
 from ringspan.verify.patterns import Numbers, Pattern, replace_part, visible
 
 
-class _OtherPattern(Ring):
+class _OtherPattern(FaultyRing):
     """Another mask than the one asked for."""
 
     def pattern(self) -> Pattern:
@@ -28,7 +28,7 @@ class MaskIgnored(_OtherPattern):
 
 
 @fault("mask ignored in foreign blocks", "mask", "mask ignored")
-class MaskIgnoredAbroad(Ring):
+class MaskIgnoredAbroad(FaultyRing):
     """Only a rank's own block is masked."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -133,7 +133,7 @@ class FramesTooLong(_OtherPattern):
 
 
 @fault("mask of the first batch row", "adapter", "mask of another batch row", min_world_size=1)
-class MaskOfFirstRow(Ring):
+class MaskOfFirstRow(FaultyRing):
     """per_row masks, of which the first serves all."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -142,7 +142,7 @@ class MaskOfFirstRow(Ring):
 
 
 @fault("mask in local positions", "mask")
-class MaskInLocalPositions(Ring):
+class MaskInLocalPositions(FaultyRing):
     """Every shard counts its positions from 0."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -151,7 +151,7 @@ class MaskInLocalPositions(Ring):
 
 
 @fault("zigzag mask on contiguous shards", "adapter", "positions of another layout")
-class ZigzagOnContiguous(Ring):
+class ZigzagOnContiguous(FaultyRing):
     """A zigzag kernel is fed contiguous shards, and the other way round."""
 
     def q_positions(self, rank: int) -> Numbers:
@@ -167,7 +167,7 @@ class ZigzagOnContiguous(Ring):
 
 
 @fault("causal aligned at the top left", "kernel", min_world_size=1)
-class AlignedTopLeft(Ring):
+class AlignedTopLeft(FaultyRing):
     """Queries count from 0 although keys came before them."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -176,7 +176,7 @@ class AlignedTopLeft(Ring):
 
 
 @fault("whole blocks only", "schedule", "positions of another layout", "mask ignored", "mask in local positions")
-class WholeBlocksOnly(Ring):
+class WholeBlocksOnly(FaultyRing):
     """Blocks of lower ranks are seen whole, those of higher ranks not at all, whatever the layout."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -187,7 +187,7 @@ class WholeBlocksOnly(Ring):
 
 
 @fault("NaN in rows without a key", "merge", min_world_size=1)
-class NanInEmptyRows(Ring):
+class NanInEmptyRows(FaultyRing):
     """-inf minus -inf."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -196,7 +196,7 @@ class NanInEmptyRows(Ring):
 
 
 @fault("rows without a key attend to all", "kernel", min_world_size=1)
-class EmptyRowsAttend(Ring):
+class EmptyRowsAttend(FaultyRing):
     """A mask of -1e9 instead of -inf: a row without a key gets the mean of all values."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -206,7 +206,7 @@ class EmptyRowsAttend(Ring):
 
 
 @fault("RoPE restarts on every rank", "adapter", "RoPE offset")
-class RopeRestarts(Ring):
+class RopeRestarts(FaultyRing):
     """position_ids of a shard begin at 0."""
 
     def rotate(self, x: Numbers, positions: Numbers, rank: int) -> Numbers:
@@ -214,14 +214,14 @@ class RopeRestarts(Ring):
         return super().rotate(x, local, rank) if self._is_forward(positions) else super().rotate(x, -local, rank)
 
     def unrotate(self, grad: Numbers, positions: Numbers) -> Numbers:
-        return Ring.rotate(self, grad, -np.arange(len(positions)).astype(np.float64), 0)
+        return FaultyRing.rotate(self, grad, -np.arange(len(positions)).astype(np.float64), 0)
 
     def _is_forward(self, positions: Numbers) -> bool:
         return bool((positions >= 0).all())
 
 
 @fault("RoPE of keys off by one", "adapter", "RoPE offset", min_world_size=1)
-class RopeKeysOffByOne(Ring):
+class RopeKeysOffByOne(FaultyRing):
     """Keys are turned one position too far."""
 
     def block_of(self, owner: int):  # type: ignore[no-untyped-def]
@@ -231,7 +231,7 @@ class RopeKeysOffByOne(Ring):
 
 
 @fault("softcap ignored", "adapter", min_world_size=1)
-class SoftcapIgnored(Ring):
+class SoftcapIgnored(FaultyRing):
     """softcap is accepted and dropped."""
 
     def __init__(self, case) -> None:  # type: ignore[no-untyped-def]

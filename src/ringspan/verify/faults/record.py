@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ringspan.errors import ShapeError
 from ringspan.verify.cases import VerifyCase
-from ringspan.verify.faults.ring import Ring
+from ringspan.verify.faults.ring import FaultyRing
 from ringspan.verify.outcome import Computed
 
 
@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     name: str
     area: str
     mistakes: tuple[str, ...]
-    ring: type[Ring]
+    ring: type[FaultyRing]
     min_world_size: int = 1
 
     @property
@@ -39,10 +39,12 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(name: str, area: str, *mistakes: str, min_world_size: int = 2) -> Callable[[type[Ring]], type[Ring]]:
+def fault(
+    name: str, area: str, *mistakes: str, min_world_size: int = 2
+) -> Callable[[type[FaultyRing]], type[FaultyRing]]:
     """Register a faulty ring; without `mistakes` its name is also that of the mistake."""
 
-    def register(ring: type[Ring]) -> type[Ring]:
+    def register(ring: type[FaultyRing]) -> type[FaultyRing]:
         if name in FAULTS:
             raise ShapeError("there is a fault of this name already", argument="name", value=name)
         FAULTS[name] = Fault(name, area, mistakes or (name,), ring, min_world_size)

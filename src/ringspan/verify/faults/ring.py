@@ -35,7 +35,7 @@ class RankView(NamedTuple):
     step: int
 
 
-class Ring:
+class FaultyRing:
     """Correct attention of one case on all ranks. A fault is a subclass that overrides one stage."""
 
     def __init__(self, case: VerifyCase) -> None:
@@ -95,7 +95,7 @@ class Ring:
 
     def unrotate(self, grad: Numbers, positions: Numbers) -> Numbers:
         """The gradient with respect to the unturned rows."""
-        return Ring.rotate(self, grad, -positions, 0)
+        return FaultyRing.rotate(self, grad, -positions, 0)
 
     # The schedule
 

@@ -4,12 +4,12 @@ import numpy as np
 
 from ringspan.verify.cases import VerifyCase, make_layout, round_to
 from ringspan.verify.faults.record import fault
-from ringspan.verify.faults.ring import KeysValues, RankView, Ring, RingPart
+from ringspan.verify.faults.ring import FaultyRing, KeysValues, RankView, RingPart
 from ringspan.verify.patterns import Numbers
 
 
 @fault("last hop missing", "schedule", "last hop missing", "block missing", "no exchange")
-class LastHopMissing(Ring):
+class LastHopMissing(FaultyRing):
     """The ring stops one step early."""
 
     def steps(self, rank: int) -> list[int]:
@@ -17,7 +17,7 @@ class LastHopMissing(Ring):
 
 
 @fault("own block missing", "schedule", "block missing", min_world_size=1)
-class OwnBlockMissing(Ring):
+class OwnBlockMissing(FaultyRing):
     """A rank does not attend to its own keys."""
 
     def steps(self, rank: int) -> list[int]:
@@ -25,7 +25,7 @@ class OwnBlockMissing(Ring):
 
 
 @fault("second hop missing", "schedule", "block missing", min_world_size=3)
-class SecondHopMissing(Ring):
+class SecondHopMissing(FaultyRing):
     """Step 1 is skipped."""
 
     def steps(self, rank: int) -> list[int]:
@@ -33,7 +33,7 @@ class SecondHopMissing(Ring):
 
 
 @fault("one rank stops early", "schedule", "last hop missing", "block missing", "no exchange")
-class OneRankStopsEarly(Ring):
+class OneRankStopsEarly(FaultyRing):
     """The last rank leaves out its last step."""
 
     def steps(self, rank: int) -> list[int]:
@@ -42,7 +42,7 @@ class OneRankStopsEarly(Ring):
 
 
 @fault("no exchange", "schedule", "no exchange", "block missing", "last hop missing")
-class NoExchange(Ring):
+class NoExchange(FaultyRing):
     """Every rank attends to its own keys only."""
 
     def steps(self, rank: int) -> list[int]:
@@ -50,7 +50,7 @@ class NoExchange(Ring):
 
 
 @fault("own block twice", "schedule", "block counted twice", min_world_size=1)
-class OwnBlockTwice(Ring):
+class OwnBlockTwice(FaultyRing):
     """The local block is attended before the ring and in it."""
 
     def steps(self, rank: int) -> list[int]:
@@ -58,7 +58,7 @@ class OwnBlockTwice(Ring):
 
 
 @fault("last block twice", "schedule", "block counted twice")
-class LastBlockTwice(Ring):
+class LastBlockTwice(FaultyRing):
     """The last step runs again."""
 
     def steps(self, rank: int) -> list[int]:
@@ -66,14 +66,14 @@ class LastBlockTwice(Ring):
 
 
 @fault("block of rank 0 missing", "wire", "block missing", "last hop missing")
-class BlockOfRankZeroMissing(Ring):
+class BlockOfRankZeroMissing(FaultyRing):
     """Rank 0's send is skipped, so nobody else attends to its keys."""
 
     def steps(self, rank: int) -> list[int]:
         return [step for step in super().steps(rank) if rank == 0 or self.owner_at(rank, step) != 0]
 
 
-class _OtherBlock(Ring):
+class _OtherBlock(FaultyRing):
     """The data of another step under the right mask."""
 
     def source(self, view: RankView) -> int:
@@ -150,7 +150,7 @@ class KeysLag(_OtherBlock):
 
 
 @fault("keys and values swapped", "wire", min_world_size=1)
-class KeysValuesSwapped(Ring):
+class KeysValuesSwapped(FaultyRing):
     """The halves of a packed buffer are taken for each other."""
 
     def block_of(self, owner: int) -> KeysValues:
@@ -159,7 +159,7 @@ class KeysValuesSwapped(Ring):
 
 
 @fault("last key of a block lost", "wire", "last key of a block missing", min_world_size=1)
-class LastKeyLost(Ring):
+class LastKeyLost(FaultyRing):
     """A slice ends one short."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -169,7 +169,7 @@ class LastKeyLost(Ring):
 
 
 @fault("uneven shards cut", "adapter")
-class UnevenShardsCut(Ring):
+class UnevenShardsCut(FaultyRing):
     """All shards are taken to be as long as the shortest."""
 
     def allowed(self, view: RankView) -> Numbers:
@@ -179,7 +179,7 @@ class UnevenShardsCut(Ring):
 
 
 @fault("other keys on one rank", "adapter", "wrong keys of one rank")
-class OtherKeysOnOneRank(Ring):
+class OtherKeysOnOneRank(FaultyRing):
     """Rank 1 computed its keys and values from another batch."""
 
     def __init__(self, case: VerifyCase) -> None:
@@ -191,7 +191,7 @@ class OtherKeysOnOneRank(Ring):
 
 
 @fault("other queries on one rank", "adapter", "wrong queries of one rank")
-class OtherQueriesOnOneRank(Ring):
+class OtherQueriesOnOneRank(FaultyRing):
     """The last rank computed its queries from another batch."""
 
     def __init__(self, case: VerifyCase) -> None:
@@ -201,7 +201,7 @@ class OtherQueriesOnOneRank(Ring):
 
 
 @fault("zeros from one rank", "wire", "wrong keys of one rank")
-class ZerosFromOneRank(Ring):
+class ZerosFromOneRank(FaultyRing):
     """Rank 0's buffer is sent before it is filled."""
 
     def block_of(self, owner: int) -> KeysValues:
@@ -210,7 +210,7 @@ class ZerosFromOneRank(Ring):
 
 
 @fault("wire in bfloat16", "wire", "precision lost")
-class WireInBfloat16(Ring):
+class WireInBfloat16(FaultyRing):
     """Keys and values of other ranks are rounded."""
 
     def receive(self, view: RankView) -> KeysValues:
@@ -219,7 +219,7 @@ class WireInBfloat16(Ring):
 
 
 @fault("wire in float16", "wire", "precision lost")
-class WireInFloat16(Ring):
+class WireInFloat16(FaultyRing):
     """Keys and values of other ranks are rounded."""
 
     def receive(self, view: RankView) -> KeysValues:
@@ -228,7 +228,7 @@ class WireInFloat16(Ring):
 
 
 @fault("results on the wrong rank", "adapter")
-class ResultsOnTheWrongRank(Ring):
+class ResultsOnTheWrongRank(FaultyRing):
     """Every rank gets the rows of its neighbour."""
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
@@ -243,7 +243,7 @@ class ResultsOnTheWrongRank(Ring):
 
 
 @fault("gathered in the wrong order", "adapter", "rows in another order")
-class GatheredInTheWrongOrder(Ring):
+class GatheredInTheWrongOrder(FaultyRing):
     """Shards are concatenated as if they were contiguous; contiguous ones as if they were zigzag."""
 
     def out_rows(self, rank: int) -> Numbers:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringspan.verify.cases import VerifyCase, ranks_of
-from ringspan.verify.oracle import Answer, Question, answer, forward
+from ringspan.verify.oracle import OracleAnswer, Question, answer, forward
 from ringspan.verify.patterns import Numbers
 
 
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
     case: VerifyCase
     question: Question
-    right: Answer
+    right: OracleAnswer
     q_rank: Numbers
     kv_rank: Numbers
 

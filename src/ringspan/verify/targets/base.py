@@ -17,7 +17,7 @@ from ringspan.verify.patterns import parts_of
 RanksAs = Literal["threads", "processes"]
 
 
-class RankCall(NamedTuple):
+class TargetCall(NamedTuple):
     """One attention as one rank sees it: its shards of q, k and v, (batch, heads, seq, dim), and what is asked for."""
 
     q: torch.Tensor
@@ -94,11 +94,11 @@ class Target:
     layouts: Collection[str] = LAYOUTS
     ranks: RanksAs = "threads"
 
-    def attend(self, call: RankCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, call: TargetCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """This rank's out, or (out, lse), with gradients if q asks for them; raise to refuse."""
         raise NotImplementedError
 
-    def surroundings(self, call: RankCall) -> AbstractContextManager[Any]:
+    def surroundings(self, call: TargetCall) -> AbstractContextManager[Any]:
         """A context around the forward and the backward pass."""
         del call
         return nullcontext()
@@ -109,7 +109,7 @@ class Target:
         return True
 
 
-_NAMES: dict[str, Callable[[RankCall], Any]] = {
+_NAMES: dict[str, Callable[[TargetCall], Any]] = {
     "mask": lambda call: call.mask,
     "layout": lambda call: call.layout,
     "kv_layout": lambda call: call.kv_layout,
@@ -183,7 +183,7 @@ class FunctionTarget(Target):
         self.layouts = tuple(layouts)
         self.ranks = ranks
 
-    def attend(self, call: RankCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, call: TargetCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Call the function."""
         options = {name: _NAMES[name](call) for name in self._options}
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._function(call.q, call.k, call.v, **options)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.errors import UnsupportedError
 from ringspan.verify.cases import VerifyCase
-from ringspan.verify.targets.base import RankCall, Target
+from ringspan.verify.targets.base import Target, TargetCall
 
 
 class TorchContextParallel(Target):
@@ -26,7 +26,7 @@ class TorchContextParallel(Target):
         """F.scaled_dot_product_attention in this context takes is_causal and no other mask."""
         return not case.features - {*self.features, "odd_length", "gqa"}
 
-    def surroundings(self, call: RankCall) -> AbstractContextManager[Any]:
+    def surroundings(self, call: TargetCall) -> AbstractContextManager[Any]:
         """Its context cuts whole buffers; here it is told the length by one that nobody uses."""
         from torch.distributed.tensor.experimental import context_parallel
 
@@ -38,7 +38,7 @@ class TorchContextParallel(Target):
         )
         return context
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         """PyTorch's own attention, inside the context."""
         return torch.nn.functional.scaled_dot_product_attention(
             *(call.q, call.k, call.v),
@@ -65,7 +65,7 @@ class RingAttentionPytorch(Target):
         """It takes causal and no other mask, and shards of one length."""
         return not case.features - set(self.features)
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         """Query head i reads KV head i mod n there, so query heads are reordered."""
         module = import_module("ring_attention_pytorch.ring_flash_attention")
         heads, kv_heads = call.q.shape[1], call.k.shape[1]
@@ -87,7 +87,7 @@ class RingFlashAttn(Target):
     layouts = ("zigzag",)
     ranks = "processes"
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         """(batch, seq, heads, dim)."""
         module = import_module("ring_flash_attn")
         q, k, v = (x.transpose(1, 2).contiguous() for x in (call.q, call.k, call.v))
@@ -111,7 +111,7 @@ class Ringmaster(Target):
         """It takes full and causal attention, windows and scales, over shards of one length."""
         return not case.features - {*self.features, "float64", "window"}
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         """(batch, heads, seq, dim) in, (batch, seq, heads, dim) out."""
         ring, config = import_module("ringmaster.ring"), import_module("ringmaster.config")
         scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -149,7 +149,7 @@ class Yunchang(Target):
         """Its signature takes a window and soft cap too; shards have one length."""
         return not case.features - {*self.features, "backward", "gqa", "few_heads", "window", "softcap"}
 
-    def attend(self, call: RankCall) -> torch.Tensor:
+    def attend(self, call: TargetCall) -> torch.Tensor:
         """Contiguous shards."""
         ring, kernels = import_module("yunchang.ring"), import_module("yunchang.kernels")
         q, k, v = (x.transpose(1, 2).contiguous() for x in (call.q, call.k, call.v))

@@ -8,7 +8,7 @@ import torch
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.api import attention
 from ringspan.verify.cases import FEATURES, VerifyCase
-from ringspan.verify.targets.base import RankCall, Target
+from ringspan.verify.targets.base import Target, TargetCall
 
 ALGORITHMS = ("pass_kv", "pass_q", "all_gather", "ulysses")
 
@@ -28,7 +28,7 @@ class RingspanTarget(Target):
         if algorithm == "ulysses":
             self.features = tuple(name for name in self.features if name != "few_heads")
 
-    def attend(self, call: RankCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, call: TargetCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Out and lse."""
         algorithm = self._algorithm or _choose(call.case)
         options: dict[str, Any] = {} if call.softcap is None else {"softcap": call.softcap}
