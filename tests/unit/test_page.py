@@ -243,7 +243,9 @@ def test_the_plan_page_shows_the_plan(plan: Plan) -> None:
         assert row["values"] == list(option.memory)
     assert sections["memory"]["limit"]["value"] == plan.request.cluster.device.memory_bytes
     (by_length, _) = sections["curves"]["charts"]
-    assert (by_length["low"], by_length["high"]) == (plan.low, plan.high)
+    assert [by_length["low"], by_length["high"]] == pytest.approx(
+        [seconds / plan.best.prediction.total_s for seconds in (plan.best.low_s, plan.best.high_s)]
+    )
     best = plan.best.prediction.total_s
     assert [plan.request.tokens, best] in [point for line in by_length["lines"] for point in line["points"]]
 
@@ -257,7 +259,7 @@ def test_the_timeline_of_a_plan_is_that_of_the_schedule(plan: Plan) -> None:
         busy[lane] += stop - start if kind == "compute" else 0
     assert busy == pytest.approx(timeline.compute_s.tolist(), rel=1e-3)
     names = {bar[4] for bar in chart["bars"] if bar[1] == "compute"}
-    assert {f"q{rank}×kv{rank}" for rank in range(plan.best.setup.cp)} <= names
+    assert {name.split("×")[0].split("[")[0] for name in names} >= {f"q{rank}" for rank in range(plan.best.setup.cp)}
 
 
 def test_a_timeline_of_too_many_ranks_is_refused(plan: Plan) -> None:

@@ -91,7 +91,7 @@ def plan(ctx: click.Context, /, check: bool, rows: str | None, as_json: bool, **
         _refuse_others(ctx)
         _run_check(ctx, rows, as_json)
         return
-    _check_options(ctx, rows, options)
+    _check_options(rows, options)
     request = request_of(options)
     if request.phase != "train" and ctx.get_parameter_source("recompute") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
@@ -111,7 +111,7 @@ def _refuse_others(ctx: click.Context) -> None:
             raise click.UsageError(f"{param.opts[0]} has no meaning for --check; leave it out")
 
 
-def _check_options(ctx: click.Context, rows: str | None, options: dict[str, Any]) -> None:
+def _check_options(rows: str | None, options: dict[str, Any]) -> None:
     """What is missing, does not go together, or cannot be written."""
     if rows is not None:
         raise click.UsageError("--rows goes with --check")

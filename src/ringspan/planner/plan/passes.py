@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
-from ringspan.algorithms import BY_QUERY
+from ringspan.algorithms import BY_QUERY, find_algorithm
 from ringspan.planner.catalog import Model
 from ringspan.planner.cost import Dense, Shard, dense_layer, head_s, host_s, tile_s
 from ringspan.planner.plan.request import CACHE_BYTES, Request, Setup
@@ -101,7 +101,7 @@ def timeline_of(request: Request, setup: Setup, *, window: int = 0, is_backward:
 def _exchange_size(request: Request, setup: Setup) -> int:
     """Ranks of a node that take part in an exchange at once, those of other groups beside them."""
     ring = ring_of(request, setup)
-    group = setup.inner if setup.algorithm in ("ulysses", "hybrid") else setup.cp
+    group = setup.inner if "heads" in find_algorithm(setup.algorithm).options else setup.cp
     return min(group, ring.per_node)
 
 
