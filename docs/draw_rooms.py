@@ -8,19 +8,23 @@ from svg import IMAGES, PALETTES, Palette, document, rect, text
 WIDTH = 860
 # From commands at the top to the foundations at the bottom. Imports point down only.
 FLOORS = (
-    ("start", ("cli", "page", "bench")),
-    ("models", ("adapters", "training", "cache", "reproducible")),
+    ("start", ("cli", "page", "bench", "serve")),
+    ("other software", ("adapters", "compat", "verify")),
+    ("models", ("training", "cache", "reproducible")),
     ("the call", ("runtime",)),
     ("compute and carry", ("kernels", "transports", "simulate", "planner")),
     ("one rank's program", ("program",)),
     ("schedules", ("algorithms", "schedule")),
-    ("who holds, who sees", ("layout", "mask", "span", "errors")),
+    ("who holds, who sees", ("layout", "mask", "span", "arguments", "errors")),
 )
 SAYS = {
     "cli": "commands",
-    "page": "results to look at",
+    "page": "look at results",
     "bench": "measure this machine",
-    "adapters": "whole models",
+    "serve": "an API over ranks",
+    "adapters": "whole models on ranks",
+    "compat": "names of other libraries",
+    "verify": "is this attention right?",
     "training": "batch, labels, loss",
     "cache": "KV cache over ranks",
     "reproducible": "layers, same bits",
@@ -35,9 +39,22 @@ SAYS = {
     "layout": "who holds a token",
     "mask": "who sees whom",
     "span": "runs of positions",
+    "arguments": "kinds of values",
     "errors": "what is refused",
 }
-NO_TORCH = {"page", "simulate", "planner", "program", "algorithms", "schedule", "layout", "mask", "span", "errors"}
+NO_TORCH = {
+    "page",
+    "simulate",
+    "planner",
+    "program",
+    "algorithms",
+    "schedule",
+    "layout",
+    "mask",
+    "span",
+    "arguments",
+    "errors",
+}
 
 MIDDLE = 'text-anchor="middle"'
 BOLD = 'font-weight="600"'

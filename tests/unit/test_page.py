@@ -259,7 +259,8 @@ def test_the_timeline_of_a_plan_is_that_of_the_schedule(plan: Plan) -> None:
         busy[lane] += stop - start if kind == "compute" else 0
     assert busy == pytest.approx(timeline.compute_s.tolist(), rel=1e-3)
     names = {bar[4] for bar in chart["bars"] if bar[1] == "compute"}
-    assert {name.split("×")[0].split("[")[0] for name in names} >= {f"q{rank}" for rank in range(plan.best.setup.cp)}
+    drawn = " ".join(names)
+    assert all(f"q{rank}" in drawn for rank in range(plan.best.setup.cp))
 
 
 def test_a_timeline_of_too_many_ranks_is_refused(plan: Plan) -> None:
