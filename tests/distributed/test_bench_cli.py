@@ -190,7 +190,7 @@ def test_other_bits_than_those_of_one_device_are_a_failure(
     measured: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     assert measured[0]["check"]["same_bits"] is None
-    check = results.Check(0.0, 1e-5, "itself")
+    check = results.ResultCheck(0.0, 1e-5, "itself")
     assert check.is_passed
     assert not dataclasses.replace(check, same_bits=False).is_passed
 
@@ -335,9 +335,9 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[Job]:
 def a_result(**changes: Any) -> results.Measured:
     timing = results.Timing.of([2.0, 2.5])
     part = results.Breakdown(1.9, 0.1, 0.1, 0.1, 0.1)
-    rank = results.RankResult(0, part, 100, changes.pop("scheduled_bytes", 100), results.Memory(10, 30, 20))
+    rank = results.RankResult(0, part, 100, changes.pop("scheduled_bytes", 100), results.MeasuredMemory(10, 30, 20))
     values: dict[str, Any] = {
-        "parameters": results.Parameters(
+        "parameters": results.BenchParameters(
             world_size=1,
             seq_len=512,
             batch=1,
@@ -357,7 +357,7 @@ def a_result(**changes: Any) -> results.Measured:
             seed=0,
             reproducible=False,
         ),
-        "machine": results.Machine("here", 2, "CPU", "3", "2"),
+        "machine": results.MachineInfo("here", 2, "CPU", "3", "2"),
         "one_device": timing,
         "one_device_method": "scaled_dot_product_attention",
         "ideal": timing,
@@ -367,7 +367,7 @@ def a_result(**changes: Any) -> results.Measured:
         "by_rank": (rank,),
         "bottleneck": "attention",
         "verdict": "The bottleneck is attention.",
-        "check": results.Check(1e-7, 1e-5, "scaled_dot_product_attention"),
+        "check": results.ResultCheck(1e-7, 1e-5, "scaled_dot_product_attention"),
     }
     return results.Measured(results.Result(**values | changes), ())
 
@@ -376,8 +376,12 @@ def a_result(**changes: Any) -> results.Measured:
     ("changes", "exit_code", "says"),
     [
         ({}, 0, "✓ The result is right: 1.0e-07 off"),
-        ({"check": results.Check(1e-4, 1e-5, "truth")}, 1, "✗ Wrong: 1.0e-04 off truth; at most 1.0e-05 is accepted"),
-        ({"check": results.Check(None, 1e-5, "truth")}, 1, "✗ Wrong: not finite off truth"),
+        (
+            {"check": results.ResultCheck(1e-4, 1e-5, "truth")},
+            1,
+            "✗ Wrong: 1.0e-04 off truth; at most 1.0e-05 is accepted",
+        ),
+        ({"check": results.ResultCheck(None, 1e-5, "truth")}, 1, "✗ Wrong: not finite off truth"),
         ({"scheduled_bytes": 101}, 1, "✗ Wrong: the ranks did not send the bytes of the schedule."),
     ],
 )
