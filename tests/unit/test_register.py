@@ -19,8 +19,8 @@ from ringspan.algorithms import ALGORITHMS, Algorithm, build_schedule
 from ringspan.cli.main import main
 from ringspan.planner.catalog import load_device, load_model, parse_devices
 from ringspan.planner.cost import Shard
-from ringspan.planner.software import RINGSPAN
 from ringspan.planner.plan import Request, Setup, build_plan, count_memory, timeline_of
+from ringspan.planner.software import RINGSPAN
 from ringspan.planner.timeline import Ring, Sequence, attention_timeline, real_timeline
 from ringspan.schedule import Schedule, Visible, validate, visible_blocks
 from support import oracle
