@@ -42,7 +42,15 @@ if TYPE_CHECKING:
     from ringspan.runtime.api import attention
     from ringspan.runtime.calibrate import measure_machine, use_machine
     from ringspan.runtime.engine import Attention
-    from ringspan.training import cross_rank_mean_loss, gather, next_token_labels, position_ids, shard, shard_batch
+    from ringspan.training import (
+        check_positions,
+        cross_rank_mean_loss,
+        gather,
+        next_token_labels,
+        position_ids,
+        shard,
+        shard_batch,
+    )
     from ringspan.transports.in_process import run_in_process
 
 __version__ = "0.1.0.dev0"
@@ -52,6 +60,7 @@ _NEED_TORCH = {
     "KVCache": "ringspan.cache.kv_cache",
     "Turn": "ringspan.cache.turn",
     "attention": "ringspan.runtime.api",
+    "check_positions": "ringspan.training.batches",
     "context_parallel": "ringspan.compat.torch_context_parallel",
     "context_parallel_unshard": "ringspan.compat.torch_context_parallel",
     "cross_rank_mean_loss": "ringspan.training.batches",
@@ -100,6 +109,7 @@ __all__ = [
     "attention",
     "balanced",
     "causal",
+    "check_positions",
     "compat",
     "context_parallel",
     "context_parallel_unshard",

@@ -444,3 +444,34 @@ def test_fifty_steps_of_training_are_the_same_on_any_number_of_ranks(subtests: p
         with subtests.test(world_size=world_size):
             for losses in on_ranks(world_size, on_rank):
                 assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+
+
+def test_shards_of_another_layout_of_equal_lengths_are_noticed() -> None:
+    """rs.attention sees lengths only: both layouts have 4 positions on each rank."""
+    layout, other = rs.zigzag(8, 2), rs.contiguous(8, 2)
+
+    def check(group: InProcessRank, cut_by: rs.Layout) -> str:
+        try:
+            rs.check_positions(cut_by.shard(torch.arange(8), group.rank, 0), layout, group)
+        except rs.RingspanError as error:
+            return f"{type(error).__name__}: {error}"
+        return "right"
+
+    assert on_ranks(2, lambda group: check(group, layout)) == ["right"] * 2
+    first, second = on_ranks(2, lambda group: check(group, other))
+    assert first.startswith("LayoutError: positions: on rank 0 row 2 is position 2, and by the layout it is 6; 2 of 4")
+    assert second.startswith("LayoutError: positions: on rank 1 row 0 is position 4, and by the layout it is 2")
+
+
+def test_one_rank_with_a_shard_of_another_layout_tells_the_others() -> None:
+    layout, other = rs.zigzag(8, 2), rs.contiguous(8, 2)
+
+    def check(group: InProcessRank) -> str:
+        cut_by = layout if group.rank else other
+        with pytest.raises(rs.RingspanError) as raised:
+            rs.check_positions(cut_by.shard(torch.arange(8), group.rank, 0), layout, group)
+        return str(raised.value)
+
+    first, second = on_ranks(2, check)
+    assert "row 2 is position 2" in first
+    assert "rank 0: LayoutError: positions" in second

@@ -119,6 +119,14 @@ class KVCache:
             description=f"{contents}, kernel {kernel}, max_tokens {max_tokens}",
         )
 
+    def __repr__(self) -> str:
+        state = self._state
+        held = sum(placement.counts[state.rank] for placement in state.placements.values())
+        return (
+            f"<KVCache of {len(state.placements)} sequences on {state.world_size} ranks: {held} tokens here, "
+            f"{self.nbytes:,} bytes; {state.contents}>"
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""

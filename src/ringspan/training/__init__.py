@@ -3,6 +3,7 @@
 from ringspan.training.batches import (
     IGNORE_INDEX,
     check_can_be_ignored,
+    check_positions,
     cross_rank_mean_loss,
     next_token_labels,
     position_ids,
@@ -13,6 +14,7 @@ from ringspan.training.collectives import gather, shard
 __all__ = [
     "IGNORE_INDEX",
     "check_can_be_ignored",
+    "check_positions",
     "cross_rank_mean_loss",
     "gather",
     "next_token_labels",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringspan.errors import ShapeError
+from ringspan.errors import LayoutError, ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.program.problem import local_rows
@@ -68,6 +68,45 @@ def position_ids(
         starts = np.concatenate([[0], ends[:-1]])
         positions = positions - starts[np.searchsorted(ends, positions, side="right")]
     return torch.from_numpy(positions).to(device)
+
+
+@outside_of_programs("check positions")
+def check_positions(positions: torch.Tensor, layout: Layout, group: Any = None) -> None:
+    """Check that this rank's shard was cut by `layout`; a collective call for debugging.
+
+    `rs.attention` sees the length of a shard, not which tokens are in it: a shard cut by another layout with the same
+    lengths would give wrong numbers. Cut `torch.arange(seq_len)` with the code that cuts q, k and v, and pass the result.
+
+    Args:
+        positions: The global position of each of this rank's rows, (seq,).
+        layout: The layout that is passed to `rs.attention`.
+        group: As in `rs.attention`.
+
+    Raises:
+        LayoutError: On the ranks whose positions differ; the other ranks raise a TransportError that says so.
+    """
+    session = session_of(group)
+    rank = session.transport.rank
+    with session.call() as call:
+        check_tensor("positions", positions)
+        check_world_size(layout, session.transport.world_size)
+        found, expected = positions.detach().cpu().reshape(-1).numpy(), layout.positions(rank)
+        if len(found) != len(expected):
+            raise LayoutError(
+                f"the layout gives rank {rank} {len(expected)} positions, and there are {len(found)}",
+                argument="positions",
+                remedy="cut the tensors with layout.shard, or pass the layout that they were cut with",
+            )
+        wrong = np.flatnonzero(found != expected)
+        if len(wrong):
+            row = int(wrong[0])
+            raise LayoutError(
+                f"on rank {rank} row {row} is position {found[row]}, and by the layout it is {expected[row]}; "
+                f"{len(wrong)} of {len(expected)} rows differ",
+                argument="positions",
+                remedy="cut the tensors with layout.shard, or pass the layout that they were cut with",
+            )
+        call.agree(Signature.of({"call": "check_positions", "layout": layout.fingerprint()}), once=True)
 
 
 @outside_of_programs("shard batches")
