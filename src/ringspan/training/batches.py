@@ -75,7 +75,7 @@ def check_positions(positions: torch.Tensor, layout: Layout, group: Any = None) 
     """Check that this rank's shard was cut by `layout`; a collective call for debugging.
 
     `rs.attention` sees the length of a shard, not which tokens are in it: a shard cut by another layout with the same
-    lengths would give wrong numbers. Cut `torch.arange(seq_len)` with the code that cuts q, k and v, and pass the result.
+    lengths would give wrong numbers. Cut `torch.arange(seq_len)` as q, k and v are cut, and pass the result.
 
     Args:
         positions: The global position of each of this rank's rows, (seq,).
