@@ -1,4 +1,4 @@
-"""Time against the length of the sequence and against the number of devices, for every algorithm of a plan."""
+"""Time against the length of the sequence and against the number of devices, for the fastest algorithms of a plan."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +12,7 @@ from ringspan.planner.plan.request import MOST_TOKENS
 
 HALVINGS = 6  # of the length, and as many doublings by twos
 ALONE = "no context parallelism"
+MOST_CURVES = 4  # the fastest algorithms; the curve without context parallelism may be one more
 
 
 class Curve(NamedTuple):
@@ -22,7 +23,7 @@ class Curve(NamedTuple):
 
 
 def curves_by_length(plan: Plan) -> list[Curve]:
-    """The best way of each algorithm at other lengths."""
+    """The best way of the fastest algorithms at other lengths."""
     request = plan.request
     most = MOST_TOKENS - request.cached_tokens
     lengths = sorted({min(most, max(1, int(request.tokens * 2.0**k))) for k in range(-HALVINGS, 3)})
@@ -45,14 +46,16 @@ def curves_by_devices(plan: Plan) -> list[Curve]:
             best[_name(setup)] = min(best.get(_name(setup), seconds), seconds)
         for name, seconds in best.items():
             times.setdefault(name, []).append((request.cluster.num_devices, seconds))
-    return [Curve(name, points) for name, points in times.items() if len(points) > 1]
+    shown = _best_of_each(plan)
+    return [Curve(name, points) for name, points in times.items() if len(points) > 1 and name in shown]
 
 
 def _best_of_each(plan: Plan) -> dict[str, Setup]:
     """The fastest option of every algorithm, in their order, and one group of devices without context parallelism."""
     best: dict[str, Setup] = {}
     for option in plan.options:
-        best.setdefault(_name(option.setup), option.setup)
+        if len(best) < MOST_CURVES or _name(option.setup) == ALONE:
+            best.setdefault(_name(option.setup), option.setup)
     best.setdefault(ALONE, Setup(DEFAULT_ALGORITHM, "contiguous", plan.best.setup.tp, 1, plan.best.setup.copies))
     return best
 
