@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ringspan.arguments import CALLABLE, FLAG, TEXT, check_arguments, optional
+from ringspan.arguments import CALLABLE, FLAG, check_arguments, optional
 from ringspan.kernels.base import KernelGradients, Merged
 from ringspan.kernels.softmax import Partial
 from ringspan.layout import Layout
@@ -52,7 +52,8 @@ def run_attention(
     """This rank's out, in q's dtype, and lse, sinks included."""
     session = session_of(call.group)
     with session.call(call.timeout_s, contract=call.contract is not False) as ranks:
-        _check_options(call)
+        if call.record is not None or call.contract is not True:  # the defaults need no check
+            check_arguments(contract=(FLAG, call.contract), record=(optional(CALLABLE), call.record))
         which: Pass = "forward, to be differentiated" if wants_grad else "forward"
         plan = _find_plan(session, call.options, look_at(q, k, v, sinks), which)
         ranks.agree(plan.signature, call.place)
@@ -61,15 +62,6 @@ def run_attention(
     if sinks is not None:
         out, lse = plan.mode.with_sinks(Partial(out, lse), sinks)
     return Attention(out.to(q.dtype), lse)
-
-
-def _check_options(call: Call) -> None:
-    check_arguments(
-        contract=(FLAG, call.contract),
-        record=(optional(CALLABLE), call.record),
-        reproducible=(FLAG, call.options.reproducible),
-        direction=(optional(TEXT), call.options.direction),
-    )
 
 
 def run_gradients(

@@ -15,6 +15,7 @@ import torch
 
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, as_mesh, check_algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, RingWork, choose_by_time
+from ringspan.arguments import FLAG, TEXT, check_arguments, optional
 from ringspan.errors import LayoutError, UnsupportedError
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, KernelRequest
@@ -74,6 +75,7 @@ class CallPlan(NamedTuple):
 def make_plan(options: CallOptions, looks: Looks, which: Pass, session: Session) -> CallPlan:
     """Plan the first call of its kind in a session, and keep the plan there."""
     check_kinds(options.mask, options.layout, options.kv_layout)
+    check_arguments(reproducible=(FLAG, options.reproducible), direction=(optional(TEXT), options.direction))
     _check_hashable(options)
     decided = _without_auto(options, looks, session)
     transport = session.transport
