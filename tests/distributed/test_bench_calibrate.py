@@ -24,7 +24,8 @@ def test_a_machine_is_calibrated_planned_for_and_predicted(tmp_path: Path) -> No
     assert device.near.bytes_per_s > 1e6
     found = json.loads(done.stdout)
     assert found["attention"]["flops_per_s"] == pytest.approx(device.attention.flops_per_s, rel=1e-5)
-    words = ["plan", "--model", "llama-3.1-8b", "--devices", f"2x{path}", "--tokens", "1K", "--tp", "1"]
+    small = "dense:layers=2,heads=8,head_dim=64,mlp=1024"
+    words = ["plan", "--model", small, "--devices", f"2x{path}", "--tokens", "1K", "--tp", "1"]
     planned = CliRunner().invoke(main, words)
     assert planned.exit_code == 0, planned.output
     measured = run("--predict", str(path), *SMALL, "--repeats", "2", "--json")

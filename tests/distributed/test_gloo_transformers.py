@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
-from ringspan.adapters.transformers import cross_attention, shards, turns
+from ringspan.adapters.transformers import cross_attention, shards
 from support.families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
 from support.ranks import run_ranks, values
 
@@ -125,11 +125,14 @@ def break_attention(rank: int) -> Iterator[None]:
     def lose(attend: Any) -> Any:
         return lambda q, k, v, *args, **kwargs: attend(q, k, v * (rank != 1), *args, **kwargs)
 
+    def lose_in_turn(attend: Any) -> Any:
+        return lambda turn, q, k, v, *args, **kwargs: attend(turn, q, k, v * (rank != 1), *args, **kwargs)
+
     with (
         mock.patch.object(shards, "attention", lose(shards.attention)),
         mock.patch.object(cross_attention, "attention", lose(cross_attention.attention)),
-        mock.patch.object(turns, "prefill", lose(turns.prefill)),
-        mock.patch.object(turns, "decode", lose(turns.decode)),
+        mock.patch.object(rs.Turn, "prefill", lose_in_turn(rs.Turn.prefill)),
+        mock.patch.object(rs.Turn, "decode", lose_in_turn(rs.Turn.decode)),
     ):
         yield
 

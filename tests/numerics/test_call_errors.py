@@ -144,7 +144,7 @@ REFUSALS = [
         "a kernel for GPUs",
         given(kernel="sdpa_flash"),
         UNSUPPORTED,
-        ("kernel='sdpa_flash'", "CUDA", "use kernel='auto'"),
+        ("kernel='sdpa_flash'", "CUDA", "use auto, or sdpa_cpu"),
     ),
     Refusal("a mask that is none", given(mask="causal"), rs.MaskError, ("mask='causal'", "rs.causal()")),
     Refusal(

@@ -76,7 +76,7 @@ def test_a_fault_is_seen_and_refused(
 
 
 def test_noise_of_its_own_on_one_rank_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter.TransformerOnRanks, "_agree", lambda *_: None)
+    monkeypatch.setattr(adapter.TransformerOnRanks, "agree", lambda *_: None)
     alone = run_alone("wan")
 
     def forward(model: Any, group: Any) -> torch.Tensor:

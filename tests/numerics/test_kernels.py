@@ -476,8 +476,8 @@ def test_a_refusal_gives_the_reason_and_who_could() -> None:
     with pytest.raises(UnsupportedError) as raised:
         choose_kernel("sdpa_flash", CPU)
     assert str(raised.value) == (
-        "kernel='sdpa_flash' with torch.float32 on cpu, head_dim=64, v_head_dim=64: sdpa_flash takes only tensors on a "
-        "CUDA device; use kernel='auto', or sdpa_cpu or reference"
+        "kernel='sdpa_flash': cannot compute torch.float32 on cpu, head_dim=64, v_head_dim=64: sdpa_flash takes only "
+        "tensors on a CUDA device; use auto, or sdpa_cpu or reference"
     )
 
 

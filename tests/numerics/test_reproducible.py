@@ -365,7 +365,10 @@ def refusal(layout: rs.Layout, world_size: int = 1, **options: Any) -> str:
         (rs.contiguous(4100, 2), "rs.contiguous(4100, 2, align=rs.TILE)"),
         (rs.striped(4100, 2), "rs.striped(4100, 2, block=rs.TILE)"),
         (rs.striped(4100, 2, start=512), "rs.striped(4100, 2, block=rs.TILE, start=512)"),
-        (rs.Layout(((rs.Span(0, 600, 4),), (rs.Span(2, 600, 4),))), "is <Layout of 300 positions on 2 ranks: 0:1 2:3"),
+        (
+            rs.Layout(((rs.Span(0, 600, 4),), (rs.Span(2, 600, 4),))),
+            "use the nearest such layout, <Layout of 300 positions on 2 ranks: 0:",
+        ),
         (rs.Layout(((rs.Span(0, 600),), (rs.Span(600, 1700),))), "0:512 | 512:1700"),
         (rs.contiguous(2000, 2, align=rs.TILE, start=100), "100:1024 | 1024:2100"),
     ],
@@ -382,7 +385,7 @@ def test_what_cannot_have_fixed_bits_is_refused() -> None:
     everywhere = rs.Layout(((rs.Span(512, 1024),), (rs.Span(1024, 1536),)), replicated=(rs.Span(0, 512),))
     assert "replicated" in refusal(everywhere, 2)
     assert "leave one of the two out" in refusal(layout, wire="int8")
-    assert "kernel='auto', or sdpa_cpu" in refusal(layout, kernel="reference")
+    assert "use auto, or sdpa_cpu" in refusal(layout, kernel="reference")
     too_many = refusal(rs.contiguous(2048, 4, align=rs.TILE), 4, algorithm="ulysses")
     assert "more ranks than the 2 KV heads" in too_many
     assert "over 2 ranks or fewer" in too_many

@@ -366,7 +366,7 @@ def test_a_layout_off_the_grid_is_refused_on_all_ranks() -> None:
 
     def run(group: Any) -> None:
         with pytest.raises(
-            rs.LayoutError, match=r"two ranks; the nearest such layout is rs.contiguous\(1300, 2, align"
+            rs.LayoutError, match=r"two ranks; use the nearest such layout, rs.contiguous\(1300, 2, align"
         ):
             rs.reproducible.linear(torch.ones(1, 650, 4), torch.ones(3, 4), layout=layout, group=group)
 
@@ -396,11 +396,15 @@ REFUSED: dict[str, Callable[[rs.Layout], object]] = {
     'use "mean" or "sum"': lambda layout: rs.reproducible.cross_entropy(
         X, X[..., 0].long(), layout=layout, reduction="none"
     ),
-    "labels is a list": lambda layout: rs.reproducible.cross_entropy(X, [[1] * 5], layout=layout),
-    "weight is a NoneType": lambda layout: rs.reproducible.linear(X, None, layout=layout),
-    "weight is a list": lambda layout: rs.reproducible.rms_norm(X, [1.0] * 4, layout=layout),
-    "weight is a float": lambda layout: rs.reproducible.embedding(X[..., 0].long(), 1.0, layout=layout),
-    "bias is a float": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), 1.0, layout=layout),
+    "labels: expected a tensor, got list": lambda layout: rs.reproducible.cross_entropy(X, [[1] * 5], layout=layout),
+    "weight: expected a tensor, got NoneType": lambda layout: rs.reproducible.linear(X, None, layout=layout),
+    "weight: expected a tensor, got list": lambda layout: rs.reproducible.rms_norm(X, [1.0] * 4, layout=layout),
+    "weight: expected a tensor, got float": lambda layout: rs.reproducible.embedding(
+        X[..., 0].long(), 1.0, layout=layout
+    ),
+    "bias: expected a tensor, got float": lambda layout: rs.reproducible.linear(
+        X, torch.ones(3, 4), 1.0, layout=layout
+    ),
     "timeout_s=0": lambda layout: rs.reproducible.linear(X, torch.ones(3, 4), layout=layout, timeout_s=0),
 }
 

@@ -146,7 +146,7 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
         ({"input_ids": IDS}, {"document_lengths": [3, 2]}, "expected a sum of 6"),
         ({"input_ids": IDS}, {"document_lengths": [6, 0]}, "at least one token"),
         ({"input_ids": IDS}, {"document_lengths": [1.5, 4.5]}, "expected a sum of 6"),
-        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids']: expected a tensor, got list"),
+        ({"input_ids": IDS.tolist()}, {}, "batch['input_ids'] is a list"),
         ({"input_ids": IDS, "labels": IDS[:1]}, {}, "batch['labels'].shape=(1, 6)"),
         ({"input_ids": IDS, "labels": IDS[..., None]}, {}, "batch['labels'].shape=(2, 6, 1)"),
         ({"input_ids": IDS, "labels": IDS.float()}, {}, "labels are torch.float32"),
@@ -202,7 +202,7 @@ def test_a_batch_that_one_rank_refuses_is_refused_on_all() -> None:
         return f"{raised.type.__name__}: {raised.value}"
 
     first, second = on_ranks(2, on_rank)
-    assert first.startswith("ShapeError: batch['input_ids']: expected a tensor, got list")
+    assert first.startswith("ShapeError: batch['input_ids'] is a list")
     assert second.startswith("TransportError: the call was refused, on rank 0: ShapeError: batch['input_ids']")
 
 

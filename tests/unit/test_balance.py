@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ringspan.errors import LayoutError, MaskError
+from ringspan.errors import LayoutError, MaskError, ShapeError
 from ringspan.layout import Layout, balance, balanced, contiguous, striped, zigzag
 from ringspan.mask import Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 
@@ -160,7 +160,7 @@ def test_swaps_keep_the_token_counts_within_their_range() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(LayoutError, match="world_size=0: world_size is at least 1"):
+    with pytest.raises(ShapeError, match="world_size: expected a number of ranks"):
         balanced(causal(), 8, 0)
     with pytest.raises(LayoutError, match="align=0: align is at least 1"):
         balanced(causal(), 8, 2, align=0)

@@ -74,7 +74,7 @@ def test_two_blocks_travel_at_a_time(toy: Algorithm) -> None:
 
 
 def test_the_timeline_is_that_of_the_real_schedule(toy: Algorithm) -> None:
-    """As much compute as in pass-KV, whose schedule has the same tiles."""
+    """As much compute as in pass-KV, whose schedule has the same tiles, but for the host's time per step."""
     ring = Ring(8, 4)
     for layout in ("zigzag", "striped", "contiguous"):
         for cached in (0, 8192):
@@ -82,7 +82,7 @@ def test_the_timeline_is_that_of_the_real_schedule(toy: Algorithm) -> None:
             for is_backward in (False, True):
                 ours = attention_timeline(toy.name, ring, sequence, SHARD, DEVICE, is_backward=is_backward)
                 other = real_timeline(ALGORITHMS["pass_kv"], ring, sequence, SHARD, DEVICE, is_backward=is_backward)
-                assert ours.compute_s.sum() == pytest.approx(other.compute_s.sum())
+                assert ours.compute_s.sum() == pytest.approx(other.compute_s.sum(), rel=5e-3)
                 assert ours.makespan_s >= ours.compute_s.max()
 
 

@@ -275,7 +275,7 @@ def test_a_schedule_leaves_no_options(option):
 def test_gradients_of_a_schedule_of_ones_own_need_one():
     layout = rs.zigzag(LENGTH, 4)
     got = simulate(layout, algorithm=simulate(layout).schedule)
-    with pytest.raises(rs.ScheduleError, match=r"schedule=None.*give gradients\(dout, schedule=…\) one"):
+    with pytest.raises(rs.ScheduleError, match=r"schedule=None.*pass gradients\(dout, schedule=…\)"):
         got.gradients(np.ones_like(got.out))
 
 
@@ -322,7 +322,7 @@ def test_a_forward_schedule_gives_no_gradients():
 def test_a_schedule_for_other_heads():
     visible = rs.Visible.of(np.ones((4, 4)))
     schedule = rs.schedule.build_schedule("ulysses", visible, heads=rs.Heads(16, 4))
-    with pytest.raises(rs.ScheduleError, match=r"num_heads=16, num_kv_heads=4.*num_heads=8, num_kv_heads=2"):
+    with pytest.raises(rs.ScheduleError, match=r"it splits \(16, 4\) heads, and the arrays have \(8, 2\)"):
         simulate(rs.zigzag(LENGTH, 4), algorithm=schedule)
 
 
@@ -335,9 +335,12 @@ def test_a_replicated_query_in_a_layout_that_shards():
 
 ONES = {name: np.ones((4, 8, 5)) for name in "qkv"}
 BAD_ARRAYS = {
-    "integers": ({"q": np.ones((4, 8, 5), int)}, "q has shape .4, 8, 5. and dtype int64; give a float16, float32 or"),
-    "complex": ({"v": np.ones((4, 8, 5), complex)}, "v has shape .4, 8, 5. and dtype complex128"),
-    "one dim": ({"k": np.ones(8)}, "k has shape .8,. and dtype float64.*shape .seq, dim. or"),
+    "integers": (
+        {"q": np.ones((4, 8, 5), int)},
+        "q: it has shape .4, 8, 5. and dtype int64; give a float16, float32 or",
+    ),
+    "complex": ({"v": np.ones((4, 8, 5), complex)}, "v: it has shape .4, 8, 5. and dtype complex128"),
+    "one dim": ({"k": np.ones(8)}, "k: it has shape .8,. and dtype float64.*shape .seq, dim. or"),
     "dims differ": ({"q": np.ones((8, 5))}, "q, k and v must have as many dims as each other and one dtype"),
     "dtypes differ": ({"q": np.ones((4, 8, 5), np.float32)}, "float32, float64, float64: q, k and v must have"),
     "batch dims differ": (
@@ -373,9 +376,9 @@ def test_bad_arrays_are_refused(name):
 
 def test_a_dout_that_does_not_fit_is_refused():
     got = rs.simulate_attention(**ONES, mask=rs.full(), layout=rs.contiguous(8, 2))
-    with pytest.raises(rs.ShapeError, match=r"dout.shape=\(4, 8, 4\).*expected \(4, 8, 5\)"):
+    with pytest.raises(rs.ShapeError, match=r"dout.shape=\(4, 8, 4\).*give \(4, 8, 5\)"):
         got.gradients(np.ones((4, 8, 4)))
-    with pytest.raises(rs.ShapeError, match=r"dout has shape .* and dtype int64"):
+    with pytest.raises(rs.ShapeError, match=r"dout: it has shape .* and dtype int64"):
         got.gradients(np.ones((4, 8, 5), int))
 
 
