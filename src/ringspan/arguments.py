@@ -1,8 +1,7 @@
-"""Is an argument of the kind that its function takes? The first look at whatever a caller passes.
+"""Is an argument of the kind that its function takes?
 
-`check_arguments` is the only mechanism for it: a function names each of its arguments with the kind it must be of, and
-anything else is a ShapeError with the argument's name, before anything is done with it. What a value of the right kind
-may be is for the function to say.
+A public function passes its arguments to `check_arguments`, each with the kind it expects. A value of another kind is a
+ShapeError that names the argument, before the value is used. The function itself checks values of the right kind.
 """
 
 import operator
@@ -16,7 +15,7 @@ import numpy as np
 from ringspan.errors import ShapeError
 
 MOST_RANKS = 2**16
-"""Schedules and layouts grow with the square of it; a larger number is a slip."""
+"""Upper bound of world sizes: schedules grow with the square of it, so a larger number is a slip."""
 
 
 class Kind(NamedTuple):
@@ -74,7 +73,7 @@ def instance_of(cls: type, example: str) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Of a kind, or None."""
+    """A kind that also accepts None."""
     return Kind(f"{kind.expected}, or None", kind.remedy, lambda value: value is None or kind.holds(value))
 
 

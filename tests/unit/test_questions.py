@@ -198,7 +198,7 @@ def test_what_two_ways_share_does_not_part_them():
         (["--max-batch", "--max-context"], "Error: --max-context and --max-batch are two questions", 2),
         (["--max-batch", "--trace", "x"], "Error: --trace has no meaning for --max-batch", 2),
         (["--price", "a100=2"], "Error: --price 'a100=2' is for a100", 2),
-        (["--price", "h100=free"], "Error: --price 'h100=free' is no price", 2),
+        (["--price", "h100=free"], "Error: --price 'h100=free' is not a price", 2),
         (["--sweep", "tokens"], "Error: --sweep 'tokens'", 2),
         (["devices=8xh100"], "Error: unexpected argument", 2),
         (["--rows", "."], "Error: --rows goes with --check", 2),

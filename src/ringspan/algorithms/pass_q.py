@@ -65,7 +65,7 @@ def _later(t: int, size: int) -> int:
 
 
 def _merges(call: RegularCall, stops: Collection[int], t: int, merging_s: float) -> Seconds:
-    """Of the parts that were sent home two steps before, that is made three steps before."""
+    """Merge the parts that were computed three steps before and sent home two steps before."""
     made, size = t - 3, call.ring.world_size
     if made not in stops:
         return call.none

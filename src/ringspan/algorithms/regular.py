@@ -123,7 +123,7 @@ class RegularCall:
         return range(size - len(seers), size) if self.sequence.layout == "contiguous" else seers
 
     def keys_seen(self, times: int = 1) -> float:
-        """Of a window, by a query on average: the mean of min(window, position + 1).
+        """Keys that a query sees of a window on average: the mean of min(window, position + 1).
 
         The queries are those of the rank or group that sees most: the last of contiguous ones, the middle one of
         zigzag; where tokens are dealt, all see as many.
@@ -211,7 +211,7 @@ class RegularCall:
         return [*far, self.moves(turn, (inside - 1) * nodes * nbytes, reads_at=reads_at)]
 
     def merging_s(self, q_len: float) -> float:
-        """Of a part into the output, or of its gradients into those of the queries."""
+        """Seconds to merge a part into the output, or its gradients into those of the queries."""
         return self.costs.merge_s(q_len)
 
     def _window_s(self, times: int, *, is_own: bool) -> float:

@@ -58,7 +58,7 @@ class SavedIndex(NamedTuple):
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of a contiguous tensor's bytes."""
+    """The checksum of a contiguous tensor's bytes."""
     return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data)
 
 

@@ -114,7 +114,7 @@ def _running_totals(simulation: Simulation, count: Callable[[RankStep], int]) ->
 
 
 def follow_queries(shown: Replay, truth: Array, true_lse: Array) -> Json:
-    """Of some queries, head 0, after each step: log-sum-exp, share of the softmax weight met, error of the output."""
+    """Log-sum-exp, share of the softmax weight and error of some queries (head 0) after each step."""
     rows = pick_rows(truth.shape[-2])
     lse = np.array([step[HEAD, rows] for step in shown.lses])
     error = np.array([np.abs(step[HEAD, rows] - truth[HEAD, rows]).max(axis=-1) for step in shown.outs])

@@ -40,7 +40,7 @@ def spread_of(parts: Mapping[str, float], device: Device) -> float:
 
 
 def range_of(parts: Mapping[str, float], device: Device) -> tuple[float, float]:
-    """Of the middle 80 %, as multiples of the predicted time."""
+    """The range that should hold 80 % of runs, as multiples of the predicted time."""
     factor = math.exp(Z80 * spread_of(parts, device))
     return 1 / factor, factor
 

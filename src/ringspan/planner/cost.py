@@ -41,12 +41,12 @@ class Shard:
 
     @property
     def q_bytes(self) -> float:
-        """Of the queries of one token."""
+        """Bytes of the queries of one token."""
         return self.batch * self.num_heads * self.head_dim * self.itemsize
 
     @property
     def kv_bytes(self) -> float:
-        """Of K and V of one token, as they travel: quantised K and V carry a scale per head."""
+        """Bytes of K and V of one token as they travel: quantised K and V carry a scale per head."""
         elements = self.batch * self.kv_elements
         if self.wire == "bf16":
             return elements * self.itemsize
@@ -54,22 +54,22 @@ class Shard:
 
     @property
     def out_bytes(self) -> float:
-        """Of a partial output of one token with its lse, as it travels."""
+        """Bytes of a partial output of one token with its lse, as it travels."""
         return self.batch * self.num_heads * (self.v_head_dim * self.practice.sum_itemsize + 4)
 
     @property
     def q_grad_bytes(self) -> float:
-        """Of q, dout, out and lse of one token."""
+        """Bytes of q, dout, out and lse of one token."""
         return self.batch * self.num_heads * ((self.head_dim + 2 * self.v_head_dim) * self.itemsize + 4)
 
     @property
     def dq_bytes(self) -> float:
-        """Of dq of one token, in float32."""
+        """Bytes of dq of one token, in float32."""
         return self.batch * self.num_heads * self.head_dim * 4
 
     @property
     def dkv_bytes(self) -> float:
-        """Of dk and dv of one token, as they travel."""
+        """Bytes of dk and dv of one token, as they travel."""
         return self.batch * self.kv_elements * self.practice.gradient_itemsize
 
 
@@ -225,7 +225,7 @@ def host_s(device: Device, software: Software, num_operations: float, device_s: 
 
 
 def full_flops_per_s(device: Device, shard: Shard) -> float:
-    """Of tiles so long that the ramp is over."""
+    """Rate for tiles so long that the ramp does not matter."""
     return attention_flops_per_s(device.attention, shard.head_dim, 1e9, is_causal=False, is_backward=False)
 
 

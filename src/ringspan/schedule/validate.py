@@ -24,7 +24,7 @@ _Name = tuple[str, int]  # kind and owner
 
 
 def validate(schedule: Schedule, visible: Visible) -> None:
-    """Check that a schedule computes every visible pair exactly once and sends nothing in vain.
+    """Check that a schedule computes every visible pair exactly once and sends nothing that is not used.
 
     Raises:
         ScheduleError: It does not; the message shows the failing step.

@@ -34,7 +34,7 @@ class Mailbox:
             self._requests.put(message)
 
     def get(self, timeout_s: float) -> Frame | None:
-        """The next message that is no cancellation."""
+        """The next message that is not a cancellation."""
         try:
             return self._requests.get(timeout=timeout_s)
         except queue.Empty:

@@ -59,7 +59,7 @@ class Scheduler:
             raise ApiError(f"the ranks are {state}; try again later", status=503, code="not_ready")
 
     def cancel(self, generation: Generation) -> None:
-        """Nobody wants the answer any more; does nothing if it is complete."""
+        """Cancel the answer; does nothing if it is complete."""
         if generation in self._waiting:
             self._waiting.remove(generation)
             self._note_waiting()

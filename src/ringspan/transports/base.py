@@ -12,7 +12,7 @@ import torch
 
 
 class Send(NamedTuple):
-    """A contiguous tensor that nobody writes to until the send is done."""
+    """A contiguous tensor; it must not be written to until the send is done."""
 
     dst: int
     tensor: torch.Tensor

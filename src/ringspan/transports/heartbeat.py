@@ -100,7 +100,7 @@ class Heartbeat:
         return f"rank {rank}" if peer is None else str(peer.link)
 
     def verdict(self, awaited: int) -> str | None:
-        """Why a wait for the rank `awaited` is in vain; None as long as it is not."""
+        """Why a wait for the rank `awaited` cannot succeed; None while it still can."""
         if self.reason is not None:
             return self.reason
         now = time.monotonic()

@@ -130,7 +130,7 @@ class _Room:
                 this.done.set()
 
     def leave(self, rank: int) -> None:
-        """The rank has returned: who still waits for it waits in vain."""
+        """The rank has returned, so every wait for it fails."""
         with self._lock:
             self._returned.add(rank)
             for waiting in self._unmatched.values():

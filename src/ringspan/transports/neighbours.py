@@ -141,7 +141,7 @@ def _meet(rank: int, names: Mapping[int, bytes], listener: socket.socket, hello:
 
 
 def _connect(name: bytes) -> socket.socket | None:
-    """None if nobody is there any more."""
+    """None if the peer is gone."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(_PATIENCE_S)
     try:

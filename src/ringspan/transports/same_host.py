@@ -80,7 +80,7 @@ class SameHost:
         return rank in self._links
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> "SameHostMessage":
-        """Start to send one tensor, which nobody may write to until it has gone."""
+        """Start to send one tensor, which must not be written to until it has been sent."""
         message = SameHostMessage(self, dst, tag, *tensors)
         self._links[dst].send(message)
         return message
@@ -137,7 +137,7 @@ class SameHostMessage:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """The size of the tensor."""
         return self.tensor.nbytes
 
     @property
@@ -156,7 +156,7 @@ class SameHostMessage:
 
 
 class _Arrived(NamedTuple):
-    """What a peer has sent or offers, and nobody has asked for yet."""
+    """What a peer has sent or offers and this rank has not asked for yet."""
 
     nbytes: int
     source: bytes | int  # the message itself, or the address where it is

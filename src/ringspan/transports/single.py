@@ -1,4 +1,4 @@
-"""One rank alone: nothing to send, nobody to agree with."""
+"""A single rank: it sends nothing and agrees with itself."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Single:
         return [payload]
 
     def abort(self, reason: str) -> None:
-        """Nobody to tell."""
+        """There are no other ranks to tell."""
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -212,7 +212,7 @@ class TorchDistributed:
             self._heartbeat.end_wait()
 
     def _verdict(self, peer: int) -> str | None:
-        """Why a wait for a peer is in vain."""
+        """Why a wait for a peer cannot succeed."""
         return self._reason or (self._heartbeat.verdict(peer) if self._heartbeat is not None else None)
 
     def _who_is_late(self, handle: "_Handle") -> str:
@@ -240,7 +240,7 @@ class TorchDistributed:
         return TransportError(self._give_up(f"{what}: {_plain(error)}"))
 
     def _give_up(self, reason: str) -> str:
-        """Close the connections, so that no rank waits for this one in vain; returns the first reason given."""
+        """Close the connections, so that waits for this rank end; returns the first reason given."""
         heartbeat = self._heartbeat
         is_lost = heartbeat is not None and not heartbeat.hears_all
         patience_s = _LOST_STORE_PATIENCE_S if is_lost else _STORE_PATIENCE_S

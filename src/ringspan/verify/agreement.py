@@ -70,7 +70,7 @@ def ranks_agree(
 
 
 def digest_of(name: str, x: torch.Tensor) -> bytes:
-    """Of the bits, shape and type of a tensor."""
+    """A digest of the bits, shape and dtype of a tensor."""
     if not isinstance(x, torch.Tensor):
         raise ShapeError("expected a tensor", argument=f"tensors[{name!r}]", value=x)
     raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""

@@ -121,7 +121,7 @@ def _matches(failure: Failure) -> list[_Match]:
 
 
 def _leaving_out_right(failure: Failure, found: list[_Match]) -> list[_Match]:
-    """Of mistakes that explain a wrong log-sum-exp, those that would not have made the output wrong as well."""
+    """Mistakes that explain a wrong log-sum-exp without making the output wrong as well."""
     setting = _setting(failure.case)
     limit = 10 * budget(setting.question, setting.right, failure.case.dtype, failure.case.world_size).out
     spoils_out = {

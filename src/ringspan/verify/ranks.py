@@ -184,7 +184,7 @@ def _received(pipe: Connection) -> Any:
 
 
 def _outcome_of(case: VerifyCase, parts: Sequence[Any], timeout_s: float) -> Outcome:
-    """Of what the ranks said; None is a rank that said nothing."""
+    """The outcome of what the ranks reported; None is a rank that reported nothing."""
     refused = [part for part in parts if isinstance(part, Refused)]
     if len(refused) == len(parts):
         return refused[0]

@@ -158,7 +158,7 @@ class GuidedForward:
 
 
 def _copy(arguments: Arguments) -> Arguments:
-    """With tensors that nobody else changes."""
+    """A copy with tensors of its own."""
 
     def copy(leaf: Leaf) -> Any:
         return leaf.value.clone() if isinstance(leaf.value, torch.Tensor) else leaf.value

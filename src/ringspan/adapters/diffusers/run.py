@@ -34,7 +34,7 @@ class RankOptions(NamedTuple):
 
     @property
     def session(self) -> Session:
-        """Of the group."""
+        """The session of the group."""
         return session_of(self.group)
 
     @property

@@ -48,7 +48,7 @@ def request_of(options: dict[str, Any]) -> "Request":
 
 
 def _size(model: "Model", options: dict[str, Any]) -> tuple[int, int, int] | None:
-    """Of a video, where one of its measures was given."""
+    """Frames, height and width of a video; None if the tokens were given."""
     given = [name for name in ("frames", "size") if options[name] is not None]
     if model.video is None:
         if given:
@@ -80,12 +80,12 @@ def parse_time(option: str, text: str) -> float:
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|h|)", text.strip())
     seconds = float(found[1]) * SECONDS[found[2]] if found else 0.0
     if seconds <= 0:
-        raise ShapeError(f"{option} {text!r} is no time; use 10s, 800ms or 2min")
+        raise ShapeError(f"{option} {text!r} is not a time; use 10s, 800ms or 2min")
     return seconds
 
 
 def parse_price(text: str, device: str) -> float:
-    """Of DEVICE=PRICE, where the device is the one that is planned."""
+    """The price in DEVICE=PRICE; the device must be the planned one."""
     from ringspan.planner.catalog import load_device
 
     name, _, amount = text.partition("=")
@@ -94,14 +94,14 @@ def parse_price(text: str, device: str) -> float:
     except ValueError:
         price = math.nan
     if not 0 < price < 1e9:
-        raise ShapeError(f"--price {text!r} is no price; use DEVICE=PRICE, per device and hour, such as h100=2.5")
+        raise ShapeError(f"--price {text!r} is not a price; use DEVICE=PRICE, per device and hour, such as h100=2.5")
     if name != device and load_device(name).id != device:
         raise ShapeError(f"--price {text!r} is for {name}, and the devices are {device}; use {device}={amount}")
     return price
 
 
 def parse_sweep(words: tuple[str, ...], request: "Request") -> tuple[list[int], list["Cluster"]]:
-    """Lengths and clusters; what is not swept is as asked."""
+    """Lengths and clusters of a sweep; a dimension that is not swept has the value that was given."""
     from ringspan.planner.catalog import parse_devices
 
     lengths, clusters = [request.tokens], [request.cluster]

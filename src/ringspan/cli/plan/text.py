@@ -215,7 +215,7 @@ def _rate(per_second: float) -> str:
 
 
 def format_range(option: Option) -> str:
-    """Of the middle 80 %."""
+    """The range that holds 80 % of published runs."""
     return f"{format_seconds(option.low_s)} to {format_seconds(option.high_s)}"
 
 

@@ -179,7 +179,7 @@ class Model:
 
     @property
     def projected_parameters(self) -> int:
-        """Of these, the weights that a token meets: keys and values of text on the side are projected from text."""
+        """The weights that one token is multiplied with; K and V of text on the side come from the text."""
         if not self._is_crossed:
             return self.attention_parameters
         return self.attention_parameters - self.hidden_size * self.kv_elements
@@ -195,12 +195,12 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of words going in and coming out, which are the same where they are tied."""
+        """Weights of the embedding and of the output head, counted once if they are tied."""
         return (self.vocab_size or 0) * self.hidden_size * (1 if self.is_tied else 2)
 
     @property
     def layer_parameters(self) -> float:
-        """Of one layer on average."""
+        """Weights of one layer on average."""
         return ((self.parameters or self.counted_parameters) - self.embedding_parameters) / self.layers
 
     @property

@@ -137,7 +137,7 @@ def _tokens(model: Model, tokens: int | None, size: tuple[int, int, int] | None)
     """As given, or those of a video."""
     if model.video is None:
         if size is not None:
-            raise UnsupportedError(f"size={size}: {model.id} is no video model; give tokens=")
+            raise UnsupportedError(f"size={size}: {model.id} is not a video model; give tokens=")
         if tokens is None:
             raise ShapeError("tokens=None: give the length of the sequence, such as tokens=131072")
         return tokens

@@ -137,7 +137,7 @@ def _explain_layers(request: Request, prediction: Prediction) -> Iterator[Explai
 
 
 def _last_s(request: Request, prediction: Prediction) -> float:
-    """Of the last chunk."""
+    """The figures of the last chunk."""
     model = request.model
     sliding = model.layers - model.full_layers
     attention_s = model.full_layers * prediction.attention_s + sliding * prediction.window_attention_s

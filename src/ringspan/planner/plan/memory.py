@@ -108,7 +108,7 @@ def _resident(request: Request, sharers: int) -> float:
 
 
 def bytes_per_parameter(request: Request) -> float:
-    """Of the weights as they are stored, MLP and the rest by their shares."""
+    """Bytes of the weights as stored; MLP and the rest may have different dtypes."""
     model = request.model
     mlp_share = model.active_mlp_parameters / (model.active_mlp_parameters + model.layers * model.attention_parameters)
     mlp_bytes = WEIGHT_BYTES[request.mlp_weights or request.weights]

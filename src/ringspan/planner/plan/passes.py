@@ -106,7 +106,7 @@ def _exchange_size(request: Request, setup: Setup) -> int:
 
 
 def shown_window(model: Model) -> int:
-    """Of the kind of layer that is shown as an example: 0 for a full one, or the window where none is full."""
+    """The window of the layers shown as an example; 0 if a layer attends fully."""
     return 0 if model.window is None or model.full_layers else model.window.tokens
 
 
@@ -155,7 +155,7 @@ def dense_of(request: Request, setup: Setup) -> Dense:
 
 
 def logits_s(request: Request, setup: Setup) -> float:
-    """Of the logits: of all tokens in training, else of the last one of every sequence."""
+    """Seconds for the logits: of all tokens in training, else of the last token of every sequence."""
     model = request.model
     if model.vocab_size is None:
         return 0.0
@@ -165,7 +165,7 @@ def logits_s(request: Request, setup: Setup) -> float:
 
 
 def cross_attention_s(request: Request, setup: Setup, *, is_backward: bool) -> float:
-    """Of the text, where it enters so; every rank holds the text."""
+    """Seconds for cross-attention to the text, if the model has it; every rank holds the text."""
     video = request.model.video
     if video is None or video.is_text_joint:
         return 0.0

@@ -59,7 +59,7 @@ class Prediction:
 
     @property
     def layer_s(self) -> float:
-        """Of one such layer, forward."""
+        """Seconds of one such layer, forward."""
         return self.attention_s + self.cross_attention_s + self.dense.total_s + self.host_s
 
     @property

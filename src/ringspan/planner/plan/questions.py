@@ -123,7 +123,7 @@ def _answer(request: Request) -> Answer:
 
 
 def _inside(like: Cluster) -> Iterator[Cluster]:
-    """Of the same devices in one node, ascending: all sizes up to 8, and what divides a larger node."""
+    """Numbers of devices in one node, ascending: all up to 8, then divisors of a larger node."""
     most = min(like.device.node_size, MOST_DEVICES)
     for size in range(1, most + 1):
         if size <= 8 or most % size == 0:

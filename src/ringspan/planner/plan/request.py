@@ -144,7 +144,7 @@ class Request:
 
     @property
     def pixels(self) -> int:
-        """Of a frame of the video that was asked for, or of the usual one."""
+        """Pixels of a frame of the requested video, or of the usual one."""
         video = self.model.video
         size = self.size or (video.usual if video is not None else None)
         return size[1] * size[2] if size else 0

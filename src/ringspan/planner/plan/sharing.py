@@ -30,14 +30,14 @@ def scattering_s(request: Request, setup: Setup, backward_s: float) -> float:
 
 
 def _gather_s(request: Request, setup: Setup) -> float:
-    """Of one layer's weights; to scatter their gradients takes as long."""
+    """Seconds to gather one layer's weights; scattering their gradients takes as long."""
     device = request.cluster.device
     nbytes = request.model.layer_parameters * WEIGHT_BYTES["bf16"] / setup.tp
     return all_gather_s(device.near, device.far, nbytes, *_holders(request, setup))
 
 
 def _held_bytes(request: Request, setup: Setup) -> float:
-    """Of the weights, or their gradients, of one tensor-parallel rank."""
+    """Bytes of the weights, or of their gradients, of one tensor-parallel rank."""
     return (request.model.parameters or request.model.counted_parameters) * WEIGHT_BYTES["bf16"] / setup.tp
 
 

@@ -90,7 +90,7 @@ def _problem(ring: Ring, sequence: Sequence, shard: Shard) -> Problem:
 
 
 def _layouts(world_size: int, sequence: Sequence) -> tuple[Layout, Layout]:
-    """Of queries and of keys; cached tokens lie as the new ones do."""
+    """The layouts of queries and of keys; cached tokens are placed as new ones are."""
     build = LAYOUT_BUILDERS[sequence.layout]
     layout: Layout = build(sequence.new_tokens, world_size, start=sequence.cached_tokens)
     if not sequence.cached_tokens:

@@ -55,7 +55,7 @@ class TargetCall(NamedTuple):
 
     @property
     def document_lengths(self) -> tuple[int, ...] | None:
-        """Of packed documents, cut at the length of the sequence."""
+        """Lengths of the packed documents, cut at the length of the sequence."""
         for part in parts_of(self.case.pattern):
             if part[0] == "documents":
                 return _cut(part[1], self.case.length + self.case.past)
