@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 def run(*words: str, exit_code: int = 0) -> str:
     result = CliRunner().invoke(main, ["verify", *words])
     assert result.exit_code == exit_code, result.output
-    return result.output
+    return result.output if exit_code == 2 else result.stdout
 
 
 def zeros(q, k, v):
@@ -37,6 +37,16 @@ def test_a_wrong_attention_is_told_with_its_mistake_and_exit_code_1(tmp_path: Pa
     assert report["diagnosis"]["mistake"] == "output left at zero"
     suite = ElementTree.parse(path).getroot()
     assert int(suite.get("failures", 0)) == report["counts"]["wrong"]
+
+
+def test_the_page_shows_every_case_and_the_mistake(tmp_path: Path):
+    path = tmp_path / "report.html"
+    report = json.loads(run(TARGET, "--ranks", "2", "--json", "--html", str(path), exit_code=1))
+    text = path.read_text()
+    for case in report["cases"]:
+        assert json.dumps(case["case"], ensure_ascii=False) in text
+    assert report["diagnosis"]["mistake"] in text
+    assert "NOT right" in text
 
 
 def test_layouts_and_features_are_passed_on():

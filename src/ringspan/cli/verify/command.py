@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from ringspan import __version__
-from ringspan.cli.files import OutputFile
+from ringspan.cli.files import OutputFile, write_text
+from ringspan.cli.page_command import command_line
 
 EXAMPLES = """\b
 Examples:
@@ -50,6 +51,7 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--junit", type=OutputFile(), help="Write the cases as a JUnit XML file.")
+@click.option("--html", type=OutputFile(".html"), help="Write the cases as an interactive page.")
 def verify(
     target: str,
     ranks: tuple[int, ...],
@@ -60,6 +62,7 @@ def verify(
     seed: int,
     as_json: bool,
     junit: Path | None,
+    html: Path | None,
 ) -> None:
     """Run TARGET over a table of cases and compare it with a float64 oracle: outputs, log-sum-exps, gradients.
 
@@ -88,7 +91,11 @@ def verify(
     if report is None:
         return  # not rank 0
     if junit is not None:
-        junit.write_text(report.to_junit())
+        write_text(junit, report.to_junit())
+    if html is not None:
+        from ringspan.cli.verify.page import build_verify_page
+
+        write_text(html, build_verify_page(report, command_line(click.get_current_context())))
     click.echo(json.dumps({"version": __version__, **report.to_json()}, indent=2) if as_json else report.to_text())
     if not report.has_passed:
         click.get_current_context().exit(1)
