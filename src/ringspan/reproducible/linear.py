@@ -13,7 +13,7 @@ import torch
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.program.reproducible.bind import Strip
+from ringspan.program.reproducible.grid import Strip
 from ringspan.reproducible.arguments import check_tokens, check_weights
 from ringspan.reproducible.backward import differentiable_once
 from ringspan.reproducible.ranks import Ranks, open_ranks

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringspan.layout import Layout
-from ringspan.program.reproducible.bind import Strip
+from ringspan.program.reproducible.grid import Strip
 from ringspan.runtime.checks import check_world_size
 from ringspan.runtime.contract import Contract, Place, Signature
 from ringspan.runtime.session import Session, session_of

@@ -11,7 +11,7 @@ import torch
 
 from ringspan.kernels.base import Merged
 from ringspan.kernels.softmax import Partial, steadily
-from ringspan.program.reproducible.bind import Strip
+from ringspan.program.reproducible.grid import Strip
 
 
 def _plainly(function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ringspan.layout import Layout
-from ringspan.program.reproducible.bind import Strip, check_on_grid, strips
+from ringspan.program.reproducible.grid import Strip, check_on_grid, strips
 from ringspan.program.reproducible.tree import Node, Tree
 from ringspan.transports.all_to_all import all_to_all
 from ringspan.transports.base import Transport
