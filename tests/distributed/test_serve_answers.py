@@ -75,7 +75,7 @@ def test_the_header_and_the_log_say_what_was_reused_and_by_which_algorithm(serve
     answered = server.chat(messages, max_tokens=1)
     assert answered.headers["x-ringspan-cache"] == "102 of 103 tokens reused"
     assert answered.headers["x-ringspan-algorithm"].split(":")[0] == "one_shot"
-    assert f"{answered.cached} reused" in server.all_log
+    server.wait_for_log(f"{answered.cached} reused")
 
 
 def test_no_prompt_and_no_answer_is_in_the_log(server):

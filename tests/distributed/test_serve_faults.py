@@ -49,7 +49,7 @@ def test_a_rank_killed_while_idle(server, model, rank):
     assert server.chat(QUESTION).status == 503
     assert_answers(server, model)
     assert server.metric("restarts_total") == 1
-    assert f"rank {rank} was killed by SIGKILL" in server.all_log
+    server.wait_for_log(f"rank {rank} was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -119,8 +119,8 @@ def test_the_fourth_loss_in_a_minute_ends_the_server_with_the_reason(model):
                 time.sleep(0.05)
         assert server.process.wait(30) == 1
         time.sleep(0.2)  # for the thread that reads its last words
-        assert "ranks were lost 4 times within 60 s" in server.all_log
-        assert "was killed by SIGKILL" in server.all_log
+        server.wait_for_log("ranks were lost 4 times within 60 s")
+        server.wait_for_log("was killed by SIGKILL")
         assert "Traceback" not in server.all_log
     finally:
         server.close()

@@ -73,6 +73,13 @@ class Server:
             assert time.monotonic() < deadline, f"it did not come to that:\n{self.all_log}"
             time.sleep(0.05)
 
+    def wait_for_log(self, text: str, timeout_s: float = 20.0) -> None:
+        """The log is read by a thread, so a line may come after the answer that it is about."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.all_log:
+            assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{self.all_log}"
+            time.sleep(0.05)
+
     @property
     def all_log(self) -> str:
         return "\n".join(self.log)
@@ -117,9 +124,10 @@ class Server:
             connection.close()
 
     def metric(self, name: str, labels: str = "") -> float:
+        """A counter with labels that has not counted yet is absent, and 0."""
         found = re.search(rf"^ringspan_{name}{re.escape(labels)} (\S+)$", self.get("/metrics").body, re.MULTILINE)
-        assert found, name
-        return float(found[1])
+        assert found or labels, name
+        return float(found[1]) if found else 0.0
 
     def ranks(self) -> list[int]:
         """The processes of the ranks, in order."""

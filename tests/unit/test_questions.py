@@ -235,3 +235,18 @@ def test_a_video_says_how_many_forwards_and_how_long_the_whole_takes():
     assert "with guidance, a step is two forwards" in output
     assert "whole video about" in output
     assert "per video" in output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": "128K"}, "tokens: expected a whole number"),
+        ({"batch": "2"}, "batch: expected a whole number"),
+        ({"model": None}, "model: expected a name"),
+        ({"devices": 8}, "devices: expected a name"),
+        ({"nope": 1}, "plan has no argument nope; use one of phase"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_by_name(wrong, message):
+    with pytest.raises(rs.RingspanError, match=message):
+        rs.plan(**({"model": "llama-3.1-8b", "devices": "8xh100", "tokens": 1024} | wrong))

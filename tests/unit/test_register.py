@@ -106,7 +106,7 @@ def test_beyond_128_ranks_it_is_not_priced(toy: Algorithm) -> None:
     request = Request(load_model("llama-3.1-8b"), parse_devices("32x8xh100", None, None), "prefill", 2**20, tp=1)
     plan = build_plan(request)
     assert toy.name not in {option.setup.algorithm for option in plan.options}
-    (reason,) = (illegal.reason for illegal in plan.illegal if illegal.what == "pair-ring")
+    (reason,) = (illegal.reason for illegal in plan.illegal if illegal.what == "pair-ring over 256 ranks")
     assert "not priced" in reason
     assert "128 ranks" in reason
     with pytest.raises(rs.UnsupportedError, match=r"not priced.*128 ranks"):

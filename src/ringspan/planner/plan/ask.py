@@ -2,6 +2,7 @@
 
 from typing import TypedDict, Unpack
 
+from ringspan.arguments import TEXT, WHOLE, check_arguments, instance_of, optional
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog import Cluster, Model, load_model, parse_devices
 from ringspan.planner.plan.build import Plan, build_plan
@@ -69,6 +70,11 @@ def plan(*, model: str | Model, devices: str | Cluster, tokens: int | None = Non
         UnsupportedError: something is not in the catalogue or not modelled.
         ShapeError: a number is out of range, or sizes do not divide.
     """
+    unknown = [name for name in options if name not in Options.__annotations__]
+    if unknown:
+        raise UnsupportedError(
+            f"plan has no argument {unknown[0]}", remedy=f"use one of {', '.join(Options.__annotations__)}"
+        )
     return build_plan(make_request(model=model, devices=devices, tokens=tokens, **options))
 
 
@@ -99,6 +105,17 @@ def make_request(
     offload: bool = False,
 ) -> Request:
     """The question behind a plan; the arguments are those of `plan`."""
+    check_arguments(
+        model=(TEXT if not isinstance(model, Model) else instance_of(Model, "that of load_model"), model),
+        devices=(TEXT if not isinstance(devices, Cluster) else instance_of(Cluster, "that of parse_devices"), devices),
+        tokens=(optional(WHOLE), tokens),
+        cached_tokens=(WHOLE, cached_tokens),
+        batch=(optional(WHOLE), batch),
+        tp=(optional(WHOLE), tp),
+        chunk_tokens=(optional(WHOLE), chunk_tokens),
+        accumulate=(WHOLE, accumulate),
+        software=(TEXT, software),
+    )
     for name, value, is_asked in (
         ("pipeline_parallel", pipeline_parallel, pipeline_parallel != 1),
         ("expert_parallel", expert_parallel, expert_parallel != 1),

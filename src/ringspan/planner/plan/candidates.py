@@ -79,7 +79,7 @@ def _planned(request: Request, tp: int, cp: int, illegal: dict[str, str]) -> Ite
         try:
             check_priced(record, cp, shard_of(request, Setup(record.name, "contiguous", tp, cp)))
         except UnsupportedError as error:
-            illegal[_spell(record)] = str(error)
+            illegal[f"{_spell(record)} over {cp} ranks"] = str(error)
             continue
         yield record
 
