@@ -13,7 +13,7 @@ from ringspan.cli import main
 from ringspan.page.cases import Combination, list_combinations, run_combination
 from ringspan.page.faults import describe_faults
 from ringspan.page.hiding import describe_hiding
-from ringspan.page.lesson import PRESETS
+from ringspan.page.lesson import PRESETS, describe_lesson
 from ringspan.page.questions import PLAIN, RING
 from ringspan.page.runs import describe_run
 from ringspan.simulate import RankStep
@@ -305,7 +305,11 @@ def test_questions_can_be_answered_by_looking(lesson_file: Path, open_page: Open
 
 def test_a_wrong_or_missing_answer_is_told(lesson_file: Path, open_page: OpenPage) -> None:
     opened = open_page(lesson_file)
-    for words, wrong in (("How many steps", "3"), ("bytes has rank 3 sent", "many"), ("Does compute hide", "yes")):
+    (hides,) = (
+        one for one in describe_lesson()["sections"][-1]["questions"] if one["text"].startswith("Does compute hide")
+    )
+    not_so = hides["choices"][1 - hides["answer"]]
+    for words, wrong in (("How many steps", "3"), ("bytes has rank 3 sent", "many"), ("Does compute hide", not_so)):
         item = ask(opened, words)
         item.get_by_role("button", name="Check").click()
         assert "Give an answer first" in item.locator(".verdict").inner_text()
