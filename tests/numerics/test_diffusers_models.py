@@ -16,6 +16,9 @@ REFUSED = {  # and the module that each refusal names
     "sana_video": "transformer_blocks.0.attn1 joins tokens",
     "latte": "temporal_transformer_blocks.0: q of call 0 of attention",
 }
+ROUNDS_TO_BFLOAT16 = {"kandinsky5"}  # its rotary embedding returns bfloat16: one ulp elsewhere can flip a rounding
+KEY_BIASES = ("to_k.bias", "k_proj.bias", "norm_k.bias")
+pytestmark = pytest.mark.filterwarnings("ignore:.FluxPosEmbed. is deprecated:FutureWarning")
 FEW = ["wan", "hunyuan_token_replace", "cogvideox", "flux", "pixart"]
 ALL = [name for name in LISTED | UNSEEN if name not in REFUSED]
 
@@ -40,8 +43,10 @@ def check_output_and_gradients(name: str, world_size: int, **options: object) ->
         for key, expected in alone.gradients.items():
             error = (gradients[key] - expected).abs().max()
             # Softmax takes most of a shift of all keys away: that gradient is a small difference of large numbers.
-            bound = 2e-5 if key.endswith("to_k.bias") else 5e-6
-            assert error <= max(bound * expected.abs().max(), 1e-8 * largest), key
+            bound = 2**-7 if name in ROUNDS_TO_BFLOAT16 else 2e-5 if key.endswith(KEY_BIASES) else 5e-6
+            size = expected.abs().max()
+            absolute = (5e-8 if size < 1e-4 * largest else 1e-8) * largest
+            assert error <= max(bound * size, absolute), key
 
 
 @pytest.mark.parametrize("name", FEW)
