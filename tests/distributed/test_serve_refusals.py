@@ -92,7 +92,11 @@ def test_a_refusal_of_the_template_shows_nothing_of_the_prompt(server):
     assert "secret" not in json.dumps(answered.body) + server.all_log
 
 
-@pytest.mark.parametrize("given", [None, "", KEY, f"Basic {KEY}", "Bearer ", f"Bearer {KEY}x", "Bearer \xe9"])
+@pytest.mark.parametrize(
+    "given",
+    [None, "", KEY, f"Basic {KEY}", "Bearer ", f"Bearer {KEY}x", "Bearer \xe9"],
+    ids=["none", "empty", "bare", "basic", "no key", "longer", "not ASCII"],  # pytest puts ids into the environment
+)
 def test_without_the_key_nothing_is_answered(locked, given):
     headers = JSON if given is None else JSON | {"Authorization": given}
     for path in ("/v1/models", "/metrics"):
