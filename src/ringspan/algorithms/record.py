@@ -1,4 +1,4 @@
-"""What is an algorithm? One record, in the algorithm's own file, from which every other room reads.
+"""The record of an algorithm: it stands in the algorithm's own file, and every other room reads it.
 
 The record says what builds the schedule, how reports name and explain it, what the planner's timeline follows and how
 much memory its buffers take. `registry.py` finds records by name; `register` adds one from outside the package.

@@ -25,7 +25,7 @@ from ringspan.algorithms.loads import Costs, Ranks, Round, Seconds
 
 
 class Sequence(NamedTuple):
-    """What is attended: new tokens after `cached` ones, which every new token sees.
+    """A sequence of new tokens after cached ones; every new token sees all cached ones.
 
     With a window a token sees only the last `window` positions, its own among them; 0 is none.
     """

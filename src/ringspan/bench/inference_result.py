@@ -1,4 +1,4 @@
-"""What is measured of a cache, as plain data? Needs no torch."""
+"""The measurements of a cache, as plain data. Needs no torch."""
 
 from dataclasses import dataclass
 

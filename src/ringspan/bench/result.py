@@ -1,4 +1,4 @@
-"""What is the result of a measurement, as plain data? It converts to JSON as it is."""
+"""The result of a measurement, as plain data that converts to JSON directly."""
 
 import statistics
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ class DiffusersHandle:
 
     @property
     def plans(self) -> dict[str, list[str]]:
-        """What was learned so far, by transformer: its blocks, and how they attend."""
+        """The plans learned so far, one per transformer: its blocks, and how they attend."""
         return {name: [plan.describe() for _, plan in x.plans] for name, x in self._adapters.items()}
 
     def reduce_gradients(self) -> None:

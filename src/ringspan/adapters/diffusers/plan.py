@@ -1,4 +1,4 @@
-"""What was learned of a model: for each call of a block which dims and numbers follow its tokens, and what it attends.
+"""The plan of a model: for each call of a block, the dims and integers that follow its tokens, and its attention calls.
 
 A sequence of "tokens" is split over the ranks. Whatever else stands in front of it or behind it in a tensor, such as
 the tokens of a prompt, every rank holds. Nothing here depends on how many tokens there are, nor on the rank: ranks
