@@ -12,7 +12,7 @@ import torch
 import ringspan as rs
 from ringspan.runtime.session import session_of
 from ringspan.transports.base import Receive, Send
-from ringspan.transports.heartbeat import SILENCE, silence_limit_s
+from ringspan.transports.heartbeat import SILENCE, acknowledges, silence_limit_s
 from ringspan.transports.neighbours import SWITCH
 from support.calls import MARGIN_S, Outcome, arguments, attend, dies_at, outcome
 from support.ranks import run_ranks, values
@@ -130,3 +130,15 @@ def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(SILENCE, text)
     with pytest.raises(rs.UnsupportedError, match=f"{SILENCE}='{text}': it is a number of seconds; set 5"):
         silence_limit_s()
+
+
+@pytest.mark.parametrize("limit_s", [1.5, 5.0, 30.0])
+def test_a_machine_that_acknowledged_the_last_beat_answers(limit_s: float) -> None:
+    """A beat every second: the last acknowledgement of a machine that answers is hardly older."""
+    assert acknowledges(1.05, limit_s)
+
+
+@pytest.mark.parametrize("limit_s", [5.0, 30.0])
+def test_a_machine_that_was_cut_off_does_not_answer(limit_s: float) -> None:
+    """It acknowledged one more beat after the last that it sent."""
+    assert not acknowledges(limit_s - 0.95, limit_s)

@@ -257,10 +257,19 @@ class Heartbeat:
 
 
 def _answers(link: socket.socket, limit_s: float) -> bool:
-    """Whether the machine at the other end has acknowledged what was sent to it."""
+    """Whether the machine at the other end acknowledges what is sent to it."""
     if not hasattr(socket, "TCP_INFO"):
         return True
     with suppress(OSError):
         info = _TCP_INFO.unpack(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
-        return bool(info[_UNACKED] == 0 or info[_LAST_ACK_RECEIVED] < limit_s * 1000)
+        return info[_UNACKED] == 0 or acknowledges(info[_LAST_ACK_RECEIVED] / 1000, limit_s)
     return False
+
+
+def acknowledges(since_s: float, limit_s: float) -> bool:
+    """Whether a machine answers whose last acknowledgement came so long ago, while its process was silent for the limit.
+
+    One that answers acknowledges every beat. One that was cut off may have acknowledged a beat of this rank's after
+    the last that it sent itself, so its last acknowledgement can be a beat younger than the limit.
+    """
+    return since_s < max(limit_s / 2, 1.5 * _BEAT_EVERY_S)
