@@ -134,6 +134,13 @@ class Heartbeat:
                 break  # it is busy; or what it says is late itself
         return late
 
+    def is_busy(self, rank: int) -> bool:
+        """Whether another rank has just said that it is alive and waits for nobody."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.ended_at is not None or self._silent_s(peer, time.monotonic()) > _LATE_S:
+            return False
+        return peer.waits_for[0] == _NOTHING
+
     def _wait_of(self, rank: int) -> tuple[int, int]:
         return self._waits_for if rank == self._rank else self._peers[rank].waits_for
 
@@ -267,7 +274,7 @@ def _answers(link: socket.socket, limit_s: float) -> bool:
 
 
 def acknowledges(since_s: float, limit_s: float) -> bool:
-    """Whether a machine answers whose last acknowledgement came so long ago, while its process was silent for the limit.
+    """Whether a machine answers whose last acknowledgement is so old, while its process was silent for the limit.
 
     One that answers acknowledges every beat. One that was cut off may have acknowledged a beat of this rank's after
     the last that it sent itself, so its last acknowledgement can be a beat younger than the limit.
