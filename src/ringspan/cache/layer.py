@@ -112,7 +112,7 @@ def _attend(
         turn.largest_scales[layer] = largest_scales([kv], state.model.heads.num_kv_heads)
     inputs: dict[Block, Value] = {Block("q", owner): (q,), Block("kv", rank): kv}
     transport = session.transport
-    wire = TurnWire(TransportWire(transport, session.buffers, q, transport.timeout_s, problem.sizes.kv_dtypes), agree)
+    wire = TurnWire(TransportWire(transport, session.buffers, q, None, problem.sizes.kv_dtypes), agree)
     with session.scratch.lend() as scratch:
         arithmetic = codec_arithmetic(codec, state.kernel, scale, q, scratch, CacheSource())
         rank_state = prepared.state(rank, inputs, arithmetic)

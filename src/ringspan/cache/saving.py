@@ -92,7 +92,7 @@ def signature(state: CacheState, what: str, folder: Path) -> Signature:
 
 def _gather(state: CacheState, mine: bytes) -> list[bytes]:
     transport = state.session.transport
-    return [mine] if state.world_size == 1 else transport.all_gather_bytes(mine, transport.timeout_s)
+    return [mine] if state.world_size == 1 else transport.all_gather_bytes(mine, None)
 
 
 def _write(state: CacheState, data: Path) -> int:

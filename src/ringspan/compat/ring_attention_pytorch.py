@@ -113,7 +113,7 @@ def tree_attn_decode(
         k, v = (x[:, :, start : start + lengths[rank]] for x in (k, v))
     else:
         mine = k.shape[2].to_bytes(8, "little")
-        lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, transport.timeout_s)]
+        lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)]
     q_layout = Layout(((),) * world_size, replicated=(Span(0, q.shape[2]),))
     out = attention(q, k, v, mask=full(), layout=q_layout, kv_layout=_of_lengths(lengths), group=group)
     assert isinstance(out, torch.Tensor)
