@@ -1,5 +1,6 @@
 """The interactive page: any result as one HTML file that opens from disk and asks nothing of the network."""
 
+from ringspan.page.html import build_app_page
 from ringspan.page.lesson import build_lesson
 from ringspan.page.plan import build_plan_page
 from ringspan.page.report import build_report
@@ -7,6 +8,7 @@ from ringspan.page.simulation import build_settings_page, build_simulation_page
 from ringspan.page.traces import build_trace_page, read_trace
 
 __all__ = [
+    "build_app_page",
     "build_lesson",
     "build_plan_page",
     "build_report",
