@@ -38,7 +38,7 @@ from ringspan.planner.timeline import schedule_timeline
 from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Heads, visible_blocks
 from ringspan.simulate import simulate_attention
-from support.page import HOSTILE, lesson_html
+from support.page import HOSTILE, lesson_html, payload_of
 
 MOST_LESSON_BYTES = 400_000
 
@@ -65,10 +65,6 @@ class Elements(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open:
             self.texts[self.open][-1] += data
-
-
-def payload_of(page: str) -> dict[str, Any]:
-    return json.loads(Elements(page).texts["script"][0])
 
 
 def digest(text: str) -> str:

@@ -124,7 +124,7 @@ def _spent(charts: list[Chart]) -> Section:
             kinds = (COMPUTE, START, WAIT)
             rows.append([chart["title"], lane, *((format_seconds(total[kind]), total[kind]) for kind in kinds)])
     columns = ["timeline", "rank", ">computing", ">starting messages", ">waiting"]
-    return table("spent", "Where the time goes", columns, rows)
+    return table("spent", "The timeline in seconds", columns, rows)
 
 
 def _compare_steps(measured: Chart, predicted: Chart) -> Section:

@@ -34,8 +34,13 @@ def _sections(result: Result, trace: dict[str, Any], predicted: Timeline | None)
     memory = [(it.rank, it.memory) for it in result.by_rank]
     if all(it.above_inputs_bytes is not None for _, it in memory):
         yield bars("memory", "Memory of each rank", ("inputs", "call above them"), map(_memory_row, memory))
-    settings = trace["otherData"].items()
-    yield facts("about", "What was run", [(name.replace("_", " "), value) for name, value in settings])
+    yield facts("about", "What was run", _told(trace["otherData"]))
+
+
+def _told(settings: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if value is not None:
+            yield name.replace("_", " "), ("yes" if value else "no") if isinstance(value, bool) else value
 
 
 def _summary(result: Result) -> Section:
@@ -87,7 +92,7 @@ def _breakdown(result: Result) -> Section:
         "Communication: blocked by a message on its way. Waiting: for a rank that has not sent or finished yet.",
         result.verdict,
     ]
-    return bars("breakdown", "Where the time of a call goes", BREAKDOWN, rows, unit="seconds", lead=lead)
+    return bars("breakdown", "Where the time goes", BREAKDOWN, rows, unit="seconds", lead=lead)
 
 
 def _bytes_sent(ranks: tuple[RankResult, ...]) -> Section:

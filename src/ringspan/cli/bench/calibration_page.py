@@ -58,15 +58,15 @@ def _tiles(calibration: Calibration, settings: CalibrationSettings, device: Devi
     for kind in dict.fromkeys(kind for kind, _, _ in calibration.tiles):
         measured = [(n, seconds) for one, n, seconds in calibration.tiles if one == kind]
         fitted = [(n, tile_s(device, shard, n, n, is_causal=kind == "causal")) for n, _ in measured]
-        lines.append((f"{kind} tile, fitted", fitted))
-        dots.append((f"{kind} tile, measured", measured))
+        lines.append((f"{kind} tile", fitted))
+        dots.append((f"{kind} tile", measured))
     return chart("A tile of n queries and n keys", "tokens", lines, dots=dots)
 
 
 def _messages(calibration: Calibration, device: Device) -> Section:
     fitted = [(nbytes, message_s(device.near, nbytes)) for nbytes, _ in calibration.messages]
     measured = list(calibration.messages)
-    return chart("A message to the next rank", "bytes", [("fitted", fitted)], dots=[("measured", measured)])
+    return chart("A message to the next rank", "bytes", [("message", fitted)], dots=[("message", measured)])
 
 
 def _uses(calibration: Calibration, file: Path) -> str:

@@ -19,7 +19,7 @@ def build_inference_page(result: InferenceResult, command: str) -> str:
     lead = [
         f"One layer, up to {format_count(settings.seq_len, 'token')}, {heads} of {settings.head_dim} elements, "
         f"{settings.dtype}, transport {result.transport}.",
-        f"Measured {result.machine}.",
+        f"Speed of a rank, of a link and latency, measured: {result.machine}.",
     ]
     sections = _prefill(result) if settings.phase == "prefill" else _decode(result)
     return build_report(f"{what} on {ranks}, measured", lead, [_summary(result), *sections], command)

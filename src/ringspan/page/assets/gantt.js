@@ -177,9 +177,9 @@ function zoomControls(view, totalS, changed) {
   return h('div', { class: 'zoom' }, h('label', { class: 'slider' }, 'zoom', zoom), h('label', { class: 'slider' }, 'position', place));
 }
 
-const ganttLegend = () => h('p', { class: 'legend' }, h('span', { class: 'key bar-compute' }, 'computing'), h('span', { class: 'key bar-message' }, 'a message on its way (striped)'), h('span', { class: 'key bar-wait' }, 'waiting (dotted)'));
+const ganttLegend = (hasStarts = false) => h('p', { class: 'legend' }, h('span', { class: 'key bar-compute' }, 'computing'), h('span', { class: 'key bar-message' }, 'a message on its way (striped)'), h('span', { class: 'key bar-wait' }, 'waiting (dotted)'), hasStarts ? h('span', { class: 'key bar-start' }, 'starting a message') : null);
 
 function ganttSection(section) {
   const charts = section.charts.map((chart) => buildGantt({ title: chart.title, lanes: chart.lanes, bars: chart.bars, totalS: chart.total_s, overlay: chart.overlay }));
-  return { element: h('div', {}, ganttLegend(), charts.map((chart) => chart.element)), render: () => charts.forEach((chart) => chart.ask()) };
+  return { element: h('div', {}, ganttLegend(section.charts.some((chart) => chart.bars.some(([, kind]) => kind === 'start'))), charts.map((chart) => chart.element)), render: () => charts.forEach((chart) => chart.ask()) };
 }

@@ -78,7 +78,7 @@ function drawCurves(chart, lookOfLine) {
   });
   chart.dots.forEach((line) => line.points.forEach((point) => parts.push(
     s('circle', { cx: x(point[0]), cy: y(point[1]), r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` }, s('title', {}, tellPoint(line, chart, point))))));
-  const dots = chart.dots.map((line) => h('li', {}, s('svg', { width: 34, height: 12, 'aria-hidden': 'true' }, s('circle', { cx: 17, cy: 6, r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` })), line.name));
+  const dots = chart.dots.map((line) => h('li', {}, s('svg', { width: 34, height: 12, 'aria-hidden': 'true' }, s('circle', { cx: 17, cy: 6, r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` })), `${line.name}, measured`));
   const legend = chart.lines.map((line) => [line, lookOfLine(line)]).map(([line, i]) => h('li', {}, s('svg', { width: 34, height: 10, 'aria-hidden': 'true' }, s('path', { d: 'M0 5H34', class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null })), line.name));
   const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `${chart.title}: ${chart.lines.map((line) => `${line.name} ${format.seconds(line.points.at(-1)[1])} at ${format.tokens(line.points.at(-1)[0])}`).join(', ')}` }, ...parts.filter(Boolean));
   return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend, dots));
