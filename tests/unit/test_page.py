@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
