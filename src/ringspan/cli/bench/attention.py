@@ -112,7 +112,7 @@ def attention(
     check_options((name,), direction, mesh, place.world_size)
     check_mask(mask, sizes.seq_len)
     check_layout(layout, reproducible)
-    device = None if predict is None else _load_device(predict, has_backward, reproducible)
+    device = None if predict is None else _load_device(predict, reproducible)
     settings = Settings(
         **sizes._asdict(),
         **runs._asdict(),
@@ -150,12 +150,10 @@ def attention(
         ctx.exit(1)
 
 
-def _load_device(path: Path, has_backward: bool, reproducible: bool) -> Device:
+def _load_device(path: Path, reproducible: bool) -> Device:
     """The calibrated device, refused before the measurement rather than after it."""
     from ringspan.planner.catalog import load_device
 
-    if has_backward:
-        raise click.UsageError("--predict covers the forward pass only; leave out --backward")
     if reproducible:
         raise click.UsageError("--predict covers the default mode only; leave out --reproducible")
     if path.suffix != ".toml":
@@ -167,9 +165,9 @@ def _load_device(path: Path, has_backward: bool, reproducible: bool) -> Device:
 
 
 def _with_prediction(measured: Measured, settings: Settings, device: Device) -> Measured:
-    from ringspan.bench.predict import predict_timeline
+    from ringspan.bench.predict import predict_s
 
-    predicted_s = predict_timeline(settings, device).makespan_s
+    predicted_s = predict_s(settings, device)
     return measured._replace(result=dataclasses.replace(measured.result, predicted_s=predicted_s))
 
 
