@@ -471,7 +471,6 @@ def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPat
             "ringspan bench calibrate writes a .toml file; give that one",
         ),
         (["--predict", "pyproject.toml"], "--predict: pyproject.toml is not a calibrated device"),
-        (["--predict", "pyproject.toml", "--backward"], "--predict covers the forward pass only; leave out --backward"),
         (["--predict", "pyproject.toml", "--reproducible"], "covers the default mode only; leave out --reproducible"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

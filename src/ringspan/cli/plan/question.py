@@ -100,7 +100,9 @@ def parse_price(text: str, device: str) -> float:
     return price
 
 
-def parse_sweep(words: tuple[str, ...], request: "Request") -> tuple[list[int], list["Cluster"]]:
+def parse_sweep(
+    words: tuple[str, ...], request: "Request", network: str | None = None, link: str | None = None
+) -> tuple[list[int], list["Cluster"]]:
     """Lengths and clusters of a sweep; a dimension that is not swept has the value that was given."""
     from ringspan.planner.catalog import parse_devices
 
@@ -112,7 +114,8 @@ def parse_sweep(words: tuple[str, ...], request: "Request") -> tuple[list[int], 
         elif key == "devices" and values:
             kernel = request.cluster.device.attention.kernel
             clusters = [
-                parse_devices(value, None, None if value.endswith(".toml") else kernel) for value in values.split(",")
+                parse_devices(value, network, None if value.endswith(".toml") else kernel, link)
+                for value in values.split(",")
             ]
         else:
             raise ShapeError(f"--sweep {word!r}: use tokens=N,N,... and devices=D,D,..., with values")

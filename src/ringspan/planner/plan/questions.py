@@ -110,7 +110,7 @@ def cost_of(request: Request, option: Option, price_per_hour: float) -> Cost:
     per_s = price_per_hour * request.cluster.num_devices / SECONDS_PER_HOUR
     seconds = option.prediction.total_s
     video_s = whole_s(request, seconds)
-    tokens = request.batch * (1 if request.phase == "decode" else request.tokens)
+    tokens = request.batch * request.accumulate * (1 if request.phase == "decode" else request.tokens)
     return Cost(
         per_s * seconds,
         None if video_s is None else per_s * video_s,
