@@ -499,6 +499,7 @@ def test_without_torch_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch
     [
         ({}, None),
         ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"WORLD_SIZE": "2"}, None),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Launched("torchrun", 1, 2)),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, Launched("mpirun", 3, 4)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launched("mpirun", 0, 2)),
@@ -520,9 +521,13 @@ def test_a_launcher_is_known_by_its_environment(env: dict[str, str], launched: L
         ({"RANK": "abc", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='abc': this environment variable must be a"),
         ({"RANK": "", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='': this environment variable must be a whole"),
         ({"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": "a"}, "WORLD_SIZE='0': this environment variable must be"),
+        ({"RANK": "0", "WORLD_SIZE": "abc"}, "WORLD_SIZE='abc': this environment variable must be a whole number"),
+        ({"RANK": "x"}, "RANK='x': this environment variable must be a whole number of at least 0; unset it"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2: torchrun sets RANK too, and that is missing"),
+        ({"RANK": "1", "MASTER_ADDR": "a"}, "RANK=1: torchrun sets WORLD_SIZE too, and that is missing; unset it"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='2': ranks count from 0 to WORLD_SIZE - 1 = 1"),
         ({"OMPI_COMM_WORLD_RANK": "²", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK='²': this environment"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks, and each would run a bench"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 tasks, and each would run"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "run a single task with srun -n1"),
     ],
 )
