@@ -181,7 +181,9 @@ def _answer(
 
     with Console(stderr=True).status("Planning"):
         if options["sweep"] is not None:
-            lengths, clusters = parse_sweep((options["sweep"], *options["swept"]), request, options["network"], options["link"])
+            lengths, clusters = parse_sweep(
+                (options["sweep"], *options["swept"]), request, options["network"], options["link"]
+            )
             answers: list[Answer] = list(sweep(request, lengths, clusters))
         elif options["target_ttft"] is not None:
             found = fewest_devices(request, parse_time("--target-ttft", options["target_ttft"]))
