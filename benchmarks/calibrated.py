@@ -1,8 +1,8 @@
 """Does `ringspan bench calibrate` know this machine well enough to predict calls that it did not measure?
 
-Two gloo processes calibrate themselves and then time forward and backward passes of causal attention, round by round, so
-that other work on the machine slows both alike. Every round predicts its own calls; the error is the median over rounds
-of predicted / measured - 1.
+Two gloo processes calibrate themselves and then time forward and backward passes of causal attention, round by round,
+so that other work on the machine slows both alike. Every round predicts its own calls; the error is the median over
+rounds of predicted / measured - 1.
 
     python benchmarks/calibrated.py [--rounds 5] [--write]
 """
@@ -59,9 +59,9 @@ def report(rounds: int) -> tuple[str, bool]:
     is_kept = num_kept >= LEAST_KEPT
     return (
         f"`python benchmarks/calibrated.py --rounds {rounds}`\n\n{describe_machine()}, torch {torch.__version__}.\n\n"
-        f"{WORLD_SIZE} gloo processes with one thread each; causal, zigzag, {HEADS} heads of {HEAD_DIM}, float32. In each "
-        f"round `ringspan bench calibrate` measures tiles of up to {LONGEST_TILE:,} tokens and messages, and then every "
-        f"call is timed. Times are the median (smallest – largest) of {rounds} rounds, the error the median of each "
+        f"{WORLD_SIZE} gloo processes with one thread each; causal, zigzag, {HEADS} heads of {HEAD_DIM}, float32. In "
+        f"each round `ringspan bench calibrate` measures tiles of up to {LONGEST_TILE:,} tokens and messages, and then "
+        f"every call is timed. Times are the median (smallest – largest) of {rounds} rounds, the error the median of each "
         "round's predicted / measured - 1.\n\n"
         + format_table(["algorithm", "tokens", "pass", "measured, ms", "predicted, ms", "error"], rows)
         + f"\n\nAt least {LEAST_KEPT} of {len(rows)} within {100 * MOST_ERROR:.0f} %: {num_kept} are, "

@@ -10,8 +10,8 @@ from ringspan.planner.plan.request import Phase, Request
 from ringspan.planner.software import RINGSPAN, find_software
 
 NOT_MODELLED = {
-    "pipeline_parallel": "pipeline stages and their bubbles are not modelled; tensor parallelism and sharded weights are",
-    "expert_parallel": "exchanges of tokens between experts are not modelled; experts are planned as split by tensor parallelism",
+    "pipeline_parallel": "stages and their bubbles are not modelled; tensor parallelism and sharded weights are",
+    "expert_parallel": "exchanges between experts are not modelled; they are planned as split by tensor parallelism",
     "offload": "copies between host and device are not modelled; sharded weights and weights in fp8 are",
 }
 
