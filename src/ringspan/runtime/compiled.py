@@ -25,7 +25,7 @@ from ringspan.errors import TransportError, UnsupportedError
 from ringspan.kernels.base import Merged
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout, balanced, contiguous, striped, zigzag
-from ringspan.mask import Mask, documents, frame_causal, per_row, prefix, sliding_window
+from ringspan.mask import Mask, blocks, chunks, documents, frame_causal, per_row, prefix, sliding_window
 from ringspan.runtime.autograd import check_grads, gradients_of, needs_grad, refuse_lse
 from ringspan.runtime.contract import Place
 from ringspan.runtime.engine import Attention, Call, run_attention, run_gradients
@@ -137,6 +137,8 @@ _BUILT_OUTSIDE = (
     Mask.__and__,
     Mask.__or__,
     balanced,
+    blocks,
+    chunks,
     contiguous,
     documents,
     frame_causal,
