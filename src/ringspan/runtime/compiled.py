@@ -59,7 +59,7 @@ def _constant(call: Call) -> str:
     The fields are passed one by one, so that the compiler guards each of the very objects. It would turn a number that
     changes between calls into a variable, unless told to take it as a constant.
     """
-    options = call.options._replace(scale=_as_constant(call.options.scale))
+    options = call.options._replace(scale=_as_constant(call.options.scale), softcap=_as_constant(call.options.softcap))
     return _enter(*options, call.group, _as_constant(call.timeout_s), call.contract, call.record)
 
 
