@@ -141,7 +141,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3": Family(Qwen3ForCausalLM, Qwen3Config, _decoder(**_SMALL_HEADS), "norms of q and k"),
     "Gemma 2": Family(
-        Gemma2ForCausalLM, Gemma2Config, _decoder(**_SMALL_HEADS, sliding_window=5), "softcap", refused="softcap=50.0"
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        _decoder(**_SMALL_HEADS, sliding_window=5, attn_logit_softcapping=1.5),
+        "softcap",
     ),
     "Gemma 3": Family(
         Gemma3ForCausalLM,

@@ -23,8 +23,6 @@ from ringspan.cache.state import CacheModel, CacheState
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
-from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import KernelRequest
 from ringspan.mask import Mask
 from ringspan.runtime.calibrate import measure_machine
 from ringspan.runtime.codec import Quantized
@@ -113,11 +111,12 @@ class KVCache:
             session=session_of(group),
             spec=RowSpec(num_layers, num_kv_heads, codec.dims(head_dim, v_head_dim), codec.dtypes, device),
             codec=codec,
-            kernel=choose_kernel(kernel, KernelRequest(device, dtype, head_dim, v_head_dim)),
+            kernel_name=kernel,
             max_tokens=max_tokens,
             contents=contents,
             description=f"{contents}, kernel {kernel}, max_tokens {max_tokens}",
         )
+        self._state.kernel(softcap=None)  # refuses an unknown name
 
     def __repr__(self) -> str:
         state = self._state

@@ -40,15 +40,14 @@ def ring_flash_attn(
 ) -> torch.Tensor:
     """Attention over the ranks, or with `ring_reduce_col=False` over this rank's own shard.
 
-    Refused: key masks (the original ignores them under `causal`), looking back by whole buckets, and soft caps.
+    Refused: key masks (the original ignores them under `causal`) and looking back by whole buckets.
     """
-    del bucket_size, softclamp_value
+    del bucket_size
     members = group if ring_reduce_col else ALONE
     world_size = group_size(members)
     for name, value, remedy in (
         ("mask", mask, "describe padding by rs.per_row and call rs.attention"),
         ("max_lookback_seq_len", max_lookback_seq_len, "call rs.attention with rs.sliding_window(left, 0)"),
-        ("softclamp_qk_sim", softclamp_qk_sim or None, None),
     ):
         if value is not None:
             raise UnsupportedError("this option is not computed here", argument=name, remedy=remedy)
@@ -60,7 +59,8 @@ def ring_flash_attn(
     layout = build(q.shape[1] * world_size, world_size)
     order = _grouped(q.shape[2], k.shape[2])
     seen = causal_mask() if causal else full()
-    result = attend_sequence_first(q[:, :, order], k, v, mask=seen, layout=layout, group=members)
+    softcap = softclamp_value if softclamp_qk_sim else None
+    result = attend_sequence_first(q[:, :, order], k, v, mask=seen, layout=layout, group=members, softcap=softcap)
     return result.out[:, :, order.argsort()]
 
 

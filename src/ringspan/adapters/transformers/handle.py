@@ -189,8 +189,8 @@ def _parallelize(model: PreTrainedModel, options: ShardOptions, verify: bool) ->
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
     ]
-    # A model loaded under our name has PyTorch's attention until now, and gets the name back when it is restored.
-    own = [(module, "sdpa" if name == NAME else name) for module, name in attention]
+    # A model loaded under our name has transformers' attention until now, and gets the name back when it is restored.
+    own = [(module, _default_attention(module) if name == NAME else name) for module, name in attention]
     wiring = Wiring()
     try:
         model.set_attn_implementation(wiring.name)
@@ -214,6 +214,10 @@ def _parallelize(model: PreTrainedModel, options: ShardOptions, verify: bool) ->
         _set_attention(attention)
         raise
     return Handle(Adapter(model, wiring, options, found), attention)
+
+
+def _default_attention(model: PreTrainedModel) -> str:
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def _pads_alike(attention: "list[tuple[PreTrainedModel, str]]", layers: Iterable[AttentionLayer]) -> bool:

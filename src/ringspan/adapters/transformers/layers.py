@@ -1,7 +1,7 @@
 """Which attention does each layer of a model ask for, and can it be computed exactly?
 
 The model is called on a few tokens with a recorder in place of attention. The recorder keeps the options that each
-layer passes: heads, mask, window, sinks, scale. An unknown option is refused by name, never ignored.
+layer passes: heads, mask, window, sinks, scale, softcap. An unknown option is refused by name, never ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,6 @@ from ringspan.schedule import Heads
 # Options that layers pass and attention does not need: RoPE is applied already, the rest is for outputs or caches.
 _OF_NO_USE = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
 _REASONS = {
-    "softcap": "scores are capped before the softmax, which no kernel here does",
     "position_bias": "a bias for relative positions is added to the scores, which no mask can express",
     "output_attentions": "no rank has all attention weights",
 }
@@ -36,6 +35,7 @@ class AttentionOptions(NamedTuple):
     """The keyword arguments of a call of attention."""
 
     scale: float | None
+    softcap: float | None
     dropout: float
     window: int | None
     sinks: torch.Tensor | None
@@ -51,6 +51,7 @@ def read_options(given: Mapping[str, Any]) -> AttentionOptions:
     }
     options = AttentionOptions(
         given.pop("scaling", None),
+        given.pop("softcap", None),
         given.pop("dropout", 0.0),
         given.pop("sliding_window", None),
         given.pop("s_aux", None),
@@ -76,6 +77,7 @@ class AttentionLayer:
     v_head_dim: int
     dtype: torch.dtype
     scale: float | None
+    softcap: float | None
     window: int | None
     has_sinks: bool
     is_causal: bool | None
@@ -90,12 +92,14 @@ class AttentionLayer:
         if asked.mask is not None:
             raise UnsupportedError(f"{self.name}: attends with a foreign mask; give a 2-D attention_mask")
         heads = Heads(asked.q.shape[1], asked.k.shape[1])
-        expected = (self.scale, self.window, self.has_sinks, self.is_causal, self.heads)
-        found = (options.scale, options.window, options.sinks is not None, _is_causal(asked, options), heads)
+        scores = options.scale, options.softcap
+        expected = (self.scale, self.softcap, self.window, self.has_sinks, self.is_causal, self.heads)
+        found = (*scores, options.window, options.sinks is not None, _is_causal(asked, options), heads)
         if found != expected or options.dropout:
             raise UnsupportedError(
-                f"{self.name}: scale, window, sinks, is_causal and heads are {found}, dropout {options.dropout}, but "
-                f"parallelize found {expected} and no dropout; restore the model and parallelize it again"
+                f"{self.name}: scale, softcap, window, sinks, is_causal and heads are {found}, dropout "
+                f"{options.dropout}, but parallelize found {expected} and no dropout; restore the model and "
+                "parallelize it again"
             )
         return options
 
@@ -210,6 +214,7 @@ def _describe(
         asked.v.shape[3],
         asked.q.dtype,
         options.scale,
+        options.softcap,
         options.window,
         options.sinks is not None,
         _is_causal(asked, options),

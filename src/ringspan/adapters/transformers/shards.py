@@ -112,6 +112,7 @@ class ShardRun:
             algorithm=self.options.algorithm,
             kernel=self.options.kernel,
             scale=options.scale,
+            softcap=options.softcap,
             sinks=options.sinks,
         )
         assert isinstance(out, torch.Tensor)

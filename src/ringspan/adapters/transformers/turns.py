@@ -16,7 +16,7 @@ from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
 from ringspan.adapters.transformers.cross_attention import attend_to_parts
-from ringspan.adapters.transformers.layers import AttentionLayer, Side
+from ringspan.adapters.transformers.layers import AttentionLayer, AttentionOptions, Side
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import (
     BY_TOKEN,
@@ -65,7 +65,7 @@ class TurnRun:
         try:
             options = layer.check(asked)
             if layer.side == "cross":
-                return self._cross(asked, options.scale)
+                return self._cross(asked, options)
             if self.pending is None:
                 raise UnsupportedError(f"{layer.name}: it attends without the cache; use_cache=False")
         except UnsupportedError as error:
@@ -74,7 +74,7 @@ class TurnRun:
         index, self.pending = self.pending, None
         run = self.turn.decode if self.is_decode else self.turn.prefill
         q, k, v = (x.to(self.dtype) for x in (asked.q, asked.k, asked.v))
-        result = run(q, k, v, layer=index, scale=options.scale, return_lse=True)
+        result = run(q, k, v, layer=index, scale=options.scale, softcap=options.softcap, return_lse=True)
         assert isinstance(result, Attention)
         if options.sinks is None:
             return result.out
@@ -82,7 +82,7 @@ class TurnRun:
         share = torch.sigmoid(result.lse - options.sinks.to(result.lse.dtype)[:, None])
         return (result.out * share.unsqueeze(-1)).to(self.dtype)
 
-    def _cross(self, asked: Asked, scale: float | None) -> torch.Tensor:
+    def _cross(self, asked: Asked, layer: AttentionOptions) -> torch.Tensor:
         """Attend to the cached keys and values of the encoder."""
         assert self.source is not None
         tokens = torch.from_numpy(self.columns).to(asked.q.device)
@@ -90,7 +90,15 @@ class TurnRun:
         seen = self.source.seen_from(_all_have(self.options.world_size, q.shape[2]))
         options = self.options
         out = attend_to_parts(
-            q, asked.k, asked.v, seen, rank=options.rank, group=options.group, kernel=options.kernel, scale=scale
+            q,
+            asked.k,
+            asked.v,
+            seen,
+            rank=options.rank,
+            group=options.group,
+            kernel=options.kernel,
+            scale=layer.scale,
+            softcap=layer.softcap,
         )
         return out if self.is_decode else out.transpose(1, 2)[tokens].transpose(0, 1)[None]
 
