@@ -35,6 +35,7 @@ from ringspan.adapters.transformers.turns import (
     layout_of_positions,
     make_kv,
 )
+from ringspan.adapters.transformers.whole import FUSED, FUSED_ROWS, whole_rows
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.cache import KVCache
 from ringspan.errors import RingspanError, UnsupportedError
@@ -63,6 +64,8 @@ class _Forward(NamedTuple):
     num_items: Any
     keep: "Keep | Layout | None"
     encoded: torch.Tensor | None = None  # whole encoder states from the caller
+    trains: bool = False  # whole sequences with gradients
+    is_fused: bool = False
 
 
 class Adapter:
@@ -196,7 +199,12 @@ class Adapter:
         rows = self._keep(kept[self.options.rank], is_all=not first)
         labels, num_items = inputs.pop("labels", None), given.get("num_items_in_batch")
         run.said |= describe({"num_items_in_batch": num_items})
-        return _Forward(run, True, labels, num_items, layout, encoded_by_caller(given)), inputs | rows
+        trains, is_fused = self.arguments.wants_gradients(given), bool(given.get(FUSED))
+        fused: dict[str, Any] = {}
+        if is_fused:
+            fused, labels = {FUSED: True, "shift_labels": labels}, None
+        forward = _Forward(run, True, labels, num_items, layout, encoded_by_caller(given), trains, is_fused)
+        return forward, inputs | rows | fused
 
     def _check_turn(self, given: dict[str, Any]) -> NewTokens:
         layers, device = self.found.cached, self.model.device
@@ -244,7 +252,7 @@ class Adapter:
             run.fail(error)
 
     def _finish(self, forward: _Forward, output: Any) -> Any:
-        unknown = sorted(output.keys() - _OUTPUTS)
+        unknown = sorted(output.keys() - (_OUTPUTS | {*FUSED_ROWS} if forward.is_fused else _OUTPUTS))
         if unknown:
             raise UnsupportedError(
                 f"{type(self.model).__name__} returns {', '.join(unknown)}, which has no row per token; use a "
@@ -254,7 +262,9 @@ class Adapter:
         group = self.options.group
         if forward.labels is not None:
             fields["loss"] = self._loss(forward, fields["logits"])
-        if forward.is_whole:
+        if forward.trains or forward.is_fused:
+            fields = self._trained(forward, fields)
+        elif forward.is_whole:
             for name in _BY_ROW:
                 if name in fields:
                     fields[name] = self._whole(forward, fields[name], group)
@@ -269,6 +279,20 @@ class Adapter:
         if forward.num_items is not None:
             loss = loss * (forward.run.num_labels / forward.num_items)
         return loss
+
+    def _trained(self, forward: _Forward, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the loss alone, or whole rows from which every rank computes the same loss."""
+        if forward.labels is not None:
+            return {"loss": fields["loss"]}
+        assert isinstance(forward.run, ShardRun)
+        layout = forward.run.layout
+        if layout.replicated:
+            raise UnsupportedError(
+                f"a sequence of {layout.num_positions} tokens is not cut over {layout.world_size} ranks, and a loss "
+                "from its outputs would count on each; pad it to one token per rank"
+            )
+        names = FUSED_ROWS if forward.is_fused else _BY_ROW
+        return {name: whole_rows(fields[name], layout, self.options.group) for name in names if name in fields}
 
     def _whole(self, forward: _Forward, part: torch.Tensor, group: Any) -> torch.Tensor:
         if isinstance(forward.keep, Keep):

@@ -15,7 +15,7 @@ arguments at the call (`arguments.py`, and `generating.py` for generate()).
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -38,13 +38,18 @@ from ringspan.runtime.contract import Signature
 __all__ = ["Handle", "parallelize"]
 
 
+class Removable(Protocol):
+    def remove(self) -> None:
+        """Undo what was done."""
+
+
 class Handle:
     """A parallelized model. As a context manager it restores the model on exit."""
 
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
         self._attention = attention
-        self._hooks: list[RemovableHandle | CheckedGenerate] = [
+        self._hooks: list[Removable] = [
             *_hooks(adapter),
             *tell_positions(adapter.wiring, adapter.found.counters),
         ]
@@ -94,6 +99,19 @@ class Handle:
         call it if DDP or FSDP reduces gradients.
         """
         reduce_gradients(self._adapter.model, self._adapter.options.group)
+
+    def take_whole_batches(self) -> None:
+        """Let training forwards take whole batches, `model(**batch)`, as inference does.
+
+        Such a forward returns the loss of the whole batch if it is given labels, and no logits. Without labels it
+        returns whole logits: compute the loss from them on every rank, the same on each. Sum the gradients with
+        `reduce_gradients`; DDP and FSDP would average them.
+        """
+        self._adapter.arguments.trains_whole = True
+
+    def on_restore(self, hook: Removable) -> None:
+        """Let `restore` remove this first."""
+        self._hooks.insert(0, hook)
 
     def restore(self) -> None:
         """Make the model what it was before `parallelize`; a second call does nothing."""
