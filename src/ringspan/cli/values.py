@@ -184,6 +184,14 @@ def parse_mesh(text: str) -> Mesh:
     return Mesh(int(found[1]), int(found[2]))
 
 
+def parse_sides(text: str) -> tuple[int, int]:
+    """Height and width in pixels."""
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
+    if found is None:
+        raise ShapeError("expected a size; use HEIGHTxWIDTH, such as 720x1280")
+    return int(found[1]), int(found[2])
+
+
 def parsed_by(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
     """A callback that parses the value of an option; an error names the option."""
 

@@ -4,7 +4,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from ringspan.cli.values import parse_tokens
+from ringspan.cli.values import parse_sides, parse_tokens
 from ringspan.errors import ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def _size(model: "Model", options: dict[str, Any]) -> tuple[int, int, int] | Non
 
 
 def _sides(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
-    if found is None:
-        raise ShapeError(f"--size {text}: expected a size; use HEIGHTxWIDTH, such as 720x1280")
-    return int(found[1]), int(found[2])
+    try:
+        return parse_sides(text)
+    except ShapeError as error:
+        raise ShapeError(f"--size {text}: {error}") from error
 
 
 def parse_time(option: str, text: str) -> float:
