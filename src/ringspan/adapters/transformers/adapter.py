@@ -7,7 +7,7 @@ label, a mask or a foreign cache.
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.arguments import Arguments, Findings
-from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.cache import Conversation, open_cache, open_encoder_decoder_cache
 from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
+from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import (
     ShardOptions,
     ShardPart,
@@ -26,6 +27,7 @@ from ringspan.adapters.transformers.shards import (
     mean_loss,
     shard_inputs,
 )
+from ringspan.adapters.transformers.steps import begin_step, by_sequence, check_step
 from ringspan.adapters.transformers.turns import (
     Keep,
     NewTokens,
@@ -153,7 +155,52 @@ class Adapter:
             raise
         return self.after(output)
 
+    def new_cache(self, storage: str | None, max_tokens: int | None) -> ShardedCache:
+        """An empty cache of this model."""
+        with self.options.session.call():
+            layers = self._cached_layers()
+            kv = make_kv(
+                layers,
+                self.options,
+                _attention_dtype(layers[0], self.model.device),
+                self.model.device,
+                storage=storage,
+                max_tokens=max_tokens,
+            )
+        return ShardedCache(Conversation(kv, self), len(layers))
+
+    def step(self, cache: object, new: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run the model on new tokens of some sequences; the logits of the last token of each."""
+        with self.options.session.call():
+            self.arguments.check({})
+            self._cached_layers()
+            asked = check_step(cache, new, self.model, self)
+        keeps_all = "logits_to_keep" not in self.parameters
+        inputs, run, keep = begin_step(asked, self.options, self.found.layers, self.model.device, keeps_all=keeps_all)
+        inputs |= self._keep(keep.by_rank[self.options.rank], is_all=keep.is_all)
+        inputs = {name: x for name, x in inputs.items() if name != "position_ids" or name in self._batch}
+        extra: dict[str, Any] = (
+            {"past_key_values": cache, "use_cache": True}
+            if self.arguments.takes_use_cache
+            else {"past_key_values": cache}
+        )
+        if self.found.passes_run:
+            extra[RUN] = run
+        self._forward, self.wiring.run = _Forward(run, True, None, None, keep), run
+        try:
+            output = self.model.forward(**inputs, **extra)
+        except BaseException:
+            self.after(None)
+            raise
+        return by_sequence(asked, self.after(output).logits)
+
     # Before
+
+    def _cached_layers(self) -> tuple[AttentionLayer, ...]:
+        if not self.found.cached or self.found.has_encoder:
+            reason = self.found.no_cache or "an encoder's sequence has a length of its own"
+            raise UnsupportedError(f"handle.cache, handle.step: the cache cannot be sharded by sequence: {reason}")
+        return self.found.cached
 
     def _agree(self, run: ShardRun | TurnRun) -> None:
         assert isinstance(run, ShardRun)

@@ -14,7 +14,7 @@ arguments at the call (`arguments.py`, and `generating.py` for generate()).
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
 from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
+from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
@@ -91,6 +92,34 @@ class Handle:
                 "the whole batch, or parallelize it again"
             )
         return self._adapter.shard(batch)
+
+    def cache(self, *, storage: str | None = None, max_tokens: int | None = None) -> ShardedCache:
+        """Make an empty cache for `step`, or for `past_key_values` of the model's forward and generate().
+
+        Args:
+            storage: How keys and values are stored, as in `rs.KVCache`: None for the model's dtype, a dtype's name, or
+                "int8" and "float8_e4m3", which are quantised with a bounded error.
+            max_tokens: Upper bound of the tokens on a rank; None is unbounded.
+        """
+        return self._adapter.new_cache(storage, max_tokens)
+
+    def step(self, cache: ShardedCache, new: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run the model on new tokens of some sequences of a cache, each behind its own earlier tokens.
+
+        One token for each sequence is a decode step, computed by all ranks over the keys that each of them stores.
+        Otherwise the new tokens are shared out among the ranks. Sequences may join and leave between any two steps.
+
+        Args:
+            cache: From `cache`.
+            new: One or more tokens by sequence number; an unknown number begins a new sequence. Equal on all ranks.
+
+        Returns:
+            By sequence: the logits of its last token, (vocabulary,), on every rank.
+        """
+        if not self._hooks:
+            raise UnsupportedError("step() of a closed handle: the model was restored; parallelize it again")
+        with torch.no_grad():
+            return self._adapter.step(cache, new)
 
     def reduce_gradients(self) -> None:
         """Sum the parameters' gradients over the ranks, so that each rank has the gradients of one process.

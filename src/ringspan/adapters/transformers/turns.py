@@ -169,7 +169,13 @@ def cached_layers(
 
 
 def make_kv(
-    ordered: tuple[AttentionLayer, ...], options: ShardOptions, dtype: torch.dtype, device: torch.device
+    ordered: tuple[AttentionLayer, ...],
+    options: ShardOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    storage: str | None = None,
+    max_tokens: int | None = None,
 ) -> KVCache:
     first = ordered[0]
     return KVCache(
@@ -179,6 +185,8 @@ def make_kv(
         head_dim=first.head_dim,
         v_head_dim=first.v_head_dim,
         dtype=dtype,
+        storage=storage,
+        max_tokens=max_tokens,
         mask=[layer.mask for layer in ordered],
         kernel=options.kernel,
         device=device,
@@ -279,7 +287,7 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
     size, seq_len = columns.shape
     past = conversation.columns.sum(1) if conversation.num_columns else np.zeros(size, np.int64)
     starts = {row: int(past[row]) for row in lengths}  # the cache refuses a turn that begins elsewhere
-    turn = _share_out(conversation.kv, lengths, starts, options, is_shared=seq_len > 1 and source is None)
+    turn = share_out(conversation.kv, lengths, starts, options, is_shared=seq_len > 1 and source is None)
     is_decode = seq_len == 1 and len(lengths) == size
     device = batch["position_ids"].device
     tokens = torch.from_numpy(columns).to(device)
@@ -304,7 +312,7 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
     return Begun(inputs, run, keep)
 
 
-def _share_out(
+def share_out(
     kv: KVCache, lengths: dict[int, int], starts: dict[int, int], options: ShardOptions, *, is_shared: bool
 ) -> Turn:
     if is_shared:
@@ -323,19 +331,20 @@ class Keep:
     by_rank: tuple[npt.NDArray[np.int64], ...]  # local rows that are kept
     layout: Layout  # of the kept tokens, numbered consecutively
     places: Tokens  # (batch, kept columns): which of them are tokens
+    is_all: bool  # every token is kept
 
     @classmethod
     def of(cls, is_kept: npt.NDArray[np.bool_], places: Tokens, layout: Layout) -> "Keep":
         """Make it from one flag per token, numbered through the rows."""
-        ranks = range(layout.world_size)
+        ranks, is_all = range(layout.world_size), bool(is_kept.all())
         by_rank = tuple(np.flatnonzero(is_kept[layout.positions(rank)]) for rank in ranks)
         if layout.replicated:
-            return cls(by_rank, Layout(((),) * layout.world_size, (Span(0, int(is_kept.sum())),)), places)
-        if is_kept.all():
-            return cls(by_rank, layout, places)
+            return cls(by_rank, Layout(((),) * layout.world_size, (Span(0, int(is_kept.sum())),)), places, is_all)
+        if is_all:
+            return cls(by_rank, layout, places, is_all)
         numbers = np.cumsum(is_kept) - 1
         kept = [numbers[layout.positions(rank)[by_rank[rank]]] for rank in ranks]
-        return cls(by_rank, layout_of_positions(kept), places)
+        return cls(by_rank, layout_of_positions(kept), places, is_all)
 
     def whole(self, part: torch.Tensor, group: Any) -> torch.Tensor:
         """Gather (1, kept rows of this rank, dim) to (batch, kept columns, dim) on every rank, 0 for padding."""
