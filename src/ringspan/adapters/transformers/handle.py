@@ -31,6 +31,7 @@ from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
+from ringspan.adapters.transformers.temperature import ScalingOff, switch_off
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
@@ -44,9 +45,10 @@ class Handle:
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
         self._attention = attention
-        self._hooks: list[RemovableHandle | CheckedGenerate] = [
+        self._hooks: list[RemovableHandle | CheckedGenerate | ScalingOff] = [
             *_hooks(adapter),
             *tell_positions(adapter.wiring, adapter.found.counters),
+            *switch_off(adapter.found.layers),
         ]
         if adapter.found.has_encoder:
             self._hooks += _hooks(encoder_adapter(adapter), is_part=True)
