@@ -240,9 +240,16 @@ MORE: dict[str, Family] = {
     "Llama 4": Family(
         Llama4ForCausalLM,
         Llama4TextConfig,
-        _decoder(**_SMALL_HEADS, num_hidden_layers=4, intermediate_size_mlp=96, num_local_experts=2),
-        "chunked attention",
-        refused="such as chunked attention",
+        _decoder(
+            **_SMALL_HEADS,
+            num_hidden_layers=4,
+            intermediate_size_mlp=96,
+            num_local_experts=2,
+            attention_chunk_size=6,
+            floor_scale=7,
+            attn_scale=0.5,
+        ),
+        "chunked attention, queries scaled by position, layers without RoPE, experts",
     ),
     "Qwen3-Next": Family(
         Qwen3NextForCausalLM,

@@ -175,7 +175,10 @@ class Arguments:
                 "labels of the batch; leave it out"
             )
         if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
-            raise UnsupportedError("token_type_ids: a decoder may derive masks from them; leave them out")
+            raise UnsupportedError(
+                "token_type_ids: a decoder may derive masks from them, such as tokens of an image that see each other; "
+                "leave them out, or call rs.attention with rs.causal() | rs.blocks([...])"
+            )
         if "labels" in given and self.found.shifts_labels is None:
             raise UnsupportedError(
                 f"labels: {type(self.model).__name__} has a loss that is not over tokens; compute it from the outputs"

@@ -32,6 +32,7 @@ from ringspan.adapters.transformers.reference import compare, find_loss, find_ra
 from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
+from ringspan.adapters.transformers.temperature import switch_off
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
@@ -53,6 +54,7 @@ class Handle:
         self._hooks: list[Removable] = [
             *_hooks(adapter),
             *tell_positions(adapter.wiring, adapter.found.counters),
+            *switch_off(adapter.found.layers),
         ]
         if adapter.found.has_encoder:
             self._hooks += _hooks(encoder_adapter(adapter), is_part=True)

@@ -83,7 +83,18 @@ def begin_step(
     }
     # No columns: the lengths of the sequences are those of the KVCache.
     columns = np.zeros((0, 0), np.bool_)
-    run = TurnRun(options, layers, new.conversation, turn, columns, False, kv.dtype, inputs["position_ids"][0], None)
+    run = TurnRun(
+        options,
+        layers,
+        new.conversation,
+        turn,
+        columns,
+        False,
+        kv.dtype,
+        inputs["position_ids"][0],
+        torch.from_numpy(positions[mine]),
+        None,
+    )
     new.conversation.run = run
     turn.said = describe({"tokens": ids})
     is_kept = np.ones(len(ids), np.bool_) if keeps_all else _is_last(lengths)

@@ -52,6 +52,7 @@ class TurnRun:
     is_decode: bool  # one token per row, (batch, 1)
     dtype: torch.dtype
     places: torch.Tensor  # positions of this rank's tokens
+    row_columns: torch.Tensor  # columns of this rank's tokens, or the column of all rows if is_decode
     source: ShardRun | None  # the encoder's part
     pending: int | None = None
 
@@ -73,7 +74,8 @@ class TurnRun:
             raise
         index, self.pending = self.pending, None
         run = self.turn.decode if self.is_decode else self.turn.prefill
-        q, k, v = (x.to(self.dtype) for x in (asked.q, asked.k, asked.v))
+        q = asked.q if layer.scaling is None else layer.scaling.apply(asked.q, self.row_columns)
+        q, k, v = (x.to(self.dtype) for x in (q, asked.k, asked.v))
         result = run(q, k, v, layer=index, scale=options.scale, softcap=options.softcap, return_lse=True)
         assert isinstance(result, Attention)
         if options.sinks is None:
@@ -292,6 +294,7 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
     device = batch["position_ids"].device
     tokens = torch.from_numpy(columns).to(device)
     mine = torch.from_numpy(turn.layout.positions(options.rank)).to(device)
+    every_column = _columns_of(columns, conversation.num_columns)
     inputs = batch if is_decode else {name: x[tokens][mine][None] for name, x in batch.items()}
     run = TurnRun(
         options,
@@ -302,6 +305,7 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
         is_decode,
         conversation.kv.dtype,
         inputs["position_ids"][0],
+        every_column[:1] if is_decode else every_column[mine.cpu()],
         None if source is None else source.run,
     )
     conversation.run = run
@@ -310,6 +314,11 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
         asked[:, :-num_kept] = False
     keep = Keep.of(asked[columns], asked[:, -num_kept:], turn.layout)
     return Begun(inputs, run, keep)
+
+
+def _columns_of(new: Tokens, num_past: int) -> torch.Tensor:
+    """Return the column of each new token, row by row."""
+    return torch.from_numpy(np.nonzero(new)[1] + num_past)
 
 
 def share_out(
