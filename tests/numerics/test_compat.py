@@ -199,7 +199,7 @@ def test_names_and_signatures_are_those_of_the_original():
 def test_ring_attention_pytorch_reads_kv_heads_in_turn(causal, is_striped):
     tensors = draw(heads=6)
     allowed = causal_mask() if causal else torch.ones(SEQ, SEQ, dtype=torch.bool)
-    function = partial(ring_attention_pytorch.ring_flash_attn, causal=causal, bucket_size=4)
+    function = partial(ring_attention_pytorch.ring_flash_attn, causal=causal, bucket_size=SEQ // 3)
     call = lambda group, q, k, v: function(  # noqa: E731
         q, k, v, ring_reduce_col=True, striped_ring_attn=is_striped, ring_size=3, group=group
     )
