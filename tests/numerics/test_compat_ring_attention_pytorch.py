@@ -21,7 +21,9 @@ def draw(batch, seq=SEQ, seed=0):
 def dense(module, x, *, causal, kv_heads, theta=None):
     """What the module computes in one process, by the definition; query head i reads KV head i mod kv_heads."""
     normal = F.normalize(x, dim=-1) * DIM**0.5 * module.to_qkv[0].gamma
-    q, k, v = (normal @ module.to_qkv[1].weight.T).view(*x.shape[:2], -1, HEAD_DIM).split([HEADS, kv_heads, kv_heads], 2)
+    q, k, v = (
+        (normal @ module.to_qkv[1].weight.T).view(*x.shape[:2], -1, HEAD_DIM).split([HEADS, kv_heads, kv_heads], 2)
+    )
     if theta is not None:
         angles = torch.arange(x.shape[1])[:, None] * theta ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
@@ -80,9 +82,7 @@ def test_striped_shards_have_one_bucket_after_another(bucket_size):
     expected = dense(alone, whole, causal=True, kv_heads=HEADS, theta=10000).detach()
 
     def run(group):
-        rows = [
-            i * world_size * buckets + group.rank * buckets + b for b in range(buckets) for i in range(bucket_size)
-        ]
+        rows = [i * world_size * buckets + group.rank * buckets + b for b in range(buckets) for i in range(bucket_size)]
         options = {"ring_attn": True, "striped_ring_attn": True, "auto_shard_seq": False, "rotary_embed": True}
         module = make(causal=True, **options, bucket_size=bucket_size, ring_seq_size=shard_len, group=group)
         module.load_state_dict(alone.state_dict())
