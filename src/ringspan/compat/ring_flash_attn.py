@@ -10,7 +10,7 @@ refused. `deterministic` asks for what always holds here. Gradients are those of
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from ringspan.compat.packed import (
     llama3_flash_attn_prepare_cu_seqlens,
 )
 from ringspan.compat.sequence_first import FlashOptions, attend_sequence_first, flash_mask, group_size
-from ringspan.errors import UnsupportedError
+from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 
 __all__ = [
@@ -195,21 +195,54 @@ llama3_flash_attn_varlen_kvpacked_func = _kvpacked(_llama3)
 llama3_flash_attn_varlen_qkvpacked_func = _qkvpacked(_llama3)
 
 
+class _Substituted(NamedTuple):
+    """The attention that stands for flash attention in this process, and its group."""
+
+    attention: Any
+    group: Any
+
+
+_SUBSTITUTED: list[_Substituted] = []  # none or one
+
+
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
-    """Refused: it would replace the attention of every model in the process."""
-    del process_group, heads_k_stride
-    raise UnsupportedError(
-        "replacing flash attention for every model of the process cannot be checked",
-        argument="substitute_hf_flash_attn",
-        remedy="use rs.adapters.transformers.parallelize(model, group)",
-    )
+    """Let models of transformers with "flash_attention_2" attend over the ranks of a group, in this process.
+
+    Where flash attention is not installed, transformers refuses that name: use attn_implementation="ring_attn".
+    Each rank calls the model with its contiguous shard of a packed sequence and that shard's `position_ids`, after
+    `update_ring_flash_attn_params`. What cannot be exact is refused at the forward. `heads_k_stride` only saves memory
+    there.
+    """
+    del heads_k_stride
+    from ringspan.compat.models import ShardAttention
+
+    if not _SUBSTITUTED:
+        names = ("flash_attention_2", "ring_attn")
+        _SUBSTITUTED.append(_Substituted(ShardAttention(names, "update_ring_flash_attn_params"), process_group))
+    _SUBSTITUTED[0] = _SUBSTITUTED[0]._replace(group=process_group)
 
 
 def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Any) -> None:
-    """Refused, as `substitute_hf_flash_attn` is."""
-    del cu_seqlens, process_group
-    raise UnsupportedError(
-        "documents are told to a parallelized model by position_ids",
-        argument="update_ring_flash_attn_params",
-        remedy="use rs.adapters.transformers.parallelize(model, group) and handle.shard(batch)",
-    )
+    """Announce the next packed sequence by the cumulative lengths of its documents, whole, on every rank."""
+    if not _SUBSTITUTED:
+        raise UnsupportedError(
+            "no attention was substituted",
+            argument="process_group",
+            remedy="call substitute_hf_flash_attn(process_group, heads_k_stride) first",
+        )
+    from ringspan.compat.models import Shards
+
+    attention, group = _SUBSTITUTED[0]
+    world_size = group_size(process_group)
+    if process_group is not group and world_size != group_size(group):
+        raise UnsupportedError("another group than the substituted attention has", argument="process_group")
+    lengths = lengths_of(cu_seqlens)
+    total = sum(lengths)
+    if total % world_size:
+        raise ShapeError(
+            f"{total} tokens cannot be cut into {world_size} equal shards",
+            argument="cu_seqlens",
+            remedy="pad the packed sequence with a document of its own",
+        )
+    shards = Shards(process_group, contiguous(total, world_size), tuple(lengths))
+    attention.announce(lambda _: shards)

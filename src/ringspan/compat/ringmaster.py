@@ -5,9 +5,12 @@
     batch, info = rm.shard_batch(batch, cp_rank=runtime.cp_rank, cp_size=runtime.cp_size)
 
 Sequences are cut into equal shards, padded at the end as there. Attention over them is causal or full, with a window
-if asked for; dropout is refused. Models are parallelized by `rs.adapters.transformers.parallelize`, not by a name.
+if asked for; dropout is refused. A model that is set to `runtime.attn_implementation` takes the shards, and its loss is
+that of this rank's labels, as there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -29,9 +32,13 @@ __all__ = [
     "RingmasterConfig",
     "RotateMethod",
     "ShardInfo",
+    "context_parallel_region",
+    "get_runtime",
+    "maybe_runtime",
     "ring_attention",
     "setup",
     "shard_batch",
+    "teardown",
 ]
 
 AUTO = -1
@@ -77,6 +84,12 @@ class RingmasterConfig:
         return self.size > 1
 
 
+_NAME = "ringmaster"
+_ATTENTION: list[Any] = []  # of this process: none or one
+_RUNTIME: list["CPRuntime"] = []  # none or one
+_ALGORITHMS = {RotateMethod.ALLGATHER: "all_gather", RotateMethod.ALLTOALL: "pass_kv"}
+
+
 @dataclass(frozen=True, slots=True)
 class CPRuntime:
     """The ranks in use, and how sequences are cut."""
@@ -93,12 +106,21 @@ class CPRuntime:
 
     @property
     def attn_implementation(self) -> str:
-        """Refused: a name cannot carry what a model needs to be exact on ranks."""
-        raise UnsupportedError(
-            "a model is parallelized as a whole here",
-            argument="attn_implementation",
-            remedy="use rs.adapters.transformers.parallelize(model, runtime.cp_group)",
-        )
+        """For `model.set_attn_implementation`, with shards of `shard_batch`; registered when it is asked for."""
+        from ringspan.compat.models import ShardAttention
+
+        if not _ATTENTION:
+            _ATTENTION.append(ShardAttention([_NAME], "setup"))
+        _ATTENTION[0].announce(self._shards)
+        return _NAME
+
+    def _shards(self, shard_len: int) -> Any:
+        from ringspan.compat.models import Shards
+
+        build = zigzag if self.config.load_balance is LoadBalance.HEAD_TAIL else contiguous
+        layout = build(shard_len * self.cp_size, self.cp_size)
+        algorithm = "ulysses" if self.config.backend is Backend.ULYSSES else _ALGORITHMS[self.config.rotate_method]
+        return Shards(self.cp_group, layout, None, algorithm, may_be_padded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +152,36 @@ def setup(
     transport = session_of(group).transport
     if config.size != transport.world_size:
         raise ShapeError(f"the group has {transport.world_size} ranks", argument="config.size", value=config.size)
-    return CPRuntime(config, group, transport.rank, transport.world_size)
+    runtime = CPRuntime(config, group, transport.rank, transport.world_size)
+    _RUNTIME[:] = [runtime]
+    return runtime
+
+
+def maybe_runtime() -> CPRuntime | None:
+    """What `setup` returned last in this process, or None."""
+    return _RUNTIME[0] if _RUNTIME else None
+
+
+def get_runtime() -> CPRuntime:
+    """What `setup` returned last in this process."""
+    if not _RUNTIME:
+        raise UnsupportedError("there is no runtime", argument="setup", remedy="call setup(config) first")
+    return _RUNTIME[0]
+
+
+def teardown() -> None:
+    """Forget the runtime; models with its attention then refuse."""
+    _RUNTIME.clear()
+    for attention_by_name in _ATTENTION:
+        attention_by_name.announce(None)
+
+
+@contextmanager
+def context_parallel_region(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this rank's part of a batch that all ranks hold, for the runtime of this process."""
+    runtime = get_runtime()
+    balance = runtime.config.load_balance.value
+    yield shard_batch(batch, cp_rank=runtime.cp_rank, cp_size=runtime.cp_size, load_balance=balance)[0]
 
 
 def shard_batch(
@@ -161,7 +212,9 @@ def shard_batch(
     pad_len = -seq_len % multiple
     layout = build(seq_len + pad_len, cp_size)
     part = {
-        name: layout.shard(_padded(name, x, pad_len), cp_rank, 1) if x.ndim > 1 and x.shape[1] == seq_len else x
+        name: layout.shard(_padded(name, x, pad_len), cp_rank, 1).contiguous()
+        if x.ndim > 1 and x.shape[1] == seq_len
+        else x
         for name, x in whole.items()
     }
     return part, ShardInfo(seq_len, pad_len)
@@ -200,7 +253,7 @@ def ring_attention(
         window = (window, 0 if causal else window)
     options = FlashOptions(dropout, scaling, causal, window or (-1, -1), None, return_attn_probs=False)
     layout = contiguous(q.shape[2] * world_size, world_size)
-    algorithm = "pass_kv" if RotateMethod(rotate_method) is RotateMethod.ALLTOALL else "all_gather"
+    algorithm = _ALGORITHMS[RotateMethod(rotate_method)]
     out = attention(q, k, v, mask=flash_mask(options), layout=layout, group=group, algorithm=algorithm, scale=scaling)
     assert isinstance(out, torch.Tensor)
     return out.transpose(1, 2)
