@@ -291,7 +291,7 @@ def test_questions_can_be_answered_by_looking(lesson_file: Path, open_page: Open
         ),
         "From 8 ranks to 32": lambda: "it falls to about a quarter",
         "simply be added": lambda: (
-            "Each was divided by the sum of its own weights, so it must be weighed by that sum's share first."
+            "Each was divided by the sum of its own weights, so it must first be weighted by the share of that sum."
         ),
     }
     assert opened.page.locator(".questions li").count() == len(readings)
