@@ -117,10 +117,10 @@ def report(sources: dict[str, Path], folder: Path, rounds: int) -> str:
         [name, who, what, f"{median(rate for rate, _ in rates):.0f}", f"{median(slow for _, slow in rates):.0f}"]
         for (who, name, what), rates in frames.items()
     ]
+    load = os.getloadavg()[0]
     return "\n\n".join(
         [
-            f"{describe_machine()} Medians of {rounds} rounds. Load of the machine at the end: "
-            f"{os.getloadavg()[0]:.1f}.",
+            f"{describe_machine()}. Medians of {rounds} rounds; load of the machine at the end: {load:.1f}.",
             format_table(["page", "code", "kB", "first paint, ms", "whole, ms"], rows),
             format_table(["page", "code", "in every frame", "frames per second", "95 % of frames within, ms"], moved),
         ]

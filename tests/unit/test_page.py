@@ -206,14 +206,13 @@ def test_memory_of_the_ring_falls_with_the_ranks_and_that_of_an_all_gather_does_
 
 def test_every_question_leads_to_a_view_of_the_page() -> None:
     payload = describe_lesson()
-    ring, *others = payload["sections"]
-    runs = {run["key"]: run for run in ring["runs"]}
-    ids = {section["id"] for section in payload["sections"]}
-    questions = others[-1]["questions"]
+    sections = {section["id"]: section for section in payload["sections"]}
+    runs = {run["key"]: run for run in sections["ring"]["runs"]}
+    questions = sections["questions"]["questions"]
     assert len(questions) >= 8
     for question in questions:
         look = question["look"]
-        assert look["at"] in ids
+        assert look["at"] in sections
         if "run" in look:
             assert look.get("step", 0) <= runs[look["run"]]["num_steps"]
         if "choices" in question:

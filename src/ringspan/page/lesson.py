@@ -94,10 +94,10 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "nav": "Memory",
                 "title": "What must one rank hold?",
                 "lead": [
-                    "In the ring a rank holds its own tokens and the blocks that travel, which are as large as "
-                    "its own. "
-                    "With twice as many ranks all of it is half as large. An all-gather instead collects all keys and "
-                    "values on every rank; compare how its memory falls.",
+                    "In the ring a rank holds its own tokens and the blocks that travel, which are as large as its "
+                    "own. From 4 ranks on, twice as many ranks mean half as much memory for each; a rank alone needs "
+                    "no buffers for messages. An all-gather instead collects all keys and values on every rank: "
+                    "choose it and compare.",
                     f"Attention of one layer over {memory['tokens']} tokens ({2**20:,}), {memory['heads'][0]} heads of "
                     f"{memory['head_dim']} elements, bfloat16.",
                 ],
