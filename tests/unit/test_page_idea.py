@@ -17,10 +17,10 @@ def test_the_example_is_attention_in_one_piece() -> None:
     exact = softmax_average(scores, values)
     assert rows["merged"][3]["value"] == pytest.approx(exact, rel=1e-15)
     assert rows["in one piece"][3]["value"] == pytest.approx(exact, rel=1e-15)
-    assert rows["added without weights"][3]["value"] == pytest.approx(
+    assert rows["only added"][3]["value"] == pytest.approx(
         sum(softmax_average(*block) for block in zip(SCORES, VALUES, strict=True))
     )
-    assert rows["first block"][5]["value"] + rows["second block"][5]["value"] == pytest.approx(1)
+    assert rows["block 1"][5]["value"] + rows["block 2"][5]["value"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -96,12 +96,12 @@ def describe_merge() -> dict[str, Any]:
             _cell(part.lse),
             _cell(np.exp(part.lse - whole.lse)),
         ]
-        for name, scores, values, part in zip(("first block", "second block"), SCORES, VALUES, parts, strict=True)
+        for name, scores, values, part in zip(("block 1", "block 2"), SCORES, VALUES, parts, strict=True)
     ]
     rows.append(["merged", "", "", _cell(merged.out), _cell(merged.lse), _cell(1.0)])
     rows.append(["in one piece", _numbers(*SCORES), _numbers(*VALUES), _cell(whole.out), _cell(whole.lse), _cell(1.0)])
-    rows.append(["added without weights", "", "", _cell(sum(part.out for part in parts)), "", ""])
-    columns = ["one query, three keys", "scores", "values", ">output", ">lse", ">share of the weight"]
+    rows.append(["only added", "", "", _cell(sum(part.out for part in parts)), "", ""])
+    columns = ["part", "scores", "values", ">output", ">lse", ">share of the weight"]
     first, second = parts
     return {
         **table("merge", "Why outputs can be merged, and how", columns, rows),
@@ -111,9 +111,9 @@ def describe_merge() -> dict[str, Any]:
             "A block's output is an average over the keys of this block only. To merge two outputs, a rank must "
             "know how "
             "much of the whole weight belongs to each. That is what the log-sum-exp keeps: one number per query.",
-            f"With the numbers below, the sums of exponentials are exp({first.lse:.3f}) and "
+            f"Take one query and three keys in two blocks. The sums of exponentials are exp({first.lse:.3f}) and "
             f"exp({second.lse:.3f}). Together "
-            f"they are exp({merged.lse:.3f}), so the first block has the share exp({first.lse:.3f} − "
+            f"they are exp({merged.lse:.3f}), so block 1 has the share exp({first.lse:.3f} − "
             f"{merged.lse:.3f}) = "
             f"{np.exp(first.lse - merged.lse):.3f}, and the merged output is {np.exp(first.lse - merged.lse):.3f} · "
             f"{first.out:.3f} + {np.exp(second.lse - merged.lse):.3f} · {second.out:.3f} = {merged.out:.3f}. This is "

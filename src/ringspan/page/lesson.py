@@ -128,10 +128,11 @@ def ring_section(runs: dict[str, Json]) -> dict[str, Any]:
         "nav": "Step through",
         "title": "The ring, step by step",
         "lead": [
-            "Choose an example and press ▶, or go step by step with › or the arrow keys. The left picture shows "
-            "the ranks, "
-            "what they compute and which blocks travel. The right picture has a row for every query and a column for "
-            "every key; each step fills the tiles that are computed in it.",
+            "Choose an example and press ▶, or go step by step with › or the arrow keys.",
+            "The first picture shows the ranks, what they compute, and which blocks travel. The second picture "
+            "has a row "
+            "for every query and a column for every key. Each step fills the tiles that are computed in it; in the end "
+            "everything that the mask lets the queries see is filled, once.",
         ],
         "runs": [
             {"key": key, "about": abouts[key.split("|")[3]], **run} for key, run in zip(runs, shared, strict=True)
