@@ -75,5 +75,5 @@ $(LIGHT): pyproject.toml constraints/cpu.txt
 
 $(STAMP): $(LIGHT)
 	@echo "Installing torch, transformers and the test tools (about 1 GB; this takes some minutes) ..."
-	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,diffusers,serve,test,check]'
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,accelerate,diffusers,serve,test,check]'
 	touch $@

@@ -26,6 +26,7 @@ ORDER = (
     "video.md",
     "reproducible.md",
     "plan.md",
+    "plan_questions.md",
     "verify.md",
     "command_line.md",
     "performance.md",

@@ -21,7 +21,19 @@ from ringspan.errors import (
     UnsupportedError,
 )
 from ringspan.layout import Layout, Work, balanced, contiguous, striped, zigzag
-from ringspan.mask import Coverage, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
+from ringspan.mask import (
+    Coverage,
+    Mask,
+    blocks,
+    causal,
+    chunks,
+    documents,
+    frame_causal,
+    full,
+    per_row,
+    prefix,
+    sliding_window,
+)
 from ringspan.program.reproducible.tree import TILE
 from ringspan.schedule import Heads, Schedule, Visible
 from ringspan.simulate import (
@@ -108,8 +120,10 @@ __all__ = [
     "algorithms",
     "attention",
     "balanced",
+    "blocks",
     "causal",
     "check_positions",
+    "chunks",
     "compat",
     "context_parallel",
     "context_parallel_unshard",

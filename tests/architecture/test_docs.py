@@ -14,9 +14,10 @@ from ringspan.cli import main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-WITH_COMMANDS = [ROOT / "README.md", DOCS / "learn.md", DOCS / "plan.md"]
+WITH_COMMANDS = [ROOT / "README.md", DOCS / "learn.md", DOCS / "plan.md", DOCS / "plan_questions.md"]
 WITH_SNIPPETS = [
-    DOCS / f"{name}.md" for name in ("index", "learn", "plan", "inference", "reproducible", "transformers", "verify")
+    DOCS / f"{name}.md"
+    for name in ("index", "learn", "plan", "plan_questions", "inference", "reproducible", "transformers", "verify")
 ]
 WITH_DIFFUSERS = pytest.param(
     DOCS / "video.md",
@@ -56,8 +57,13 @@ def test_commands_print_what_is_shown(subtests, document):
             first, *shown = block.splitlines()
             words = first.removeprefix("$ ringspan ").split()
             result = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"}).invoke(main, words)
-            assert result.exit_code == 0, result.output
+            assert result.exit_code == exit_code(shown), result.output
             assert_shown(shown, [line.rstrip() for line in result.output.splitlines()])
+
+
+def exit_code(shown: list[str]) -> int:
+    """A command that refuses its input exits with 2, a plan of what does not fit with 3."""
+    return 2 if shown[0].startswith("Error: ") else 3 if any(line.startswith("✗") for line in shown) else 0
 
 
 def assert_shown(shown: list[str], printed: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Ranks that fall silent, die or are slow while others wait, between processes of this host, linked or by network."""
 
+import logging
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import torch
 
 import ringspan as rs
 from ringspan.runtime.session import session_of
+from ringspan.transports import torch_distributed
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.heartbeat import SILENCE, acknowledges, silence_limit_s
 from ringspan.transports.neighbours import SWITCH
@@ -85,6 +87,68 @@ def run_late(rank: int, switch: str) -> list[Outcome]:
     if rank == 2:
         time.sleep(2.0)
     return [*ends, outcome(good | {"timeout_s": 1.0})]
+
+
+SHORT_S = 1.0  # the deadline of a group whose callers give none
+
+
+def impatient(rank: int, world_size: int, switch: str) -> dict[str, Any]:
+    """Without a deadline of the caller's, and that of the group made short."""
+    torch_distributed._LONGEST_DEADLINE_S = SHORT_S
+    os.environ[SILENCE], os.environ[SWITCH] = str(LIMIT_S), switch
+    return arguments(rank, world_size) | {"timeout_s": None}
+
+
+@each_way
+@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
+def test_a_rank_that_is_busy_before_its_call_is_waited_for(is_first: bool, switch: str) -> None:
+    """It loads data, or compiles, for several times the deadline; the third rank waits for ranks that wait for it."""
+    for rank, (end, notes) in enumerate(values(run_ranks(run_busy, 3, switch, is_first, 3.5 * SHORT_S))):
+        assert end.error is None, end.message
+        if rank != 1:
+            named = (
+                "" if is_first else r": rank 1 on \S+ \(process \d+\) is alive, but slow or busy with something else"
+            )
+            assert re.search(rf"rank {rank} has waited 1 s for .* to agree on the call{named}; timeout_s= would", notes)
+
+
+@each_way
+def test_the_timeout_of_the_group_ends_a_wait_for_a_rank_that_stays_away(switch: str) -> None:
+    ends = run_ranks(run_busy, 3, switch, False, 8.0, group_timeout_s=4.0)
+    for rank in (0, 2):
+        end, _ = ends[rank].value
+        assert end.error == "TransportError"
+        assert re.search(r"timed out after 4 s without progress: rank 1 on \S+ \(process \d+\) is alive", end.message)
+
+
+def run_busy(rank: int, switch: str, is_first: bool, busy_s: float) -> tuple[Outcome, str]:
+    good = impatient(rank, 3, switch)
+    notes: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringspan").addHandler(handler)
+    if not is_first:
+        attend(good)
+    if rank == 1:
+        time.sleep(busy_s)
+    return outcome(good), "\n".join(notes)
+
+
+@each_way
+def test_ranks_that_wait_for_each_other_end_at_the_deadline(switch: str) -> None:
+    """All are inside a call, so none is busy, though the timeout of the group is far."""
+    for message in values(run_ranks(run_deadlocked, 3, switch)):
+        assert "timed out after 1 s without progress: rank" in message
+        assert message.endswith("0 of 16 bytes were through")
+
+
+def run_deadlocked(rank: int, switch: str) -> str:
+    attend(impatient(rank, 3, switch))
+    transport = session_of(None).transport
+    posted = transport.exchange([], [Receive((rank + 1) % 3, torch.empty(4))])
+    with pytest.raises(rs.TransportError) as raised:
+        posted.receives[0].wait(None)
+    return str(raised.value)
 
 
 def test_a_long_message_arrives_in_parts() -> None:

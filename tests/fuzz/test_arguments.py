@@ -91,6 +91,8 @@ CALLS = {
     "sliding_window": Call(rs.sliding_window, {"left": 1, "right": 0}),
     "prefix": Call(rs.prefix, {"n": 3}),
     "documents": Call(rs.documents, {"lengths": [3]}),
+    "chunks": Call(rs.chunks, {"size": 2, "start": 0}),
+    "blocks": Call(rs.blocks, {"spans": [(0, 2), (3, 5)]}),
     "frame_causal": Call(rs.frame_causal, {"tokens_per_frame": 2, "start": 0}),
     "per_row": Call(rs.per_row, {"masks": [rs.causal()]}),
     "Mask.allowed": Call(rs.causal().allowed, {"q_positions": [0], "kv_positions": [0]}),

@@ -226,7 +226,7 @@ def test_a_gradient_by_way_of_lse_is_refused() -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_operators_pass_opcheck(dtype: torch.dtype, has_sinks: bool, requires_grad: bool) -> None:
-    options = CallOptions(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
+    options = CallOptions(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, None, False)
     with tracing(TracingContext(None)):
         number = compiled_calls._enter(*options, None, None, True, None)
     tensors = [*inputs(requires_grad=requires_grad, dtype=dtype), None]
@@ -312,11 +312,12 @@ def test_an_exported_program_would_know_neither_mask_nor_group(strict: bool) -> 
 
 
 def test_a_program_of_another_process_never_runs_another_call() -> None:
-    options = CallOptions(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, False)
+    options = CallOptions(CAUSAL, ALONE, ALONE, "auto", None, None, "auto", None, None, None, False)
     others = (
         options._replace(mask=rs.full()),
         options._replace(kv_layout=rs.contiguous(SEQ_LEN, 1, start=2)),
         options._replace(scale=0.5),
+        options._replace(softcap=0.5),
         options._replace(reproducible=True),
     )
     digests = [compiled_calls._digest(it) for it in (options, options._replace(mask=rs.causal()), *others)]

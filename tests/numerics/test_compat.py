@@ -21,12 +21,14 @@ def draw(heads=4, kv_heads=2, seq=SEQ, seed=0):
     return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
 
-def dense(q, k, v, dout, allowed, scale=None, interleaved=False):
+def dense(q, k, v, dout, allowed, scale=None, interleaved=False, softcap=None):
     """out and gradients by the definition, tensors (batch, seq, heads, dim)."""
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     keys, values = (x.repeat(1, 1, group, 1) if interleaved else x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, keys) * (DIM**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     out = torch.einsum("bhij,bjhd->bihd", weights, values)
     out.backward(dout)
@@ -209,7 +211,16 @@ def test_ring_attention_pytorch_reads_kv_heads_in_turn(causal, is_striped):
     assert_same(alone, dense(*tensors, allowed, interleaved=True))
 
 
-@pytest.mark.parametrize("option", ["mask", "softclamp_qk_sim", "max_lookback_seq_len"])
+def test_a_soft_clamp_of_ring_attention_pytorch():
+    """Scores are clamped after they are scaled."""
+    tensors = draw(heads=4, kv_heads=4)
+    call = lambda group, q, k, v: ring_attention_pytorch.ring_flash_attn(  # noqa: E731
+        q, k, v, causal=True, ring_reduce_col=True, softclamp_qk_sim=True, softclamp_value=0.7, group=group
+    )
+    assert_same(on_ranks(call, rs.contiguous(SEQ, 3), tensors), dense(*tensors, causal_mask(), softcap=0.7))
+
+
+@pytest.mark.parametrize("option", ["mask", "max_lookback_seq_len"])
 def test_options_of_ring_attention_pytorch_that_are_refused(option):
     q, k, v, _ = draw()
     with pytest.raises(rs.UnsupportedError, match=option):

@@ -222,6 +222,10 @@ LOOKING_AHEAD = {
     "frames that are whole": (rs.frame_causal(2), False),
     "documents that are whole": (rs.documents([4, 4]), False),
     "causal documents": (rs.documents([8]) & rs.causal(), False),
+    "a chunk": (rs.chunks(8), True),
+    "causal chunks": (rs.chunks(8) & rs.causal(), False),
+    "a block": (rs.causal() | rs.blocks([(2, 6)]), True),
+    "blocks that are whole": (rs.causal() | rs.blocks([(2, 4), (5, 9)]), False),
     "ahead, but at nothing": (rs.sliding_window(-2, 9) & rs.causal(), False),
 }
 

@@ -23,16 +23,18 @@ def test_the_bound_holds_over_growing_and_cropping(world_size):
             kept = tokens[: rng.randint(-(-len(tokens) // 2), len(tokens))]
             new = [next(fresh) for _ in range(rng.choice([1, 1, 2, 50, 700, 3000]))]
             tokens = kept + new
-            slot, keep = book.place(tokens)
+            place = book.place(tokens, len(tokens))
+            assert place is not None
+            slot, keep = place.slot, place.keep
             assert keep == len(kept)
             if cache.lengths:
                 cache.truncate(0, keep)
-            book.make_room(slot, len(new))
             with cache.begin({0: len(new)}, query="replicated") as turn:
                 rows = torch.zeros(1, 1, len(new), 4)
                 for layer in range(2):
                     turn.store(rows, rows, layer=layer)
             book.extend(slot, new)
+            book.release(slot)
             compared.append((cache.nbytes, book.nbytes))
         return compared
 

@@ -24,6 +24,7 @@ import ringspan as rs
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.adapters.transformers import sizes as sizes_module
 from ringspan.adapters.transformers.sizes import find_sizes
+from ringspan.adapters.transformers.temperature import QueryScaling
 from support.adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
 from support.families import FAMILIES, MORE, Family, _decoder
 
@@ -83,11 +84,14 @@ def test_a_compression_rate_that_a_small_batch_does_not_reach() -> None:
         parallelize(DEEPSEEK_V4.make())
 
 
-def test_a_temperature_that_changes_far_out() -> None:
-    """Llama 4 counts the positions itself, so a rank counts those of its part."""
+def test_a_temperature_that_changes_far_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 counts the positions itself, so its layers are scaled by the adapter; without that it is refused."""
+    far = {"floor_scale": 8192, **_FULL}
+    parallelize(MORE["Llama 4"].make(**far)).restore()
+    parallelize(MORE["Llama 4"].make(**far, attn_temperature_tuning=False)).restore()
+    monkeypatch.setattr(QueryScaling, "apply", lambda scaling, q, columns: q)
     with pytest.raises(rs.UnsupportedError, match=r"floor_scale=8192, here made 8, .* positions that it counts itself"):
-        parallelize(MORE["Llama 4"].make(**_FULL))
-    parallelize(MORE["Llama 4"].make(**_FULL, attn_temperature_tuning=False)).restore()
+        parallelize(MORE["Llama 4"].make(**far))
 
 
 def test_a_temperature_by_given_positions_is_equal() -> None:

@@ -100,7 +100,8 @@ def check_gradients(
     """Compare the results of all ranks with the oracle; replicated rows count by their sum over the ranks."""
     allowed = oracle.dense_mask(job.spec, job.layout.all_positions(), job.kv_layout.all_positions())
     arrays = [x.double().numpy() for x in (job.q, job.k, job.v)]
-    wanted = oracle.dense_gradients(*arrays, allowed, make_dout(job).double().numpy(), job.options.get("scale"))
+    scores = job.options.get("scale"), job.options.get("softcap")
+    wanted = oracle.dense_gradients(*arrays, allowed, make_dout(job).double().numpy(), *scores)
     if tolerance is None:
         tolerance = {"rtol": 0.0, "atol": DOUBLE_TOLERANCE} if job.q.dtype == torch.float64 else {}
     for name, layout, whole, *parts in zip(
@@ -126,6 +127,8 @@ def dense_sink_gradients(job: Job, sinks: torch.Tensor) -> tuple[torch.Tensor, .
     q, k, v, sinks = (x.clone().requires_grad_() for x in (job.q, job.k, job.v, sinks))
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
+    if (softcap := job.options.get("softcap")) is not None:
+        scores = softcap * (scores / softcap).tanh()
     column = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
     # exp by hand: softmax has no derivative where everything is -inf
     weights = torch.cat([scores.exp().masked_fill(~allowed, 0.0), column.exp()], -1)
@@ -184,13 +187,14 @@ def job_of(
 ) -> Job:
     """Make a job of given whole tensors."""
     allowed = oracle.dense_mask(spec, layout.all_positions(), kv_layout.all_positions())
-    out, lse = oracle.dense_attention(*(x.double().numpy() for x in (q, k, v)), allowed, options.get("scale"))
+    scores = options.get("scale"), options.get("softcap")
+    out, lse = oracle.dense_attention(*(x.double().numpy() for x in (q, k, v)), allowed, *scores)
     return Job(q, k, v, spec, layout, kv_layout, options, torch.from_numpy(out), torch.from_numpy(lse))
 
 
-def job_of_case(case: Case, dtype: torch.dtype = torch.float64) -> Job:
+def job_of_case(case: Case, dtype: torch.dtype = torch.float64, **options: Any) -> Job:
     """Make a job of a case of the table."""
-    return make_job(str(case), case.spec, case.make_layout(), case.heads, dtype=dtype, **case.options)
+    return make_job(str(case), case.spec, case.make_layout(), case.heads, dtype=dtype, **case.options, **options)
 
 
 def covering_third(part: int) -> list[Case]:

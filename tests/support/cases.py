@@ -61,6 +61,8 @@ MASKS: dict[str, MaskSpec] = {
     "documents": ("documents", (7, 1, 12, 40)),
     "frame_causal": ("frame_causal", 4, 3),
     "causal documents": ("and", ("documents", (11, 6, 40)), ("causal",)),
+    "chunks": ("and", ("chunks", 5, 2), ("causal",)),
+    "images": ("or", ("causal",), ("blocks", ((2, 9), (9, 12), (20, 33)))),
     "window and sink": ("or", ("sliding_window", 3, 0), ("and", ("documents", (2, 58)), ("prefix", 2))),
 }
 
@@ -82,6 +84,8 @@ def make_mask(spec: MaskSpec) -> rs.Mask:
                 "prefix": rs.prefix,
                 "documents": rs.documents,
                 "frame_causal": rs.frame_causal,
+                "chunks": rs.chunks,
+                "blocks": rs.blocks,
             }
             return builders[name](*arguments)
     raise ValueError(f"no such mask: {spec}")

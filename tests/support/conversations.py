@@ -53,6 +53,7 @@ class Story:
         self.specs = specs
         self.dtype = dtype
         self.options = options
+        self.softcaps: list[float | None] = [None] * len(specs)  # by layer
         self.acts: list[Act] = []
         self.held: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.lengths: list[dict[int, int]] = []  # after each act
@@ -126,7 +127,7 @@ class Story:
             np.concatenate([old, self._stored(x)], 2) for old, x in zip(layers[layer], (k, v), strict=True)
         )
         allowed = oracle.dense_mask(spec, range(start, start + num_new), range(start + num_new))
-        out, _ = oracle.dense_attention(q.double().numpy(), *layers[layer], allowed)
+        out, _ = oracle.dense_attention(q.double().numpy(), *layers[layer], allowed, softcap=self.softcaps[layer])
         return q, k, v, torch.from_numpy(out)
 
 
@@ -145,7 +146,7 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
             turn = cache.begin(act.lengths, algorithm=act.algorithm, query=act.query, wire=act.wire)
             for layer, tensors in enumerate(act.tensors):
                 *qkv, expected = (turn.layout.shard(x, rank, 2) for x in tensors)
-                got = attend(turn, qkv, layer)
+                got = attend(turn, qkv, layer, story.softcaps[layer])
                 bound = turn.error_bound(qkv[0], layer=layer)[:, None, None]
                 difference = got.double() - expected
                 where = f"act {number} {act.kind} {act.lengths} layer {layer} rank {rank}: "
@@ -160,12 +161,12 @@ def live_through(story: Story, group: Any, cache: rs.KVCache | None = None) -> r
     return cache
 
 
-def attend(turn: rs.Turn, qkv: list[torch.Tensor], layer: int) -> torch.Tensor:
+def attend(turn: rs.Turn, qkv: list[torch.Tensor], layer: int, softcap: float | None = None) -> torch.Tensor:
     """Call `decode` if there is one token per sequence, else `prefill`; (1, heads, rows, dim) either way."""
     if all(part.num_new == 1 for part in turn.parts):
-        out = turn.decode(*(x.permute(2, 1, 0, 3) for x in qkv), layer=layer)
+        out = turn.decode(*(x.permute(2, 1, 0, 3) for x in qkv), layer=layer, softcap=softcap)
         assert isinstance(out, torch.Tensor)
         return out.permute(2, 1, 0, 3)
-    out = turn.prefill(*qkv, layer=layer)
+    out = turn.prefill(*qkv, layer=layer, softcap=softcap)
     assert isinstance(out, torch.Tensor)
     return out

@@ -141,7 +141,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3": Family(Qwen3ForCausalLM, Qwen3Config, _decoder(**_SMALL_HEADS), "norms of q and k"),
     "Gemma 2": Family(
-        Gemma2ForCausalLM, Gemma2Config, _decoder(**_SMALL_HEADS, sliding_window=5), "softcap", refused="softcap=50.0"
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        _decoder(**_SMALL_HEADS, sliding_window=5, attn_logit_softcapping=1.5),
+        "softcap",
     ),
     "Gemma 3": Family(
         Gemma3ForCausalLM,
@@ -237,9 +240,16 @@ MORE: dict[str, Family] = {
     "Llama 4": Family(
         Llama4ForCausalLM,
         Llama4TextConfig,
-        _decoder(**_SMALL_HEADS, num_hidden_layers=4, intermediate_size_mlp=96, num_local_experts=2),
-        "chunked attention",
-        refused="such as chunked attention",
+        _decoder(
+            **_SMALL_HEADS,
+            num_hidden_layers=4,
+            intermediate_size_mlp=96,
+            num_local_experts=2,
+            attention_chunk_size=6,
+            floor_scale=7,
+            attn_scale=0.5,
+        ),
+        "chunked attention, queries scaled by position, layers without RoPE, experts",
     ),
     "Qwen3-Next": Family(
         Qwen3NextForCausalLM,

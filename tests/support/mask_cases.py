@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
+from ringspan.mask import Mask, blocks, causal, chunks, documents, frame_causal, full, prefix, sliding_window
 from ringspan.span import Positions
 
 NUM_POSITIONS = 64
@@ -57,6 +57,22 @@ def frame_causal_case(tokens_per_frame: int, start: int) -> MaskCase:
     return MaskCase(frame_causal(tokens_per_frame, start), lambda q, kv: frame_of(kv) <= frame_of(q))
 
 
+def chunks_case(size: int, start: int) -> MaskCase:
+    def chunk_of(position: int) -> int:
+        return len(range(start, position + 1, size)) if position >= start else -len(range(position, start, size))
+
+    return MaskCase(chunks(size, start), lambda q, kv: chunk_of(q) == chunk_of(kv))
+
+
+def blocks_case(gaps: list[tuple[int, int]]) -> MaskCase:
+    spans, stop = [], 0
+    for gap, length in gaps:
+        spans.append((stop + gap, stop + gap + length))
+        stop += gap + length
+    runs = [range(*span) for span in spans]
+    return MaskCase(blocks(spans), lambda q, kv: any(q in run and kv in run for run in runs))
+
+
 def both(a: MaskCase, b: MaskCase) -> MaskCase:
     return MaskCase(a.mask & b.mask, lambda q, kv: a.sees(q, kv) and b.sees(q, kv))
 
@@ -73,6 +89,8 @@ basic_masks = st.one_of(
     st.builds(prefix_case, st.integers(0, 40)),
     st.lists(st.integers(1, 12), max_size=8).map(lambda lengths: documents_case([*lengths, NUM_POSITIONS])),
     st.builds(frame_causal_case, st.integers(1, 12), st.integers(0, 20)),
+    st.builds(chunks_case, st.integers(1, 20), st.integers(0, 20)),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=5).map(blocks_case),
 )
 
 

@@ -4,7 +4,8 @@ Nothing here comes from the library. Every mask is spelled out pair by pair, the
 and the backward pass is the textbook formula over that matrix. Masks are described by tuples:
 
     ("full",)  ("causal",)  ("sliding_window", left, right)  ("prefix", n)  ("documents", (length, ...))
-    ("frame_causal", tokens_per_frame, start)  ("and", a, b)  ("or", a, b)  ("per_row", (spec, ...))
+    ("frame_causal", tokens_per_frame, start)  ("chunks", size, start)  ("blocks", ((start, stop), ...))
+    ("and", a, b)  ("or", a, b)  ("per_row", (spec, ...))
 """
 
 import math
@@ -45,6 +46,11 @@ def _may_attend(spec: MaskSpec, q: Ints, kv: Ints) -> Any:
         case ("frame_causal", tokens_per_frame, start):
             own_or_earlier_frame = (kv - start) // tokens_per_frame <= (q - start) // tokens_per_frame
             return (kv < start) | ((q >= start) & own_or_earlier_frame)
+        case ("chunks", size, start):
+            return np.floor((q - start) / size) == np.floor((kv - start) / size)
+        case ("blocks", spans):
+            inside = [(start <= q) & (q < stop) & (start <= kv) & (kv < stop) for start, stop in spans]
+            return np.logical_or.reduce(inside)
         case ("and", a, b):
             return _may_attend(a, q, kv) & _may_attend(b, q, kv)
         case ("or", a, b):
@@ -55,16 +61,22 @@ def _may_attend(spec: MaskSpec, q: Ints, kv: Ints) -> Any:
 
 
 def dense_attention(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, allowed: npt.ArrayLike, scale: float | None = None
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    allowed: npt.ArrayLike,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Output (..., heads, q, v_dim) and natural log-sum-exp (..., heads, q); a row without keys gives 0 and -inf.
 
     q is (..., heads, q, dim), k and v (..., kv_heads, kv, dim); heads that share a KV head are neighbours. A plain
-    (seq, dim) works too. `allowed` is (q, kv), or (rows, q, kv) with one mask for each entry of the first batch axis.
+    (seq, dim) works too. With a softcap c each score s is c · tanh(s / c). `allowed` is (q, kv), or (rows, q, kv) with
+    one mask for each entry of the first batch axis.
     """
     q, k, v = _float64(q, k, v)
     group = _group_size(q, k)
-    probs, lse = _probabilities(q, _repeat_heads(k, group), allowed, scale)
+    probs, lse = _probabilities(_capped_scores(q, _repeat_heads(k, group), scale, softcap), allowed)
     return probs @ _repeat_heads(v, group), lse
 
 
@@ -75,22 +87,33 @@ def dense_gradients(
     allowed: npt.ArrayLike,
     dout: npt.ArrayLike,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv): dS = P * (dP - rowsum(dP * P)) for out = softmax(S) v = P v."""
+    """Return (dq, dk, dv): dS = P * (dP - rowsum(dP * P)) for out = softmax(S) v = P v.
+
+    Where S = c · tanh(R / c), dR = dS / cosh²(R / c).
+    """
     q, k, v, dout = _float64(q, k, v, dout)
     group = _group_size(q, k)
     k_all, v_all = _repeat_heads(k, group), _repeat_heads(v, group)
-    probs, _ = _probabilities(q, k_all, allowed, scale)
+    probs, _ = _probabilities(_capped_scores(q, k_all, scale, softcap), allowed)
     dprobs = dout @ v_all.swapaxes(-1, -2)
     dscores = probs * (dprobs - (dprobs * probs).sum(-1, keepdims=True)) * _scale(q, scale)
+    if softcap is not None:
+        dscores = dscores / np.cosh(q @ k_all.swapaxes(-1, -2) * _scale(q, scale) / softcap) ** 2
     dk_all = dscores.swapaxes(-1, -2) @ q
     dv_all = probs.swapaxes(-1, -2) @ dout
     return dscores @ k_all, _sum_groups(dk_all, group), _sum_groups(dv_all, group)
 
 
-def _probabilities(q: Array, k: Array, allowed: npt.ArrayLike, scale: float | None) -> tuple[Array, Array]:
+def _capped_scores(q: Array, k: Array, scale: float | None, softcap: float | None) -> Array:
+    scores = np.asarray(q @ k.swapaxes(-1, -2) * _scale(q, scale))
+    return scores if softcap is None else softcap * np.tanh(scores / softcap)
+
+
+def _probabilities(scores: Array, allowed: npt.ArrayLike) -> tuple[Array, Array]:
     """Return the matrix P (..., q, kv), exactly 0 where not allowed, and the log-sum-exp of each row."""
-    scores = np.where(_align(allowed, q.ndim), q @ k.swapaxes(-1, -2) * _scale(q, scale), -np.inf)
+    scores = np.where(_align(allowed, scores.ndim), scores, -np.inf)
     peak = scores.max(-1, keepdims=True, initial=-np.inf)
     peak = np.where(np.isneginf(peak), 0.0, peak)
     weights = np.exp(scores - peak)

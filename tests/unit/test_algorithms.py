@@ -240,15 +240,17 @@ def test_ulysses_exchanges_twice_whatever_the_number_of_ranks(subtests):
 @pytest.mark.parametrize(
     ("heads", "world_size", "legal"),
     [
-        ((8, 8), 3, "1, 2, 4 or 8"),
-        ((8, 2), 16, "1, 2, 4 or 8"),
-        ((6, 3), 2, "1, 3 or 6"),
-        ((6, 2), 3, "1, 2 or 6"),
-        ((1, 1), 2, "1"),
+        ((8, 8), 3, "1, 2, 4 or 8 ranks"),
+        ((8, 2), 16, "1, 2, 4 or 8 ranks"),
+        ((6, 3), 2, "1, 3 or 6 ranks"),
+        ((6, 2), 3, "1, 2 or 6 ranks"),
+        ((1, 1), 2, "1 rank"),
     ],
 )
 def test_ulysses_names_the_legal_sizes(heads, world_size, legal):
-    message = f"Ulysses over {world_size} ranks with {heads[0]} query heads and {heads[1]} KV heads.*use {legal} ranks"
+    q_heads, kv_heads = ("1 {} head" if number == 1 else f"{number} {{}} heads" for number in heads)
+    split = f"{q_heads.format('query')} and {kv_heads.format('KV')}:"
+    message = f"Ulysses over {world_size} ranks with {split}.*use {legal}, or"
     with pytest.raises(rs.UnsupportedError, match=message):
         build("ulysses", everyone(world_size), rs.Heads(*heads))
     with pytest.raises(rs.UnsupportedError, match=message):

@@ -3,24 +3,31 @@
 import pytest
 
 import ringspan as rs
-from ringspan.bench.calibration import Calibration, fit_attention, fit_link, format_calibration
-from ringspan.bench.predict import predict_timeline
+from ringspan.bench.calibration import Calibration, Tiles, fit_attention, fit_link, format_calibration
+from ringspan.bench.predict import predict_pass
 from ringspan.bench.settings import Settings
 from ringspan.planner.catalog import load_device
 from ringspan.planner.cost import attention_flops_per_s
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 LIMIT, RAMP, CAUSAL_RAMP, CALL_S = 65e9, 50.0, 600.0, 1e-4
+BACKWARD_LIMIT, BACKWARD_RAMP, BACKWARD_CAUSAL_RAMP = 52e9, 80.0, 900.0
 
 
-def points(ramp, share):
+def points(ramp, share, limit=LIMIT):
     for n in LENGTHS:
         flops = 4.0 * 64 * n * n * share
-        yield n, flops, flops * (n + ramp) / n / LIMIT + CALL_S
+        yield n, flops, flops * (n + ramp) / n / limit + CALL_S
+
+
+FORWARD = Tiles(list(points(RAMP, 1.0)), list(points(CAUSAL_RAMP, 0.5)))
+BACKWARD = Tiles(
+    list(points(BACKWARD_RAMP, 2.5, BACKWARD_LIMIT)), list(points(BACKWARD_CAUSAL_RAMP, 1.25, BACKWARD_LIMIT))
+)
 
 
 def calibration():
-    attention = fit_attention("made up", list(points(RAMP, 1.0)), list(points(CAUSAL_RAMP, 0.5)))
+    attention = fit_attention("made up", FORWARD, BACKWARD)
     link = fit_link([(n, 1e-4 + n / 1e9) for n in (4096, 2**20, 2**24)])
     return Calibration(
         attention, link, 0.5, 1e10, 16e9, 20e9, 80e9, 2, "made up", (("full", 512, 0.1),), ((4096, 1e-4),)
@@ -33,6 +40,9 @@ def test_the_curve_that_made_the_points_is_found():
     assert attention.ramp_full_tokens == pytest.approx(RAMP, rel=0.02)
     assert attention.ramp_causal_tokens == pytest.approx(CAUSAL_RAMP, rel=0.02)
     assert attention.call_s == pytest.approx(CALL_S, rel=0.05)
+    assert attention.backward_ratio == pytest.approx(BACKWARD_LIMIT / LIMIT, rel=0.01)
+    assert attention.backward_ramp_full_tokens == pytest.approx(BACKWARD_RAMP, rel=0.05)
+    assert attention.backward_ramp_causal_tokens == pytest.approx(BACKWARD_CAUSAL_RAMP, rel=0.02)
 
 
 def test_a_link_is_found_and_one_rank_needs_none():
@@ -43,7 +53,8 @@ def test_a_link_is_found_and_one_rank_needs_none():
 
 
 def test_noise_makes_no_negative_coefficient():
-    attention = fit_attention("x", [(n, 1.0 * n * n, 1e-9 * n**1.9) for n in LENGTHS], list(points(0.0, 0.5)))
+    noisy = [(n, 1.0 * n * n, 1e-9 * n**1.9) for n in LENGTHS]
+    attention = fit_attention("x", Tiles(noisy, list(points(0.0, 0.5))), BACKWARD)
     assert min(attention.ramp_full_tokens, attention.ramp_causal_tokens, attention.call_s) >= 0
 
 
@@ -59,14 +70,15 @@ def test_the_file_is_a_device(tmp_path):
         load_device(str(path))
 
 
-def test_a_measurement_is_predicted_from_its_own_schedule(tmp_path):
-    """Two ranks, full, contiguous: each attends two tiles of 4096 × 4096 and merges one."""
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_a_measurement_is_predicted_from_its_own_schedule(tmp_path, has_backward):
+    """Two ranks, full, contiguous: each attends two tiles of 4096 × 4096 and merges one; backward, it adds one."""
     path = tmp_path / "mine.toml"
     path.write_text(format_calibration(calibration()))
     device = load_device(str(path))
     layout = rs.contiguous(8192, 2)
     shape = {"seq_len": 8192, "batch": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32"}
-    run = {"algorithm": "pass_kv", "direction": None, "mesh": None, "kernel": "auto", "has_backward": False}
+    run = {"algorithm": "pass_kv", "direction": None, "mesh": None, "kernel": "auto", "has_backward": has_backward}
     settings = Settings(
         **shape,
         mask=rs.full(),
@@ -81,5 +93,10 @@ def test_a_measurement_is_predicted_from_its_own_schedule(tmp_path):
     tile_s = 4 * 64 * 4096**2 * (4096 + RAMP) / 4096 / LIMIT + CALL_S
     merge_s = 4096 * 64 * 26 / 16e9 * (16e9 / device.merge_bytes_per_s)
     stolen_s = 0.5 * 4096 * 64 * 2 * 4 / device.near.bytes_per_s
-    predicted_s = predict_timeline(settings, device).makespan_s
-    assert predicted_s == pytest.approx(2 * tile_s + merge_s + stolen_s, rel=0.01)
+    predicted_s = sum(predict_pass(settings, device, side).makespan_s for side in settings.passes())
+    expected_s = 2 * tile_s + merge_s + stolen_s
+    if has_backward:  # k and v travel, and dk and dv back, in float32
+        rows = 4096 + BACKWARD_RAMP
+        expected_s += 2 * (2.5 * 4 * 64 * 4096 * rows / BACKWARD_LIMIT + CALL_S)
+        expected_s += merge_s * 24 / 26 + 2 * stolen_s
+    assert predicted_s == pytest.approx(expected_s, rel=0.01)

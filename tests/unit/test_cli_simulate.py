@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ringspan import causal, documents, frame_causal, full, prefix, sliding_window
+from ringspan import blocks, causal, chunks, documents, frame_causal, full, prefix, sliding_window
 from ringspan.cli import main
 from ringspan.cli.page import explain_grid
 from ringspan.cli.values import parse_mask
@@ -374,6 +374,12 @@ def test_seed_changes_the_numbers_and_nothing_else_does() -> None:
         ("documents:3,9", documents([3, 9]), ("documents", (3, 9))),
         ("frames:3", frame_causal(3), ("frame_causal", 3, 0)),
         ("frames:3:2", frame_causal(3, 2), ("frame_causal", 3, 2)),
+        ("chunks:5", chunks(5), ("chunks", 5, 0)),
+        (
+            "causal|blocks:1,4:6,9",
+            causal() | blocks([(1, 4), (6, 9)]),
+            ("or", ("causal",), ("blocks", ((1, 4), (6, 9)))),
+        ),
         (
             " window:2:2&documents:3,9 | prefix:1 ",
             sliding_window(2, 2) & documents([3, 9]) | prefix(1),

@@ -14,7 +14,9 @@ from ringspan.mask import (
     MOST_BANDS,
     Coverage,
     Mask,
+    blocks,
     causal,
+    chunks,
     documents,
     frame_causal,
     full,
@@ -25,7 +27,9 @@ from ringspan.mask import (
 from ringspan.span import Span
 from support.mask_cases import NUM_POSITIONS, MaskCase, basic_masks, masks
 
-NAMES = {f.__name__: f for f in (full, causal, sliding_window, prefix, documents, frame_causal, per_row)}
+NAMES = {
+    f.__name__: f for f in (full, causal, sliding_window, prefix, documents, frame_causal, chunks, blocks, per_row)
+}
 
 spans = st.builds(Span, st.integers(0, 50), st.integers(0, NUM_POSITIONS), st.sampled_from([1, 1, 2, 5, 9]))
 contiguous_spans = st.builds(Span, st.integers(0, 50), st.integers(0, NUM_POSITIONS))
@@ -55,6 +59,13 @@ def coverage_of(allowed: np.ndarray) -> Coverage:
         (frame_causal(2), "##... ##... ####. ####. #####"),
         (frame_causal(2, start=1), "#.... ###.. ###.. ##### #####"),
         (frame_causal(1, start=3), "###.. ###.. ###.. ####. #####"),
+        (chunks(2), "##... ##... ..##. ..##. ....#"),
+        (chunks(3, start=1), "#.... .###. .###. .###. ....#"),
+        (chunks(2, start=3), "#.... .##.. .##.. ...## ...##"),
+        (chunks(2) & causal(), "#.... ##... ..#.. ..##. ....#"),
+        (blocks([(1, 3)]), "..... .##.. .##.. ..... ....."),
+        (blocks([(0, 2), (2, 3), (4, 9)]), "##... ##... ..#.. ..... ....#"),
+        (causal() | blocks([(1, 4)]), "#.... ####. ####. ####. #####"),
         (documents([2, 3]) & causal(), "#.... ##... ..#.. ..##. ..###"),
         (documents([2, 3]) | sliding_window(1, 0), "##... ##... .#### ..### ..###"),
     ],
@@ -179,6 +190,9 @@ def test_repr_puts_brackets_only_where_precedence_demands() -> None:
     assert repr(a | (b | c)) == "causal() | (sliding_window(4, 0) | documents([3, 5]))"
     assert repr(per_row([a, frame_causal(4)])) == "per_row([causal(), frame_causal(4)])"
     assert repr(frame_causal(4, start=2)) == "frame_causal(4, start=2)"
+    assert repr(chunks(8192)) == "chunks(8192)"
+    assert repr(chunks(4, start=2)) == "chunks(4, start=2)"
+    assert repr(blocks([(0, 2), (5, 9)])) == "blocks([[0, 2], [5, 9]])"
     assert repr(sliding_window(None, 3)) == "sliding_window(None, 3)"
 
 
@@ -321,6 +335,12 @@ def test_only_masks_combine_with_masks(other: object) -> None:
         (lambda: frame_causal(0), "tokens_per_frame=0"),
         (lambda: frame_causal(np.float64(4)), r"tokens_per_frame=.*4\.0"),
         (lambda: frame_causal(4, -1), "start=-1"),
+        (lambda: chunks(0), "size=0"),
+        (lambda: chunks(4, -1), "start=-1"),
+        (lambda: blocks([]), r"spans=\[\]"),
+        (lambda: blocks([(3,)]), r"spans\[0\]=\(3,\)"),
+        (lambda: blocks([(3, 3)]), r"spans\[0\]\[1\]=3"),
+        (lambda: blocks([(0, 4), (3, 6)]), r"spans\[1\]"),
         (lambda: per_row([]), r"masks=\[\]"),
         (lambda: per_row(causal()), r"masks=causal\(\)"),
         (lambda: per_row([causal(), 3]), r"masks\[1\]=3"),

@@ -7,7 +7,19 @@ from hypothesis import strategies as st
 
 import ringspan.program.pieces
 from ringspan.errors import MaskError
-from ringspan.mask import Band, Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
+from ringspan.mask import (
+    Band,
+    Mask,
+    blocks,
+    causal,
+    chunks,
+    documents,
+    frame_causal,
+    full,
+    per_row,
+    prefix,
+    sliding_window,
+)
 from ringspan.program.pieces import LEAF, Piece, PieceKind, cut_pieces
 from ringspan.span import Positions, Span
 from support.mask_cases import NUM_POSITIONS, MaskCase, masks
@@ -201,6 +213,8 @@ def test_masked_pieces_stay_small(data: st.DataObject) -> None:
         st.builds(sliding_window, st.integers(0, 1500), st.integers(0, 1500)),
         st.builds(prefix, st.integers(0, 1500)),
         st.builds(frame_causal, st.integers(1, 900), st.integers(0, 900)),
+        st.builds(chunks, st.integers(1, 900), st.integers(0, 900)),
+        st.builds(lambda a, b, c: blocks([(a, a + b), (a + b + c, 2000)]), *[st.integers(1, 400)] * 3),
         st.just(documents([*lengths, num_tokens])),
     )
     mask = data.draw(basic) & data.draw(basic) | data.draw(basic)

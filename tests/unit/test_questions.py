@@ -234,6 +234,8 @@ def test_a_video_says_how_many_forwards_and_how_long_the_whole_takes():
     output = " ".join(run("--model", "wan2.1-14b", "--devices", "8xh100", "--price", "h100=2").output.split())
     assert "with guidance, a step is two forwards" in output
     assert "whole video about" in output
+    assert "on one device, not parallel here" in output
+    assert "cfg 2 × cp 4" in output
     assert "per video" in output
 
 

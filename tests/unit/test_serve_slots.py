@@ -11,10 +11,11 @@ ROOMY = 2**40
 
 def run(book: SlotBook, tokens: list[int]) -> tuple[int, int, list[int]]:
     """As rank 0 does it: the slot, what was kept, and what was dropped."""
-    slot, keep = book.place(tokens)
-    dropped = book.make_room(slot, len(tokens) - keep)
-    book.extend(slot, tokens[keep:])
-    return slot, keep, dropped
+    place = book.place(tokens, len(tokens))
+    assert place is not None
+    book.extend(place.slot, tokens[place.keep :])
+    book.release(place.slot)
+    return place.slot, place.keep, [number for number, _ in place.evicted]
 
 
 def test_a_longer_prompt_continues_its_conversation():
@@ -66,8 +67,41 @@ def test_the_longest_conversation_fits_and_one_more_token_for_each_rank_does_not
     book = SlotBook(num_ranks, 100, 100_000)
     run(book, [1] * book.max_tokens)
     assert book.nbytes <= 100_000
-    with pytest.raises(AssertionError, match="does not fit"):
-        run(book, [1] * (book.max_tokens + 2 * num_ranks))
+    assert book.place([2] * 5, book.max_tokens + 2 * num_ranks) is None
+
+
+def test_a_slot_in_use_is_neither_continued_nor_evicted():
+    book = SlotBook(1, 1, 2 * (SPARE + 25))
+    first = book.place([1, 2, 3], 20)
+    assert first is not None
+    book.extend(first.slot, [1, 2, 3])
+    second = book.place([1, 2, 3], 20)
+    assert second is not None
+    assert (second.slot != first.slot, second.keep) == (True, 0)
+    book.extend(second.slot, [1, 2, 3])
+    assert book.place([9], 20) is None  # both are in use
+    book.release(first.slot)
+    third = book.place([9], 20)
+    assert third is not None
+    assert [number for number, _ in third.evicted] == [first.slot]
+
+
+def test_the_answer_that_may_come_is_counted_as_long_as_the_slot_is_in_use():
+    book = SlotBook(2, 10, ROOMY)
+    place = book.place([1] * 10, 810)
+    assert place is not None
+    book.extend(place.slot, [1] * 10)
+    assert book.nbytes == 10 * (SPARE + 405 + 102)
+    book.release(place.slot)
+    assert book.nbytes == 10 * (SPARE + 5 + 2)
+
+
+def test_a_slot_that_was_cancelled_before_its_first_chunk_is_forgotten():
+    book = SlotBook(2, 10, ROOMY)
+    place = book.place([1] * 10, 20)
+    assert place is not None
+    book.release(place.slot)
+    assert book.nbytes == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), max_size=30), st.integers(1, 3))

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringspan.adapters import diffusers, transformers
+    from ringspan.adapters import accelerate, diffusers, transformers
 
-__all__ = ["diffusers", "transformers"]
+__all__ = ["accelerate", "diffusers", "transformers"]
 
 
 def __getattr__(name: str) -> object:

@@ -28,9 +28,7 @@ def reduce_gradients(model: nn.Module, group: Any) -> None:
         return
     weights = [x for x in model.parameters() if x.requires_grad]
     # An expert without a token of this rank has no gradient here, but may have one on another rank.
-    has_grad = session.transport.all_gather_bytes(
-        bytes(x.grad is not None for x in weights), session.transport.timeout_s
-    )
+    has_grad = session.transport.all_gather_bytes(bytes(x.grad is not None for x in weights), None)
     for x, *have in zip(weights, *has_grad, strict=True):
         if any(have) and x.grad is None:
             x.grad = torch.zeros_like(x)

@@ -57,15 +57,20 @@ def check_heads(heads: Heads, degree: int) -> None:
     if not _divides(heads, degree):
         legal = [size for size in range(1, min(heads.num_heads, MOST_LISTED) + 1) if _divides(heads, size)]
         raise UnsupportedError(
-            f"Ulysses over {degree} ranks with {heads.num_heads} query heads and {heads.num_kv_heads} KV heads: the "
-            f"ranks must divide the query heads, and divide or be a multiple of the KV heads; use {_one_of(legal)} "
-            "ranks, or an algorithm that leaves heads whole (pass_kv, pass_q, all_gather)"
+            f"Ulysses over {_count(degree, 'rank')} with {_count(heads.num_heads, 'query head')} and "
+            f"{_count(heads.num_kv_heads, 'KV head')}: the ranks must divide the query heads, and divide or be a "
+            f"multiple of the KV heads; use {_one_of(legal)} rank{'' if legal == [1] else 's'}, or an algorithm that "
+            "leaves heads whole (pass_kv, pass_q, all_gather)"
         )
 
 
 def _divides(heads: Heads, degree: int) -> bool:
     split = heads.num_kv_heads % degree == 0 or degree % heads.num_kv_heads == 0
     return heads.num_heads % degree == 0 and split
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _one_of(sizes: list[int]) -> str:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ringspan.bench.calibration import Calibration, fit_attention, fit_link
+from ringspan.bench.calibration import Calibration, Point, Tiles, fit_attention, fit_link
 from ringspan.bench.group import gather_values, meet
 from ringspan.bench.launch import Progress
 from ringspan.bench.settings import CalibrationSettings, Job
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import KernelRequest
+from ringspan.planner.cost import BACKWARD_RATIO
 from ringspan.planner.software import RINGSPAN
 from ringspan.program.pieces import Piece, PieceKind
 from ringspan.runtime.arithmetic import TorchArithmetic
@@ -27,6 +28,12 @@ from ringspan.runtime.session import Session, session_of
 from ringspan.schedule import Block
 from ringspan.transports.base import MessageHandle, Receive, Send
 
+TILES = {
+    "full": PieceKind.FULL,
+    "causal": PieceKind.CAUSAL,
+    "full backward": PieceKind.FULL,
+    "causal backward": PieceKind.CAUSAL,
+}
 TILE_LENGTHS = (512, 1024, 2048, 4096, 8192)
 MESSAGE_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
 STOLEN_FROM = 2048  # tokens of the tile that is computed while a message travels
@@ -52,16 +59,17 @@ def calibrate(job: Job, group: Any, device: torch.device, report: Callable[[Prog
     like = torch.empty(1, dtype=dtype, device=device)
     here = _Here(job, settings, session, device, TorchArithmetic(kernel, 1 / math.sqrt(settings.head_dim), like))
     lengths = [n for n in TILE_LENGTHS if n <= max(settings.seq_len, TILE_LENGTHS[0])]
-    total = 2 * len(lengths) + len(MESSAGE_BYTES) + 2
+    num_tiles = len(TILES) * len(lengths)
+    total = num_tiles + len(MESSAGE_BYTES) + 2
     seconds: dict[tuple[str, int], list[float]] = {}
-    for i, (kind, n) in enumerate((kind, n) for kind in ("full", "causal") for n in lengths):
-        report(Progress(i, total, f"a {kind} tile of {n:,} tokens"))
-        seconds[kind, n] = _tile_s(here, n, PieceKind(kind))
-    report(Progress(2 * len(lengths), total, "merging"))
+    for i, (name, n) in enumerate((name, n) for name in TILES for n in lengths):
+        report(Progress(i, total, f"a {name} tile of {n:,} tokens"))
+        seconds[name, n] = (_backward_tile_s if "backward" in name else _tile_s)(here, n, TILES[name])
+    report(Progress(num_tiles, total, "merging"))
     merging_s = _merge_s(here, lengths[-1])
     messages: list[tuple[int, list[float]]] = []
     for i, nbytes in enumerate(MESSAGE_BYTES if session.transport.world_size > 1 else ()):
-        report(Progress(2 * len(lengths) + 1 + i, total, f"messages of {nbytes:,} bytes"))
+        report(Progress(num_tiles + 1 + i, total, f"messages of {nbytes:,} bytes"))
         messages.append((nbytes, _message_s(here, nbytes)))
     report(Progress(total - 1, total, "a tile while a message travels"))
     stolen_s = _stolen_s(here) if session.transport.world_size > 1 else [0.0]
@@ -76,12 +84,20 @@ def _conclude(here: _Here, kernel: str, lengths: Sequence[int], everyone: Sequen
     slowest = {key: _slowest([rank[0][key] for rank in everyone]) for key in everyone[0][0]}
     heads = settings.batch * settings.num_heads
     flops = 4.0 * heads * settings.head_dim
-    full = [(n, flops * n * n, slowest["full", n]) for n in lengths]
-    causal = [(n, flops * n * (n + 1) / 2, slowest["causal", n]) for n in lengths]
+
+    def points(name: str) -> list[Point]:
+        products = BACKWARD_RATIO if "backward" in name else 1.0
+        pairs = {n: n * (n + 1) / 2 if TILES[name] is PieceKind.CAUSAL else float(n * n) for n in lengths}
+        return [(n, products * flops * pairs[n], slowest[name, n]) for n in lengths]
+
     elements = lengths[-1] * heads * settings.head_dim
     messages = [(n, _slowest([rank[2][i][1] for rank in everyone])) for i, (n, _) in enumerate(everyone[0][2])]
     return Calibration(
-        attention=fit_attention(kernel, full, causal),
+        attention=fit_attention(
+            kernel,
+            Tiles(points("full"), points("causal")),
+            Tiles(points("full backward"), points("causal backward")),
+        ),
         link=fit_link(messages),
         steals=max(0.0, _slowest([rank[3] for rank in everyone])) / messages[-1][1] if messages else 0.0,
         merge_bytes_per_s=elements * RINGSPAN.merge_bytes / _slowest([rank[1] for rank in everyone]),
@@ -138,6 +154,15 @@ def _tile_s(here: _Here, n: int, kind: PieceKind) -> list[float]:
     q, kv, out = _operands(here, n)
     piece = Piece(slice(0, n), slice(0, n), kind, None, None)
     return _time(here, lambda: here.arithmetic.attend(piece, q, kv, out, True))
+
+
+def _backward_tile_s(here: _Here, n: int, kind: PieceKind) -> list[float]:
+    """The gradients of a tile, as the first of their sums; what is read besides may have any values."""
+    q, kv, out = _operands(here, n)
+    dout = torch.randn_like(out[0]).to(q[0].dtype)
+    q_grad = (*q, dout, torch.zeros_like(dout), torch.full_like(out[1], math.log(n)))
+    piece = Piece(slice(0, n), slice(0, n), kind, None, None)
+    return _time(here, lambda: here.arithmetic.attend_grad(piece, q_grad, kv, None, None))
 
 
 def _merge_s(here: _Here, n: int) -> list[float]:

@@ -1,11 +1,12 @@
 """Measured curves in the planner's form, and the file they are kept in. Needs no torch.
 
-Two lines are fitted. Seconds of a full tile: a·n² + b·n + c, hence the limit, the ramp and the cost of a call; a causal
-tile has the same limit and a ramp of its own. Seconds of a message: latency + bytes / rate.
+Seconds of a full tile: a·n² + b·n + c, hence the limit, the ramp and the cost of a call; a causal tile has the same
+limit and a ramp of its own. Backward tiles have their own limit and ramps. Seconds of a message: latency + bytes / rate.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,25 +32,46 @@ class Calibration:
     messages: tuple[tuple[int, float], ...]
 
 
-def fit_attention(kernel: str, full: Sequence[Point], causal: Sequence[Point]) -> AttentionCurve:
+class Tiles(NamedTuple):
+    """Measured tiles of one pass."""
+
+    full: Sequence[Point]
+    causal: Sequence[Point]
+
+
+def fit_attention(kernel: str, forward: Tiles, backward: Tiles) -> AttentionCurve:
     """The curve through measured tiles; relative errors count the same."""
-    inverse, ramp_s, call_s = _solve([(flops, flops / n, 1.0) for n, flops, _ in full], [s for *_, s in full])
-    limit = 1 / inverse
-    rest = [max(0.0, seconds - call_s - flops * inverse) for _, flops, seconds in causal]
-    (causal_ramp_s,) = _solve([(flops / n,) for n, flops, _ in causal], rest, [s for *_, s in causal])
-    ramp_full, ramp_causal = ramp_s * limit, causal_ramp_s * limit
+    limit, ramp_full, call_s = _fit_limit(forward.full)
+    backward_limit, backward_ramp_full, _ = _fit_limit(backward.full, call_s)
     return AttentionCurve(
         kernel=kernel,
         flops_per_s=limit,
         softmax_dims=0.0,  # the head_dim is the one that was measured
         ramp_full_tokens=ramp_full,
-        ramp_causal_tokens=ramp_causal,
-        backward_ratio=1.0,
-        backward_ramp_full_tokens=ramp_full,
-        backward_ramp_causal_tokens=ramp_causal,
+        ramp_causal_tokens=_fit_ramp(forward.causal, limit, call_s),
+        backward_ratio=backward_limit / limit,
+        backward_ramp_full_tokens=backward_ramp_full,
+        backward_ramp_causal_tokens=_fit_ramp(backward.causal, backward_limit, call_s),
         wide_head_ratio=1.0,
         call_s=call_s,
     )
+
+
+def _fit_limit(full: Sequence[Point], call_s: float | None = None) -> tuple[float, float, float]:
+    """FLOP/s, ramp in tokens and seconds of a call, the last of them as given or fitted."""
+    seconds = [s for *_, s in full]
+    if call_s is None:
+        inverse, ramp_s, call_s = _solve([(flops, flops / n, 1.0) for n, flops, _ in full], seconds)
+    else:
+        rest = [max(0.0, s - call_s) for s in seconds]
+        inverse, ramp_s = _solve([(flops, flops / n) for n, flops, _ in full], rest, seconds)
+    return 1 / inverse, ramp_s / inverse, call_s
+
+
+def _fit_ramp(causal: Sequence[Point], limit: float, call_s: float) -> float:
+    rest = [max(0.0, seconds - call_s - flops / limit) for _, flops, seconds in causal]
+    (ramp_s,) = _solve([(flops / n,) for n, flops, _ in causal], rest, [s for *_, s in causal])
+    return ramp_s * limit
 
 
 def fit_link(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:

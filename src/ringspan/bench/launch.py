@@ -92,35 +92,43 @@ class Launched(NamedTuple):
 def find_launcher(env: Mapping[str, str]) -> Launched | None:
     """The launcher that has started this process, or None.
 
+    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR. Scripts set the first two for programs of their own, which start no
+    ranks here; but what stands there must be a rank and a number of ranks.
+
     Raises:
-        ShapeError: if its variables are not a rank and a number of ranks.
+        ShapeError: if its variables are not a rank and a number of ranks, or only one of them is there.
         UnsupportedError: under srun with several tasks, each of which would otherwise run a bench of its own.
     """
-    for by, rank, world_size in (
-        ("torchrun", "RANK", "WORLD_SIZE"),
-        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("mpirun", "PMI_RANK", "PMI_SIZE"),
-    ):
-        if rank in env and world_size in env and (by == "mpirun" or "MASTER_ADDR" in env):
-            size = _read_count(env, world_size, least=1)
-            number = _read_count(env, rank, least=0)
-            if number >= size:
-                raise ShapeError(
-                    f"ranks count from 0 to {world_size} - 1 = {size - 1}",
-                    argument=rank,
-                    value=env[rank],
-                    remedy=_UNSET,
-                )
-            return Launched("torchrun" if by == "torchrun" else "mpirun", number, size)
+    rank, size = _read_count(env, "RANK", least=0), _read_count(env, "WORLD_SIZE", least=1)
+    if "MASTER_ADDR" in env and (rank is not None or size is not None):
+        return _launched("torchrun", "RANK", rank, "WORLD_SIZE", size)
+    for rank_name, size_name in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")):
+        if rank_name in env and size_name in env:
+            rank, size = _read_count(env, rank_name, least=0), _read_count(env, size_name, least=1)
+            return _launched("mpirun", rank_name, rank, size_name, size)
     _refuse_srun(env)
     return None
+
+
+def _launched(
+    by: Literal["torchrun", "mpirun"], rank_name: str, rank: int | None, size_name: str, size: int | None
+) -> Launched:
+    if rank is None or size is None:
+        missing, given, value = (rank_name, size_name, size) if rank is None else (size_name, rank_name, rank)
+        raise ShapeError(f"{by} sets {missing} too, and that is missing", argument=given, value=value, remedy=_UNSET)
+    if rank >= size:
+        rule = f"ranks count from 0 to {size_name} - 1 = {size - 1}"
+        raise ShapeError(rule, argument=rank_name, value=str(rank), remedy=_UNSET)
+    return Launched(by, rank, size)
 
 
 _UNSET = "unset it, or start the ranks with torchrun or mpirun"
 
 
-def _read_count(env: Mapping[str, str], name: str, least: int) -> int:
-    text = env[name]
+def _read_count(env: Mapping[str, str], name: str, least: int) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
     if not (text.isascii() and text.isdigit()) or int(text[:9]) < least:
         raise ShapeError(
             f"this environment variable must be a whole number of at least {least}",
@@ -137,7 +145,7 @@ def _refuse_srun(env: Mapping[str, str]) -> None:
     num_tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "several") if is_other_task else "1")
     if "SLURM_PROCID" in env and num_tasks != "1":
         raise UnsupportedError(
-            f"srun has started {num_tasks} tasks, and each would run a bench of its own",
+            f"srun has started {num_tasks} tasks, and each would run on its own",
             argument="SLURM_PROCID",
             value=env["SLURM_PROCID"],
             remedy="let srun start one torchrun per node, use mpirun, or run a single task with srun -n1",

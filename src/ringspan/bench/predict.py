@@ -1,5 +1,6 @@
 """What does the planner predict for a measured call? The same schedule on a calibrated device. Needs no torch."""
 
+from ringspan.algorithms import Side
 from ringspan.bench.settings import Settings
 from ringspan.planner.catalog import Device
 from ringspan.planner.cost import Shard
@@ -8,11 +9,8 @@ from ringspan.planner.timeline import Timeline, schedule_timeline
 from ringspan.program.prepare import ProgramOptions, build
 
 
-def predict_timeline(settings: Settings, device: Device) -> Timeline:
-    """The timeline of one forward call in the default mode, with every step recorded.
-
-    Gradients and the reproducible mode are not covered.
-    """
+def predict_pass(settings: Settings, device: Device, side: Side | None) -> Timeline:
+    """The timeline of the forward pass, or of the backward pass in which one side travels, in the default mode."""
     problem = settings.problem()
     shapes = problem.shapes
     shard = Shard(
@@ -26,5 +24,5 @@ def predict_timeline(settings: Settings, device: Device) -> Timeline:
         wire="bf16",
         practice=RINGSPAN,
     )
-    schedule = build(problem, settings.algorithm, ProgramOptions(settings.mesh, settings.direction))
+    schedule = build(problem, settings.algorithm, ProgramOptions(settings.mesh, settings.direction, side))
     return schedule_timeline(schedule, problem, shard, device, device.node_size, record=True)

@@ -88,6 +88,10 @@ def _find(job: Job) -> Callable[[Job, Any, Any, Report], Any]:
         from ringspan.bench.transformer import measure_transformer
 
         return measure_transformer
+    if job.name == "video":
+        from ringspan.bench.video import measure_video
+
+        return measure_video
     from ringspan.bench import selfcheck
 
     return selfcheck.check_alone if job.name == "check_alone" else selfcheck.check_group

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ringspan.algorithms import Direction, Mesh, Side
+from ringspan.bench.video_settings import VideoSettings
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -169,11 +170,11 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ranks are started for: to measure calls, a cache or a model, to calibrate, or to check what runs here, on
-    one process or on a group. Only the settings that belong to `name` are given.
+    """What ranks are started for: to measure calls, a cache, a model or a denoising step, to calibrate, or to check
+    what runs here, on one process or on a group. Only the settings that belong to `name` are given.
     """
 
-    name: Literal["measure", "inference", "transformer", "calibrate", "check_alone", "check_group"]
+    name: Literal["measure", "inference", "transformer", "video", "calibrate", "check_alone", "check_group"]
     carrier: Carrier
     world_size: int
     timeout_s: float
@@ -181,6 +182,7 @@ class Job:
     inference: InferenceSettings | None = None
     transformer: TransformerSettings | None = None
     calibration: CalibrationSettings | None = None
+    video: VideoSettings | None = None
 
     def __post_init__(self) -> None:
         if self.transformer is not None and self.transformer.seq_len < self.world_size:
@@ -189,6 +191,13 @@ class Job:
                 argument="seq_len",
                 value=self.transformer.seq_len,
                 remedy="use more tokens, or fewer ranks",
+            )
+        if self.video is not None and self.video.num_tokens < self.world_size:
+            raise ShapeError(
+                f"each of the {self.world_size} ranks needs at least one of the {self.video.num_tokens} tokens",
+                argument="frames",
+                value=self.video.frames,
+                remedy="use more or larger frames, or fewer ranks",
             )
 
     @property

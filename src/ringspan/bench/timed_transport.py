@@ -55,7 +55,7 @@ class TimedTransport(WrappedTransport):
             incoming.append(_TimedHandle(self, handle, "receive", number, receive.src, self.rank))
         return Posted(outgoing, incoming)
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """Recorded as one message from all to all, which arrives when the last rank has sent."""
         start_s = self.watch.now()
         everyone = self.inner.all_gather_bytes(payload, timeout_s)
@@ -91,7 +91,7 @@ class _TimedHandle:
         self.kind: Literal["receive", "sent"] = kind
         self.message = number, src, dst
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         """Wait, and record how long."""
         start_s = self.transport.watch.now()
         self.inner.wait(timeout_s)

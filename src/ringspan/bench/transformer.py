@@ -5,27 +5,24 @@ prefill, decode and a training step. A few more runs are taken apart under a wat
 with the tokens that one process chose, so that all logits can be compared.
 """
 
-import socket
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
-from ringspan.bench.breakdown import Interval
 from ringspan.bench.check_model import Answer, Outcome, check_model
+from ringspan.bench.clock import record_calls, time_call
 from ringspan.bench.conclude import Dissected
 from ringspan.bench.conclude_transformer import GatheredModel, conclude_transformer
 from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
-from ringspan.bench.group import gather_values, meet
+from ringspan.bench.group import gather_values
 from ringspan.bench.launch import Progress
 from ringspan.bench.measure import Steps
 from ringspan.bench.memory import LiveStorages, measure_peak
 from ringspan.bench.model_runs import Ideal, OneProcess, OnRanks
 from ringspan.bench.settings import Job
 from ringspan.bench.timed import Watch
-from ringspan.bench.timed_transport import watched
 from ringspan.bench.transformer_result import ANSWER, ModelMemory, Phase, TransformerResult
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import KernelRequest
@@ -143,33 +140,17 @@ class _ModelBench:
         return [first, *others]
 
     def _time(self, phase: Phase, who: str, call: Callable[[], T]) -> T:
-        """Time a call that begins after a barrier."""
-        meet(self.transport, self.settings.timeout_s)
-        self._finish()
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        value = call()
-        self._finish()
-        taken_s = time.perf_counter() - start_s
-        self.cpu_seconds[phase, who].append(time.process_time() - start_cpu_s)
-        self.seconds[phase, who].append(taken_s / ANSWER if phase == "decode" else taken_s)
-        return value
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Time a call; decode is timed for each token."""
+        timed = time_call(self.transport, self.device, self.settings.timeout_s, call)
+        self.cpu_seconds[phase, who].append(timed.cpu_s)
+        self.seconds[phase, who].append(timed.taken_s / ANSWER if phase == "decode" else timed.taken_s)
+        return timed.value
 
     def _dissect(self, **calls: Callable[[Watch], object]) -> None:
         """Record phases that belong together, one after the other."""
-        watch = Watch(self.rank, self.device)
-        with watched(self.group, watch) as transport:
-            for phase, call in calls.items():
-                meet(transport, self.settings.timeout_s)
-                watch.activities.clear()
-                start_s = watch.now()
-                call(watch)
-                taken = Interval(start_s, watch.now())
-                dissected = Dissected(socket.gethostname(), taken, tuple(watch.activities), 0)
-                self.dissected[cast("Phase", phase)].append(dissected)
+        found = record_calls(self.group, self.device, self.settings.timeout_s, list(calls.values()))
+        for phase, dissected in zip(calls, found, strict=True):
+            self.dissected[cast("Phase", phase)].append(dissected)
 
     def _call_first(self, runs: OneProcess | OnRanks) -> tuple[ModelMemory, Outcome]:
         """The memory and the results of the first calls; the answer continues with its own tokens."""

@@ -15,16 +15,14 @@ import torch
 
 from ringspan.algorithms import Query, check_algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING, RINGS, RingWork, choose_by_time
-from ringspan.arguments import LIST, PATH, TEXT, Kind, check_arguments, instance_of, optional
+from ringspan.arguments import LIST, TEXT, Kind, check_arguments, instance_of, optional
 from ringspan.cache.arguments import DTYPES, by_sequence, layer_masks, refuse_looking_ahead, storage_codec, whole_number
 from ringspan.cache.plan import SequencePart, make_parts, plan_problem, ring_work
-from ringspan.cache.saving import fill, read_saved, save, signature
+from ringspan.cache.saving import load, save
 from ringspan.cache.state import CacheModel, CacheState
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
-from ringspan.kernels import choose_kernel
-from ringspan.kernels.base import KernelRequest
 from ringspan.mask import Mask
 from ringspan.runtime.calibrate import measure_machine
 from ringspan.runtime.codec import Quantized
@@ -113,11 +111,12 @@ class KVCache:
             session=session_of(group),
             spec=RowSpec(num_layers, num_kv_heads, codec.dims(head_dim, v_head_dim), codec.dtypes, device),
             codec=codec,
-            kernel=choose_kernel(kernel, KernelRequest(device, dtype, head_dim, v_head_dim)),
+            kernel_name=kernel,
             max_tokens=max_tokens,
             contents=contents,
             description=f"{contents}, kernel {kernel}, max_tokens {max_tokens}",
         )
+        self._state.kernel(softcap=None)  # refuses an unknown name
 
     def __repr__(self) -> str:
         state = self._state
@@ -141,6 +140,11 @@ class KVCache:
     def nbytes(self) -> int:
         """Memory of this rank's part, spare room included."""
         return sum(stored.nbytes for stored in self._state.stored.values())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token on the rank that stores it, over all layers."""
+        return self._state.spec.bytes_per_token
 
     def balance(self) -> dict[int, tuple[int, ...]]:
         """By sequence: its tokens on each rank."""
@@ -259,29 +263,23 @@ class KVCache:
         )
         return twin
 
-    def save(self, folder: str | Path) -> None:
-        """Write all committed tokens into a folder that all ranks can reach; a collective call."""
-        save(self._state, folder)
+    def save(self, folder: str | Path, *, sequences: Sequence[int] | None = None) -> None:
+        """Write committed tokens into a folder that all ranks can reach; a collective call.
 
-    def load(self, folder: str | Path) -> None:
-        """Fill an empty cache from a folder, saved from any number of ranks; a collective call."""
-        state = self._state
-        with state.session.call() as call:
-            state.refuse_during_turn("load")
-            if state.placements:
-                raise CacheError(
-                    f"load into a cache that has sequences {[*state.placements]}", remedy="drop them first"
-                )
-            check_arguments(folder=(PATH, folder))
-            folder = Path(folder)
-            index, kept = read_saved(state, folder)
-            call.agree(signature(state, "load", folder), once=True)
-        if not kept:
-            return
-        lengths = {sequence: placement.length for sequence, placement in kept.items()}
-        with self.begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, turn.step() as call:
-            fill(turn, folder, index)
-            call.agree(signature(state, "loaded", folder), once=True)
+        Args:
+            folder: Where to; a cache that is there already is replaced once this one is complete.
+            sequences: The sequences to write; all of them by default.
+        """
+        save(self._state, folder, sequences)
+
+    def load(self, folder: str | Path, *, numbers: Mapping[int, int] | None = None) -> None:
+        """Add sequences from a folder, saved from any number of ranks; a collective call.
+
+        Args:
+            folder: Where `save` wrote them.
+            numbers: The number here of each saved sequence to load; by default all are loaded under their own numbers.
+        """
+        load(self._state, self.begin, folder, numbers)
 
     def _placement(self, sequence: int) -> Any:
         try:

@@ -16,6 +16,7 @@ from ringspan.errors import CacheError, ShapeError, UnsupportedError
 from ringspan.kernels.softmax import Partial
 from ringspan.program.execute import Value, execute
 from ringspan.program.prepare import Prepared
+from ringspan.program.problem import Scores
 from ringspan.runtime.arithmetic import without_autocast
 from ringspan.runtime.codec import codec_arithmetic
 from ringspan.runtime.wire import TransportWire
@@ -70,14 +71,20 @@ def check_tensors(turn: "Turn", **tensors: torch.Tensor) -> None:
 
 
 def run_layer(
-    turn: "Turn", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, agree: Callable[[], None]
+    turn: "Turn",
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,
+    scores: Scores,
+    agree: Callable[[], None],
 ) -> Partial:
     """Store k and v and attend q: out in q's dtype and lse of this rank's rows. `agree` precedes the first message."""
     state = turn.state
     with torch.no_grad(), without_autocast(q.device.type):
         rows = state.codec.encode(k, v)
         _write(turn, layer, rows)
-        out, lse = _attend(turn, turn.prepared[state.model.masks[layer]], q, rows, layer, scale, agree)
+        out, lse = _attend(turn, turn.prepared[state.model.masks[layer]], q, rows, layer, scores, agree)
     return Partial(out.to(q.dtype), lse)
 
 
@@ -93,7 +100,7 @@ def _attend(
     q: torch.Tensor,
     new: Rows,
     layer: int,
-    scale: float,
+    scores: Scores,
     agree: Callable[[], None],
 ) -> Partial:
     state = turn.state
@@ -112,9 +119,9 @@ def _attend(
         turn.largest_scales[layer] = largest_scales([kv], state.model.heads.num_kv_heads)
     inputs: dict[Block, Value] = {Block("q", owner): (q,), Block("kv", rank): kv}
     transport = session.transport
-    wire = TurnWire(TransportWire(transport, session.buffers, q, transport.timeout_s, problem.sizes.kv_dtypes), agree)
+    wire = TurnWire(TransportWire(transport, session.buffers, q, None, problem.sizes.kv_dtypes), agree)
     with session.scratch.lend() as scratch:
-        arithmetic = codec_arithmetic(codec, state.kernel, scale, q, scratch, CacheSource())
+        arithmetic = codec_arithmetic(codec, state.kernel(scores.softcap), scores.scale, q, scratch, CacheSource())
         rank_state = prepared.state(rank, inputs, arithmetic)
         wire.expect(prepared.program)
         for _ in execute(prepared.program, rank_state, wire):

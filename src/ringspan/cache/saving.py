@@ -8,13 +8,16 @@ the tokens anew to the ranks there are; each of them reads and checks the blocks
 import secrets
 import shutil
 import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ringspan.arguments import PATH, check_arguments
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
+from ringspan.arguments import LIST, PATH, check_arguments, optional
+from ringspan.cache.arguments import by_sequence
 from ringspan.cache.placement import Placement
 from ringspan.cache.saved_files import (
     RankFile,
@@ -36,36 +39,75 @@ from ringspan.span import Positions
 _CHECKSUM = struct.Struct("<I")
 
 
-def save(state: CacheState, folder: str | Path) -> None:
-    """Write the committed tokens into a folder that all ranks can reach; a collective call."""
+def save(state: CacheState, folder: str | Path, sequences: Sequence[int] | None) -> None:
+    """Write committed tokens into a folder that all ranks can reach; a collective call."""
     with state.session.call() as call:
         state.refuse_during_turn("save")
-        check_arguments(folder=(PATH, folder))
+        check_arguments(folder=(PATH, folder), sequences=(optional(LIST), sequences))
+        chosen = [*state.placements] if sequences is None else [*sequences]
+        _check_known("sequences", chosen, state.placements)
+        placements = {sequence: state.placements[sequence] for sequence in chosen}
         folder = Path(folder)
         call.agree(signature(state, "save", folder), once=True)
         name = f"data-{_gather(state, secrets.token_bytes(8))[0].hex()}"
     with state.session.call() as call:
-        written = _write(state, folder / name)
+        written = _write(state, placements, folder / name)
         call.agree(signature(state, "write the index of", folder), once=True)
         checksums = tuple(_CHECKSUM.unpack(each)[0] for each in _gather(state, _CHECKSUM.pack(written)))
     with state.session.call() as call:
         if state.rank == 0:
-            write_index(folder, state.contents, SavedIndex(name, state.placements, checksums))
+            write_index(folder, state.contents, SavedIndex(name, placements, checksums))
             _remove_older(folder, name)
         call.agree(signature(state, "have saved", folder), once=True)
 
 
-def read_saved(state: CacheState, folder: Path) -> tuple[SavedIndex, dict[int, Placement]]:
-    """Read the index of a folder and the placement of its tokens; CacheError unless they fit this cache."""
+def load(state: CacheState, begin: Callable[..., Turn], folder: str | Path, numbers: Mapping[int, int] | None) -> None:
+    """Deal saved sequences to the ranks; `numbers` renames the saved sequences."""
+    with state.session.call() as call:
+        state.refuse_during_turn("load")
+        check_arguments(folder=(PATH, folder))
+        folder = Path(folder)
+        index = _read_saved(state, folder)
+        saved = {sequence: placement.length for sequence, placement in index.placements.items() if placement.length}
+        numbers = {sequence: sequence for sequence in saved} if numbers is None else by_sequence("numbers", numbers, 0)
+        _check_known("numbers", numbers, saved)
+        taken = sorted({*numbers.values()} & {*state.placements})
+        if taken or len({*numbers.values()}) < len(numbers):
+            raise CacheError(
+                f"load into a cache that has sequences {[*state.placements]}, under the numbers {[*numbers.values()]}",
+                remedy="drop them first, or give numbers that are not in use, each once",
+            )
+        call.agree(signature(state, "load", folder), once=True)
+    if not numbers:
+        return
+    lengths = {number: saved[sequence] for sequence, number in numbers.items()}
+    with begin(lengths, algorithm=DEFAULT_ALGORITHM) as turn, turn.step() as call:
+        _fill(turn, folder, index, {number: sequence for sequence, number in numbers.items()})
+        call.agree(signature(state, "loaded", folder), once=True)
+
+
+def _check_known(argument: str, given: Iterable[int], known: Mapping[int, object]) -> None:
+    for sequence in given:
+        if sequence not in known:
+            raise CacheError(
+                f"there are sequences {', '.join(map(str, known)) or 'none'}",
+                argument=argument,
+                value=sequence,
+                remedy="use one of them",
+            )
+
+
+def _read_saved(state: CacheState, folder: Path) -> SavedIndex:
+    """Read the index of a folder; CacheError unless its tokens fit this cache."""
     index = read_index(folder, state.contents)
     for rank in range(len(index.checksums)):
         read_blocks(folder, index, rank, state.spec)
     check_coverage(folder, index)
-    return index, {sequence: placement for sequence, placement in index.placements.items() if placement.length}
+    return index
 
 
-def fill(turn: Turn, folder: Path, index: SavedIndex) -> None:
-    """Read this rank's new tokens of a turn from the folder, all layers of them."""
+def _fill(turn: Turn, folder: Path, index: SavedIndex, saved: Mapping[int, int]) -> None:
+    """Read this rank's new tokens of a turn, all layers of them; `saved` gives the saved number of each sequence."""
     state = turn.state
     num_read = 0
     for old_rank in range(len(index.checksums)):
@@ -73,11 +115,12 @@ def fill(turn: Turn, folder: Path, index: SavedIndex) -> None:
         source = RankFile(folder, index, old_rank, state.spec)
         for part in turn.parts:
             wanted = part.after.positions(state.rank)
-            held = index.placements[part.sequence].positions(old_rank)
-            for block in blocks.get(part.sequence, ()):
+            old = saved[part.sequence]
+            held = index.placements[old].positions(old_rank)
+            for block in blocks.get(old, ()):
                 common, theirs, mine = np.intersect1d(held[block.start : block.stop], wanted, return_indices=True)
                 if len(common):
-                    _take(turn, part.sequence, source.rows(part.sequence, block), theirs, mine)
+                    _take(turn, part.sequence, source.rows(old, block), theirs, mine)
                     num_read += len(common)
     num_wanted = sum(part.after.counts[state.rank] for part in turn.parts)
     if num_read != num_wanted:
@@ -92,16 +135,16 @@ def signature(state: CacheState, what: str, folder: Path) -> Signature:
 
 def _gather(state: CacheState, mine: bytes) -> list[bytes]:
     transport = state.session.transport
-    return [mine] if state.world_size == 1 else transport.all_gather_bytes(mine, transport.timeout_s)
+    return [mine] if state.world_size == 1 else transport.all_gather_bytes(mine, None)
 
 
-def _write(state: CacheState, data: Path) -> int:
+def _write(state: CacheState, placements: Mapping[int, Placement], data: Path) -> int:
     """Write this rank's tokens and return the checksum; a failure leaves no file behind."""
     data.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     blocks: dict[int, tuple[SavedBlock, ...]] = {}
     try:
-        for sequence, placement in state.placements.items():
+        for sequence, placement in placements.items():
             of_sequence = []
             for start, views in state.stored[sequence].all_layers(placement.counts[state.rank]):
                 rows = [x.cpu().contiguous() for x in views]

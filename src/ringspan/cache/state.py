@@ -10,7 +10,7 @@ import torch
 from ringspan.cache.placement import Placement
 from ringspan.cache.storage import RowSpec, Stored
 from ringspan.errors import CacheError
-from ringspan.kernels.base import Kernel
+from ringspan.kernels import Kernel, KernelRequest, choose_kernel
 from ringspan.mask import Mask
 from ringspan.runtime.codec import Codec
 from ringspan.runtime.session import Session
@@ -51,7 +51,8 @@ class CacheState:
     spec: RowSpec
     codec: Codec
     """How K and V are stored."""
-    kernel: Kernel
+    kernel_name: str
+    """The argument `kernel=`."""
     max_tokens: int | None
     contents: str
     """Model and storage, as text: a saved cache fits only a cache of equal contents."""
@@ -62,6 +63,8 @@ class CacheState:
     history: str = ""
     """Digest of all operations so far; equal on all ranks."""
     turn: "Turn | None" = None
+    kernels: dict[float | None, Kernel] = field(default_factory=dict)
+    """By softcap."""
 
     @property
     def rank(self) -> int:
@@ -70,6 +73,14 @@ class CacheState:
     @property
     def world_size(self) -> int:
         return self.session.transport.world_size
+
+    def kernel(self, softcap: float | None) -> Kernel:
+        """The kernel of a layer with this softcap."""
+        if softcap not in self.kernels:
+            model = self.model
+            request = KernelRequest(self.spec.device, model.dtype, model.head_dim, model.v_head_dim, softcap=softcap)
+            self.kernels[softcap] = choose_kernel(self.kernel_name, request)
+        return self.kernels[softcap]
 
     def note(self, *operation: object) -> None:
         """Add an operation to the history."""

@@ -28,7 +28,7 @@ from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.program.prepare import Prepared, prepare_turn
-from ringspan.program.problem import softmax_scale
+from ringspan.program.problem import Scores, check_scores, softmax_scale
 from ringspan.runtime import quantize
 from ringspan.runtime.codec import Codec, Quantized
 from ringspan.runtime.contract import Signature
@@ -67,8 +67,8 @@ class Turn:
         self.wire_codec = wire_codec(state, wire if self.algorithm == KV_RING else None)
         self.largest_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By layer: the largest scales of k and of v that were sent, (KV heads,) each."""
-        self.layers_done: dict[int, float | None] = {}
-        """The softmax scale of each layer that has run, in the order they ran; None for a stored layer."""
+        self.layers_done: dict[int, Scores | None] = {}
+        """The scale and softcap of each layer that has run, in the order they ran; None for a stored layer."""
         self.said: Mapping[str, str] = {}
         """Further fields of the caller that the ranks must agree on."""
         self.is_agreed = False
@@ -153,6 +153,7 @@ class Turn:
         *,
         layer: int,
         scale: float | None = None,
+        softcap: float | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | Attention:
         """Store the new keys and values of a layer, and attend the new queries to all tokens they see.
@@ -164,12 +165,13 @@ class Turn:
             v: (1, KV heads, rows, v_head_dim).
             layer: Each layer runs once in a turn, in the same order on all ranks.
             scale: The softmax scale; 1/sqrt(head_dim) by default.
+            softcap: Caps the scores: s becomes softcap · tanh(s / softcap).
             return_lse: Also return the log-sum-exp.
 
         Returns:
             out (1, heads, rows, v_head_dim) in q's dtype, or (out, lse).
         """
-        out, lse = self._run(q, k, v, layer, scale)
+        out, lse = self._run(q, k, v, layer, scale, softcap)
         return Attention(out, lse) if return_lse else out
 
     def decode(
@@ -180,6 +182,7 @@ class Turn:
         *,
         layer: int,
         scale: float | None = None,
+        softcap: float | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | Attention:
         """`prefill` for one new token per sequence, with the sequences as the batch.
@@ -191,6 +194,7 @@ class Turn:
             v: (sequences, KV heads, 1, v_head_dim).
             layer: Each layer runs once in a turn, in the same order on all ranks.
             scale: The softmax scale; 1/sqrt(head_dim) by default.
+            softcap: Caps the scores: s becomes softcap · tanh(s / softcap).
             return_lse: Also return the log-sum-exp.
 
         Returns:
@@ -199,9 +203,9 @@ class Turn:
         with self.step():
             self._check_decode(q=q, k=k, v=v)
         if self.num_rows == 1:  # (1, heads, 1, dim) is both forms
-            return self.prefill(q, k, v, layer=layer, scale=scale, return_lse=return_lse)
+            return self.prefill(q, k, v, layer=layer, scale=scale, softcap=softcap, return_lse=return_lse)
         q, k, v = (x.permute(2, 1, 0, 3) for x in (q, k, v))
-        out, lse = self._run(q, k, v, layer, scale)
+        out, lse = self._run(q, k, v, layer, scale, softcap)
         out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
         return Attention(out, lse) if return_lse else out
 
@@ -220,7 +224,7 @@ class Turn:
         """(heads,): bound of the error of any element of a layer's output on this rank, due to quantised K and V.
 
         All ranks must ask, before the turn is committed. Zero if nothing is quantised; rounding K and V to a narrower
-        floating dtype as `storage` is not counted.
+        floating dtype as `storage` is not counted. A softcap brings scores closer together, so the bound holds with it.
 
         Args:
             q: The q that `prefill` or `decode` was given.
@@ -298,19 +302,27 @@ class Turn:
                 self.abort()
                 raise
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float | None) -> Partial:
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Partial:
         with self.step() as call:
             check_layer(self, layer)
             check_tensors(self, q=q, k=k, v=v)
-            softmax = softmax_scale(scale, self.state.model.head_dim)
+            scores = check_scores(scale, softcap, self.state.model.head_dim)
 
             def agree() -> None:
                 if not self.is_agreed:
-                    call.agree(self._signature(layer, softmax), once=True)
+                    call.agree(self._signature(layer, scores), once=True)
                     self.is_agreed = True
 
-            part = run_layer(self, q, k, v, layer, softmax, agree)
-        self.layers_done[layer] = softmax
+            part = run_layer(self, q, k, v, layer, scores, agree)
+        self.layers_done[layer] = scores
         return part
 
     def _check_decode(self, **tensors: torch.Tensor) -> None:
@@ -325,7 +337,7 @@ class Turn:
                     remedy="use prefill for more tokens",
                 )
 
-    def _signature(self, layer: int, scale: float) -> Signature:
+    def _signature(self, layer: int, scores: Scores) -> Signature:
         """What the ranks agree on: the turn and its first layer. The next turn checks the other layers."""
         state = self._state
         return Signature.of(
@@ -343,7 +355,8 @@ class Turn:
                 "wire": self.wire_codec,
                 "query": self.query,
                 "layer": layer,
-                "scale": scale,
+                "scale": scores.scale,
+                "softcap": scores.softcap,
                 **self.said,
             }
         )

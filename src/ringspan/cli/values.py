@@ -17,13 +17,16 @@ from click.shell_completion import CompletionItem
 from ringspan.algorithms import ALGORITHMS, Direction, Mesh, list_takers
 from ringspan.cli.errors import BadInput, render_error
 from ringspan.errors import LayoutError, MaskError, RingspanError, ShapeError
-from ringspan.mask import Mask, causal, documents, frame_causal, full, prefix, sliding_window
+from ringspan.mask import Mask, blocks, causal, chunks, documents, frame_causal, full, prefix, sliding_window
 from ringspan.program.reproducible.tree import TILE
 from ringspan.simulate.lesson import LAYOUTS, LayoutChoice
 
 T = TypeVar("T")
 
-MASK_FORMS = "full, causal, window:LEFT[:RIGHT], prefix:N, documents:N,N,..., frames:TOKENS[:START]"
+MASK_FORMS = (
+    "full, causal, window:LEFT[:RIGHT], prefix:N, documents:N,N,..., frames:TOKENS[:START], chunks:TOKENS, "
+    "blocks:START,STOP:..."
+)
 MAX_SECONDS = 1_000_000  # eleven days; much longer waits overflow in Python
 MAX_MASK_FORMS = 100  # a mask is a nested description, and Python recurses into it
 
@@ -111,6 +114,10 @@ def _parse_form(text: str) -> Mask:
             return frame_causal(tokens)
         case "frames", [[tokens], [start]], 2:
             return frame_causal(tokens, start)
+        case "chunks", [[tokens]], 1:
+            return chunks(tokens)
+        case "blocks", [_, *_], _ if all(len(span) == 2 for span in numbers):
+            return blocks([(start, stop) for start, stop in numbers])
     raise MaskError(
         "there is no such mask",
         argument="mask",
@@ -175,6 +182,14 @@ def parse_mesh(text: str) -> Mesh:
     if found is None:
         raise LayoutError("expected a mesh", argument="mesh", value=text, remedy="use OUTERxINNER, such as 2x4")
     return Mesh(int(found[1]), int(found[2]))
+
+
+def parse_sides(text: str) -> tuple[int, int]:
+    """Height and width in pixels."""
+    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
+    if found is None:
+        raise ShapeError("expected a size; use HEIGHTxWIDTH, such as 720x1280")
+    return int(found[1]), int(found[2])
 
 
 def parsed_by(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:

@@ -59,9 +59,9 @@ def llama3_documents(cu_seqlens_q: torch.Tensor, local_k_slice: slice, shard_len
     ends = cu_seqlens_q.tolist()
     starts = {local_k_slice.start or 0, *(rank * shard_len + end for end in ends[1:-1])}
     payload = struct.pack(f"<{len(starts)}q", *sorted(starts))
-    sizes = transport.all_gather_bytes(struct.pack("<q", len(payload)), transport.timeout_s)
+    sizes = transport.all_gather_bytes(struct.pack("<q", len(payload)), None)
     longest = max(struct.unpack("<q", size)[0] for size in sizes)
-    everyone = transport.all_gather_bytes(payload.ljust(longest, b"\0"), transport.timeout_s)
+    everyone = transport.all_gather_bytes(payload.ljust(longest, b"\0"), None)
     found: set[int] = set()
     for size, text in zip(sizes, everyone, strict=True):
         (length,) = struct.unpack("<q", size)

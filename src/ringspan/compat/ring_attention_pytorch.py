@@ -40,15 +40,14 @@ def ring_flash_attn(
 ) -> torch.Tensor:
     """Attention over the ranks, or with `ring_reduce_col=False` over this rank's own shard.
 
-    Refused: key masks (the original ignores them under `causal`), looking back by whole buckets, and soft caps.
+    Refused: key masks (the original ignores them under `causal`) and looking back by whole buckets.
     """
-    del bucket_size, softclamp_value
+    del bucket_size
     members = group if ring_reduce_col else ALONE
     world_size = group_size(members)
     for name, value, remedy in (
         ("mask", mask, "describe padding by rs.per_row and call rs.attention"),
         ("max_lookback_seq_len", max_lookback_seq_len, "call rs.attention with rs.sliding_window(left, 0)"),
-        ("softclamp_qk_sim", softclamp_qk_sim or None, None),
     ):
         if value is not None:
             raise UnsupportedError("this option is not computed here", argument=name, remedy=remedy)
@@ -60,7 +59,8 @@ def ring_flash_attn(
     layout = build(q.shape[1] * world_size, world_size)
     order = _grouped(q.shape[2], k.shape[2])
     seen = causal_mask() if causal else full()
-    result = attend_sequence_first(q[:, :, order], k, v, mask=seen, layout=layout, group=members)
+    softcap = softclamp_value if softclamp_qk_sim else None
+    result = attend_sequence_first(q[:, :, order], k, v, mask=seen, layout=layout, group=members, softcap=softcap)
     return result.out[:, :, order.argsort()]
 
 
@@ -113,7 +113,7 @@ def tree_attn_decode(
         k, v = (x[:, :, start : start + lengths[rank]] for x in (k, v))
     else:
         mine = k.shape[2].to_bytes(8, "little")
-        lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, transport.timeout_s)]
+        lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)]
     q_layout = Layout(((),) * world_size, replicated=(Span(0, q.shape[2]),))
     out = attention(q, k, v, mask=full(), layout=q_layout, kv_layout=_of_lengths(lengths), group=group)
     assert isinstance(out, torch.Tensor)

@@ -57,6 +57,7 @@ def attend_sequence_first(
     layout: Layout,
     group: Any,
     scale: float | None = None,
+    softcap: float | None = None,
     algorithm: str = "auto",
 ) -> SequenceFirst:
     """`rs.attention` on (batch, seq, heads, dim)."""
@@ -65,7 +66,14 @@ def attend_sequence_first(
             raise ShapeError("expected (batch, seq, heads, dim)", argument=f"{name}.shape", value=tuple(x.shape))
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     result = attention(
-        *heads_first, mask=mask, layout=layout, group=group, scale=scale, algorithm=algorithm, return_lse=True
+        *heads_first,
+        mask=mask,
+        layout=layout,
+        group=group,
+        scale=scale,
+        softcap=softcap,
+        algorithm=algorithm,
+        return_lse=True,
     )
     assert isinstance(result, tuple)
     return SequenceFirst(result.out.transpose(1, 2), result.lse)

@@ -13,13 +13,18 @@ from ringspan.program.pieces import Piece
 
 
 class KernelRequest(NamedTuple):
-    """What a call needs of its kernel. With `reproducible`, a row's bits must not depend on the other rows or heads."""
+    """What a call needs of its kernel.
+
+    With `reproducible`, a row's bits must not depend on the other rows or heads. With `softcap`, a score s becomes
+    softcap · tanh(s / softcap) before the mask and the softmax.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
     reproducible: bool = False
+    softcap: float | None = None
 
 
 class KernelGradients(NamedTuple):

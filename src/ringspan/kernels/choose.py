@@ -9,7 +9,7 @@ from ringspan.kernels.sdpa_cuda import CUDNN, EFFICIENT, FLASH
 __all__ = ["KERNELS", "Kernel", "KernelRequest", "choose_kernel"]
 
 KERNELS: tuple[Kernel, ...] = (FLASH, EFFICIENT, CUDNN, SdpaCpu(), ReferenceKernel())
-"""In order of preference: "auto" takes the first kernel that does not refuse."""
+"""In order of preference: "auto" takes the first kernel that does not refuse. Only the reference takes a softcap."""
 
 
 def choose_kernel(name: str, request: KernelRequest) -> Kernel:
@@ -22,7 +22,7 @@ def choose_kernel(name: str, request: KernelRequest) -> Kernel:
     for kernel in chosen:
         reason = kernel.refuses(request)
         if reason is None:
-            return kernel
+            return kernel if request.softcap is None else ReferenceKernel(request.softcap)
         refusals[kernel.name] = reason
     able = [kernel.name for kernel in KERNELS if kernel.refuses(request) is None]
     reasons = "; ".join(f"{kernel} {reason}" for kernel, reason in refusals.items())
@@ -30,10 +30,17 @@ def choose_kernel(name: str, request: KernelRequest) -> Kernel:
         f"cannot compute {_format_request(request)}: {reasons}",
         argument="kernel",
         value=name,
-        remedy=f"use auto, or {' or '.join(able)}" if able else "convert the tensors",
+        remedy=f"use auto, or {' or '.join(able)}" if able else _remedy(request),
     )
+
+
+def _remedy(request: KernelRequest) -> str:
+    if request.reproducible and request.softcap is not None:
+        return "leave out softcap or reproducible"
+    return "convert the tensors"
 
 
 def _format_request(request: KernelRequest) -> str:
     mode = ", reproducible=True" if request.reproducible else ""
+    mode += "" if request.softcap is None else f", softcap={request.softcap:g}"
     return f"{request.dtype} on {request.device}, head_dim={request.head_dim}, v_head_dim={request.v_head_dim}{mode}"

@@ -1,8 +1,8 @@
 """Attention by its definition, in plain torch: any device, any floating dtype, any head_dim.
 
-It serves requests that the fused operators refuse, and recomputes pieces in which NaN or infinity made a fused operator
-wrong. Queries are taken a few rows at a time, so that the scores in memory stay small for long pieces. Heads that share
-a KV head become rows of one matrix product, so K and V are never repeated.
+It serves requests that the fused operators refuse, such as a softcap, and recomputes pieces in which NaN or infinity
+made a fused operator wrong. Queries are taken a few rows at a time, so that the scores in memory stay small for long
+pieces. Heads that share a KV head become rows of one matrix product, so K and V are never repeated.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,15 @@ MAX_SCORES = 2**21
 
 
 class ReferenceKernel:
-    """Computes in the accumulator dtype; NaN and infinity reach only the rows that see them."""
+    """Computes in the accumulator dtype; NaN and infinity reach only the rows that see them.
+
+    With a softcap c, a score s becomes c · tanh(s / c) before the mask and the softmax.
+    """
 
     name = "reference"
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
 
     def refuses(self, request: KernelRequest) -> str | None:
         """Refuse dtypes that are not floating point, and reproducible mode."""
@@ -39,7 +45,7 @@ class ReferenceKernel:
         queries, outs, lses = (torch.unflatten(x, 1, (kv_heads, -1)) for x in (q, out, lse))
         for rows, reach, visible in _row_blocks(piece, q, k):
             block = queries[..., rows, :].to(dtype) * scale
-            part = _attend(block, keys[..., :reach, :], values[..., :reach, :], visible)
+            part = _attend(block, keys[..., :reach, :], values[..., :reach, :], visible, self.softcap)
             outs[..., rows, :], lses[..., rows] = part
         return Partial(out, lse)
 
@@ -49,7 +55,8 @@ class ReferenceKernel:
         """Compute the gradients of one piece in blocks of rows.
 
         With s = scale · q kᵀ and p = exp(s - lse): dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k,
-        dk = dsᵀ (scale · q); delta = rowsum(dout · out).
+        dk = dsᵀ (scale · q); delta = rowsum(dout · out). With a softcap c, p = exp(c · tanh(s / c) - lse), and ds has
+        the factor 1 - tanh²(s / c).
         """
         kv_heads = k.shape[1]
         dtype = accumulator_dtype(q.dtype)
@@ -59,7 +66,8 @@ class ReferenceKernel:
         for rows, reach, visible in _row_blocks(piece, q, k):
             block, dout, out, lse = (x[..., rows, :].to(dtype) for x in folded[:4])
             of_rows = Merged(dout, out, lse)
-            part = _differentiate(block * scale, keys[..., :reach, :], values[..., :reach, :], of_rows, visible)
+            of_keys = keys[..., :reach, :], values[..., :reach, :]
+            part = _differentiate(block * scale, *of_keys, of_rows, visible, self.softcap)
             folded[4][..., rows, :] = part.dq * scale
             dk[..., :reach, :] += part.dk
             dv[..., :reach, :] += part.dv
@@ -89,10 +97,14 @@ def _visible(piece: Piece, top: int, bottom: int, reach: int, device: torch.devi
     return torch.tensor(piece.allowed[top:bottom], device=device)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> Partial:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, softcap: float | None
+) -> Partial:
     """Attend scaled queries (batch, KV heads, group, rows, dim) to k and v (batch, KV heads, keys, …)."""
     group_and_rows = q.shape[2:4]
     scores = q.flatten(2, 3) @ k.mT
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
     if visible is not None:
         visible = visible.repeat(group_and_rows[0], 1)
         scores.masked_fill_(~visible, -torch.inf)
@@ -107,13 +119,25 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Te
 
 
 def _differentiate(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, visible: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    merged: Merged,
+    visible: torch.Tensor | None,
+    softcap: float | None,
 ) -> KernelGradients:
     """Compute gradients of scaled queries (batch, KV heads, group, rows, dim), k and v (batch, KV heads, …)."""
     group_and_rows = q.shape[2:4]
     q, dout, out, lse = (x.flatten(2, 3) for x in (q, *merged))
-    weights = (q @ k.mT).sub_(lse).exp_()
+    scores, slope = q @ k.mT, None
+    if softcap is not None:
+        scores.div_(softcap).tanh_()
+        slope = 1 - scores * scores
+        scores.mul_(softcap)
+    weights = scores.sub_(lse).exp_()
     dscores = (dout @ v.mT).sub_((dout * out).sum(-1, keepdim=True)).mul_(weights)
+    if slope is not None:
+        dscores.mul_(slope)
     seen_by = None
     if visible is not None:
         visible = visible.repeat(group_and_rows[0], 1)

@@ -66,6 +66,8 @@ class SdpaCpu:
     def refuses(self, request: KernelRequest) -> str | None:
         if request.device.type != "cpu":
             return "takes only tensors on the CPU"
+        if request.softcap is not None:
+            return "has no softcap"
         return None if request.dtype in DTYPES else "takes only float64, float32, bfloat16 and float16"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:

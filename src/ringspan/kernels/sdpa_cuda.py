@@ -58,6 +58,8 @@ class CudaKernel:
         widths = request.head_dim, request.v_head_dim
         if request.reproducible:
             return "was not tried in reproducible mode"
+        if request.softcap is not None:
+            return "has no softcap"
         if request.device.type != "cuda":
             return "takes only tensors on a CUDA device"
         if request.dtype not in self.dtypes:

@@ -1,17 +1,8 @@
 """Who may attend to whom."""
 
 from ringspan.mask.bands import MOST_BANDS, Band, Coverage
-from ringspan.mask.masks import (
-    Allowed,
-    Mask,
-    causal,
-    documents,
-    frame_causal,
-    full,
-    per_row,
-    prefix,
-    sliding_window,
-)
+from ringspan.mask.kinds import blocks, causal, chunks, documents, frame_causal, full, prefix, sliding_window
+from ringspan.mask.masks import Allowed, Mask, per_row
 
 __all__ = [
     "MOST_BANDS",
@@ -19,7 +10,9 @@ __all__ = [
     "Band",
     "Coverage",
     "Mask",
+    "blocks",
     "causal",
+    "chunks",
     "documents",
     "frame_causal",
     "full",

@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import SupportsIndex, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -107,119 +107,6 @@ class Mask(ABC):
 
     def __or__(self, other: "Mask") -> "Mask":
         return _combine(_Or, self, other) if isinstance(other, Mask) else NotImplemented
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _Full(Mask):
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return np.ones((q.size, kv.size), dtype=np.bool_)
-
-    @property
-    def union(self) -> Union:
-        return (Intersection(),)
-
-    def __repr__(self) -> str:
-        return "full()"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _Causal(Mask):
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return kv <= q
-
-    @property
-    def union(self) -> Union:
-        return (Intersection(right=0),)
-
-    def __repr__(self) -> str:
-        return "causal()"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _SlidingWindow(Mask):
-    left: int | None
-    right: int | None
-
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        visible = np.ones((q.size, kv.size), dtype=np.bool_)
-        if self.left is not None:
-            visible &= kv >= q - self.left
-        if self.right is not None:
-            visible &= kv <= q + self.right
-        return visible
-
-    @property
-    def union(self) -> Union:
-        return (Intersection(self.left, self.right),)
-
-    def __repr__(self) -> str:
-        return f"sliding_window({self.left}, {self.right})"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _Prefix(Mask):
-    n: int
-
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return (kv < self.n) | (kv <= q)
-
-    @property
-    def union(self) -> Union:
-        return (Intersection(prefix=self.n),)
-
-    def __repr__(self) -> str:
-        return f"prefix({self.n})"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _Documents(Mask):
-    lengths: tuple[int, ...]
-    _bounds: Positions = field(init=False, compare=False)  # 0, then the end of each document
-
-    def __post_init__(self) -> None:
-        bounds = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-        bounds.flags.writeable = False
-        object.__setattr__(self, "_bounds", bounds)
-
-    @property
-    def num_positions(self) -> int:
-        return int(self._bounds[-1])
-
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        same: Allowed = self._document(q) == self._document(kv)
-        return same
-
-    def band(self, q: Positions) -> Band:
-        """From the first to the last token of the query's document."""
-        document = self._document(q)
-        return Band(self._bounds[document], self._bounds[document + 1])
-
-    def _document(self, positions: Positions) -> npt.NDArray[np.intp]:
-        return np.searchsorted(self._bounds, positions, side="right") - 1
-
-    def __repr__(self) -> str:
-        return f"documents({list(self.lengths)})"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _FrameCausal(Mask):
-    tokens_per_frame: int
-    start: int
-
-    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
-        return (kv < self.start) | (self._frame(kv) <= self._frame(q))
-
-    def band(self, q: Positions) -> Band:
-        """Up to the end of the query's frame."""
-        end_of_frame = self.start + (self._frame(q) + 1) * self.tokens_per_frame
-        return Band(np.zeros_like(q), np.maximum(end_of_frame, self.start))
-
-    def _frame(self, positions: Positions) -> Positions:
-        """The frame's number; negative before `start`."""
-        return (positions - self.start) // self.tokens_per_frame
-
-    def __repr__(self) -> str:
-        return f"frame_causal({self.tokens_per_frame}{f', start={self.start}' if self.start else ''})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -323,70 +210,19 @@ def _chain(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
     return kind(((*a.terms, b) if continues and isinstance(a, _Combined) else (a, b)), union, depth)
 
 
-def full() -> Mask:
-    """Everyone sees everyone."""
-    return _Full()
-
-
-def causal() -> Mask:
-    """Up to the query itself: kv <= q."""
-    return _Causal()
-
-
-def sliding_window(left: int | None, right: int | None) -> Mask:
-    """The window q - left <= kv <= q + right; None is unbounded. A window of W tokens ending at q is (W - 1, 0)."""
-    left = None if left is None else _integer("sliding_window", "left", left)
-    right = None if right is None else _integer("sliding_window", "right", right)
-    if left is not None and right is not None and left + right < 0:
-        raise MaskError(f"sliding_window(left={left}, right={right}): nothing is visible; make left + right at least 0")
-    return _SlidingWindow(left, right)
-
-
-def prefix(n: int) -> Mask:
-    """Visible if kv < n or kv <= q: the prefix sees itself whole, the rest is causal."""
-    return _Prefix(_integer("prefix", "n", n, at_least=0))
-
-
-def documents(lengths: Iterable[int]) -> Mask:
-    """Packed documents: q and kv in the same one. Positions past the last are refused."""
-    values = enumerate(_list("documents", "lengths", lengths))
-    checked = tuple(_integer("documents", f"lengths[{i}]", value, at_least=1) for i, value in values)
-    if sum(checked) >= UNBOUNDED:
-        raise MaskError(f"documents(lengths) has {sum(checked)} tokens; positions stay below 2**62, so use fewer")
-    return _Documents(checked)
-
-
-def frame_causal(tokens_per_frame: int, start: int = 0) -> Mask:
-    """Video: own frame, earlier frames, and all before `start`; a q before `start` sees all before `start`."""
-    return _FrameCausal(
-        _integer("frame_causal", "tokens_per_frame", tokens_per_frame, at_least=1),
-        _integer("frame_causal", "start", start, at_least=0),
-    )
-
-
 def per_row(masks: Iterable[Mask]) -> Mask:
     """One mask per batch row (padding, different lengths)."""
-    rows = _list("per_row", "masks", masks)
+    rows = listed("per_row", "masks", masks)
     for i, row in enumerate(rows):
         if not isinstance(row, Mask) or row.rows is not None:
             raise MaskError(f"per_row(masks[{i}]={row!r}): a row has one mask; pass masks that are not per_row")
     return _PerRow(tuple(rows))
 
 
-def _integer(function: str, name: str, value: SupportsIndex, at_least: int = 1 - UNBOUNDED) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = UNBOUNDED
-    if isinstance(value, bool) or not at_least <= number < UNBOUNDED:
-        rule = f"of at least {at_least}" if at_least >= 0 else "below 2**62, or None for no bound"
-        raise MaskError(f"{function}({name}={value!r}): {name} counts tokens; pass an int {rule}")
-    return number
-
-
-def _list(function: str, name: str, values: Iterable[T]) -> list[T]:
+def listed(function: str, name: str, values: Iterable[T]) -> list[T]:
+    """The argument called `name` as a list; refused if it is empty or no list."""
     is_list = isinstance(values, Iterable) and getattr(values, "shape", None) != ()
-    listed = list(values) if is_list else []
-    if not listed:
+    found = list(values) if is_list else []
+    if not found:
         raise MaskError(f"{function}({name}={values!r}): {name} is a list of one or more; pass at least one")
-    return listed
+    return found

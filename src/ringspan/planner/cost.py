@@ -14,6 +14,7 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0}
 SCALE_BYTES = 2  # of one scale (bfloat16) per token and head, for K and for V, where the wire is quantised
 
+BACKWARD_RATIO = 2.5  # FLOPs of backward over forward attention: five matrix products, not two (arXiv 2307.08691)
 WIDE_HEAD_DIM = 128  # kernels are slower for wider heads
 
 TRAINING_BYTES = 16  # per parameter: weight 2, gradient 2, float32 copy 4, two moments of Adam 4 + 4 (arXiv 1910.02054)
@@ -114,7 +115,7 @@ def tile_s(
     if pairs is None:
         pairs = q_len * (q_len + 1) / 2 if is_causal else q_len * kv_len
     rate = attention_flops_per_s(device.attention, shard.head_dim, kv_len, is_causal=is_causal, is_backward=is_backward)
-    flops = attention_flops(pairs, shard) * (2.5 if is_backward else 1.0)
+    flops = attention_flops(pairs, shard) * (BACKWARD_RATIO if is_backward else 1.0)
     read_bytes = kv_len * shard.batch * shard.kv_elements * (shard.cache_itemsize or shard.itemsize)
     return max(flops / rate, read_bytes / device.memory_bytes_per_s) + device.attention.call_s
 

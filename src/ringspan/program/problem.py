@@ -191,6 +191,18 @@ class _Brief:
         return self._text
 
 
+class Scores(NamedTuple):
+    """How scores are made: scale · q kᵀ, then softcap · tanh(score / softcap) unless softcap is None."""
+
+    scale: float
+    softcap: float | None
+
+
+def check_scores(scale: object, softcap: object, head_dim: int) -> Scores:
+    """Check the two options and put the default in."""
+    return Scores(softmax_scale(scale, head_dim), _check_softcap(softcap))
+
+
 def softmax_scale(scale: object, head_dim: int) -> float:
     """`scale`, or 1/sqrt(head_dim) if it is None."""
     if scale is None:
@@ -203,6 +215,20 @@ def softmax_scale(scale: object, head_dim: int) -> float:
             remedy="leave it out for 1/sqrt(head_dim), or multiply q by it if it is a tensor",
         )
     return float(scale)
+
+
+def _check_softcap(softcap: object) -> float | None:
+    """The bound of the scores: a number above 0, or None for none."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, Real) or not 0 < float(softcap) < math.inf:
+        raise ShapeError(
+            "scores are capped at a finite number above 0",
+            argument="softcap",
+            value=_Brief(softcap),
+            remedy="leave it out for scores without a cap",
+        )
+    return float(softcap)
 
 
 @lru_cache(maxsize=4096)

@@ -47,7 +47,7 @@ class Ranks(NamedTuple):
 
     session: Session
     tiling: Tiling
-    deadline_s: float
+    deadline_s: float | None
     layer: GradientLayer | None
     """Set if a weight needs gradients."""
 

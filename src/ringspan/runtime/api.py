@@ -34,6 +34,7 @@ def attention(
     kernel: str = "auto",
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     wire: str | None = None,
     reproducible: bool = False,
     return_lse: bool = False,
@@ -60,6 +61,8 @@ def attention(
         scale: Of the scores before the softmax; 1/sqrt(head_dim) by default.
         sinks: (heads,), a logit per head that takes its share of the softmax and gives nothing. A rank's gradient of
             them is its share, to be summed over the ranks; with `reproducible` it is the whole sum, on every rank.
+        softcap: Caps the scores: s becomes softcap · tanh(s / softcap) before the mask and the softmax, so the lse is
+            that of the capped scores. PyTorch's fused operators have none; the "reference" kernel computes it.
         wire: "int8" or "float8_e4m3" rounds K and V for all ranks alike and sends bytes; None sends them as they are.
         reproducible: The same bits for any number of ranks and any algorithm; takes layouts with `align=rs.TILE`.
         return_lse: Also return the log-sum-exp, sinks included.
@@ -74,7 +77,8 @@ def attention(
     q, k, v = _autocast(q, k, v)
     kv_layout = layout if kv_layout is None else kv_layout
     mesh = tuple(mesh) if isinstance(mesh, list) else mesh
-    options = CallOptions(mask, layout, kv_layout, algorithm, mesh, direction, kernel, scale, wire, reproducible)
+    scores = scale, softcap
+    options = CallOptions(mask, layout, kv_layout, algorithm, mesh, direction, kernel, *scores, wire, reproducible)
     call = Call(options, group, timeout_s, contract, record)
     run = attend_compiled if torch.compiler.is_compiling() else attend
     result = run(call, q, k, v, sinks)

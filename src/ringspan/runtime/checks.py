@@ -109,10 +109,8 @@ def check_tensor(name: str, x: object) -> None:
         raise ShapeError(f"expected a tensor, got {type(x).__name__}", argument=name, remedy="give a tensor")
 
 
-def check_timeout(timeout_s: object, default_s: float) -> float:
-    """`timeout_s`, or the default if it is None."""
-    if timeout_s is None:
-        return default_s
+def check_timeout(timeout_s: object) -> float:
+    """`timeout_s` as a float; ShapeError if it is not a deadline."""
     if not isinstance(timeout_s, Real) or not float(timeout_s) > 0:
         raise ShapeError(
             "a deadline is a number of seconds above 0",

@@ -25,7 +25,7 @@ from ringspan.errors import TransportError, UnsupportedError
 from ringspan.kernels.base import Merged
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout, balanced, contiguous, striped, zigzag
-from ringspan.mask import Mask, documents, frame_causal, per_row, prefix, sliding_window
+from ringspan.mask import Mask, blocks, chunks, documents, frame_causal, per_row, prefix, sliding_window
 from ringspan.runtime.autograd import check_grads, gradients_of, needs_grad, refuse_lse
 from ringspan.runtime.contract import Place
 from ringspan.runtime.engine import Attention, Call, run_attention, run_gradients
@@ -59,7 +59,7 @@ def _constant(call: Call) -> str:
     The fields are passed one by one, so that the compiler guards each of the very objects. It would turn a number that
     changes between calls into a variable, unless told to take it as a constant.
     """
-    options = call.options._replace(scale=_as_constant(call.options.scale))
+    options = call.options._replace(scale=_as_constant(call.options.scale), softcap=_as_constant(call.options.softcap))
     return _enter(*options, call.group, _as_constant(call.timeout_s), call.contract, call.record)
 
 
@@ -137,6 +137,8 @@ _BUILT_OUTSIDE = (
     Mask.__and__,
     Mask.__or__,
     balanced,
+    blocks,
+    chunks,
     contiguous,
     documents,
     frame_causal,

@@ -88,7 +88,7 @@ class Contract:
     """Errors of this rank that the other ranks were told of."""
     agreed: set[int] = field(default_factory=set)
 
-    def agree(self, signature: Signature, timeout_s: float, *, is_new: bool = True) -> None:
+    def agree(self, signature: Signature, timeout_s: float | None, *, is_new: bool = True) -> None:
         """Return once all ranks are known to make this call; raise the same TransportError on all if they do not.
 
         With `is_new=False` for a signature that will not be used again, descriptions follow only if digests differ.
@@ -105,13 +105,13 @@ class Contract:
         if is_new:
             self.agreed.add(signature.digest)
 
-    def refuse(self, reason: str, timeout_s: float) -> None:
+    def refuse(self, reason: str, timeout_s: float | None) -> None:
         """Tell the other ranks, if they can be reached, that this one refuses the call they are about to make."""
         with suppress(TransportError):  # the others then end at their deadlines; this rank raises the reason
             self._tell(_REFUSED, Signature.of({"refused": reason}), timeout_s)
 
     def _tell(
-        self, state: int, signature: Signature, timeout_s: float
+        self, state: int, signature: Signature, timeout_s: float | None
     ) -> "tuple[list[_Header], list[dict[str, str]] | None]":
         """All ranks' headers, and their descriptions unless all headers are the same and known."""
         self.num_calls += 1

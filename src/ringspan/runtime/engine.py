@@ -96,7 +96,7 @@ def _run(
     run: Callable[..., _Result],
     plan: CallPlan,
     session: Session,
-    deadline_s: float,
+    deadline_s: float | None,
     record: Callable[[Event], None] | None,
     q: torch.Tensor,
     *tensors: Any,

@@ -31,7 +31,7 @@ class TorchMode(NamedTuple):
     """For a device: a context in which a program runs, which gives the kernel to call there."""
     tiles_at_once: Callable[[str, KernelRequest], int]
     with_sinks: Callable[[Partial, torch.Tensor], Partial]
-    sink_gradients: Callable[[Transport, Layout, Merged, torch.Tensor, float], torch.Tensor]
+    sink_gradients: Callable[[Transport, Layout, Merged, torch.Tensor, float | None], torch.Tensor]
     """dsinks from (transport, layout, merged, sinks, deadline_s): this rank's share, or the sum on all ranks."""
 
 
@@ -40,13 +40,13 @@ def _share_of_sink_gradients(
     layout: Layout,  # noqa: ARG001
     merged: Merged,
     sinks: torch.Tensor,
-    deadline_s: float,  # noqa: ARG001
+    deadline_s: float | None,  # noqa: ARG001
 ) -> torch.Tensor:
     return sink_gradients(merged, sinks)
 
 
 def _sum_of_sink_gradients(
-    transport: Transport, layout: Layout, merged: Merged, sinks: torch.Tensor, deadline_s: float
+    transport: Transport, layout: Layout, merged: Merged, sinks: torch.Tensor, deadline_s: float | None
 ) -> torch.Tensor:
     tiling = tile_layout(layout)
     parts = sink_gradients_of_tiles(tiling.strips[transport.rank], merged, sinks)

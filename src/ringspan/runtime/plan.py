@@ -23,7 +23,7 @@ from ringspan.layout import Layout
 from ringspan.mask import Mask
 from ringspan.program.execute import Arithmetic
 from ringspan.program.prepare import Prepared, ProgramOptions, prepare
-from ringspan.program.problem import Problem, Shapes, check_kinds, softmax_scale
+from ringspan.program.problem import Problem, Scores, Shapes, check_kinds, check_scores
 from ringspan.runtime import modes
 from ringspan.runtime.calibrate import measure_machine
 from ringspan.runtime.checks import Looks, check_looks, check_rows
@@ -51,6 +51,7 @@ class CallOptions(NamedTuple):
     direction: Direction | None
     kernel: str
     scale: float | None
+    softcap: float | None
     wire: str | None
     reproducible: bool
 
@@ -139,9 +140,10 @@ def _plan(
     check_rows(problem, rank, world_size, looks)
     check_algorithm(options.algorithm, ["auto", *ALGORITHMS])
     mode = modes.REPRODUCIBLE if options.reproducible else modes.DEFAULT
-    request = KernelRequest(looks.q.device, looks.q.dtype, shapes.head_dim, shapes.v_head_dim, options.reproducible)
+    scores = check_scores(options.scale, options.softcap, shapes.head_dim)
+    dims = shapes.head_dim, shapes.v_head_dim
+    request = KernelRequest(looks.q.device, looks.q.dtype, *dims, options.reproducible, scores.softcap)
     kernel = choose_kernel(options.kernel, request)
-    scale = softmax_scale(options.scale, shapes.head_dim)
     mesh, direction = _ring_options(options, group_mesh)
     program_options = ProgramOptions(
         mesh=mesh,
@@ -157,10 +159,10 @@ def _plan(
         kernel=kernel,
         threads=mode.threads(looks.q.device),
         arithmetic=mode.arithmetic if codec is None else partial(codec_arithmetic, codec),
-        scale=scale,
+        scale=scores.scale,
         codec=codec,
         kv_dtypes=None if codec is None else codec.dtypes,
-        signature=_signature(options, looks, which, problem, algorithm, scale, kernel.name),
+        signature=_signature(options, looks, which, problem, algorithm, scores, kernel.name),
     )
 
 
@@ -206,7 +208,7 @@ def _check_wire(options: CallOptions, which: Pass) -> Codec | None:
 
 
 def _signature(
-    options: CallOptions, looks: Looks, which: Pass, problem: Problem, algorithm: str, scale: float, kernel: str
+    options: CallOptions, looks: Looks, which: Pass, problem: Problem, algorithm: str, scores: Scores, kernel: str
 ) -> Signature:
     shapes: Shapes = problem.shapes
     return Signature.of(
@@ -221,7 +223,8 @@ def _signature(
             "layout": problem.layout.fingerprint(),
             "kv_layout": problem.kv_layout.fingerprint(),
             "algorithm": algorithm,
-            "scale": scale,
+            "scale": scores.scale,
+            "softcap": scores.softcap,
             "kernel": kernel,
             "wire": options.wire or "as it is",
             "sinks": "none" if looks.sinks is None else "given",

@@ -58,13 +58,13 @@ class RankCall:
         self._session = session
         self._has_contract = contract
         self.timeout_s = timeout_s
-        self.deadline_s = session.transport.timeout_s
+        self.deadline_s: float | None = None
         self.is_agreed = is_agreed
 
     def __enter__(self) -> "RankCall":
         if self.timeout_s is not None:
             try:
-                self.deadline_s = check_timeout(self.timeout_s, self.deadline_s)
+                self.deadline_s = check_timeout(self.timeout_s)
             except ShapeError as error:
                 self._refuse(error)
                 raise
@@ -103,7 +103,9 @@ class RankCall:
 
     def _refuse(self, error: Exception) -> None:
         if self._has_contract and self._session.transport.world_size > 1:
-            self._session.contract.refuse(f"{type(error).__name__}: {error}", self.deadline_s)
+            # The error is this rank's: it does not wait for ranks that are busy elsewhere to raise it.
+            timeout_s = self.deadline_s or self._session.transport.timeout_s
+            self._session.contract.refuse(f"{type(error).__name__}: {error}", timeout_s)
 
 
 def was_told(error: BaseException, since: int) -> bool:

@@ -44,7 +44,7 @@ def tile_layout(layout: Layout) -> Tiling:
 
 
 def sum_over_tiles(
-    transport: Transport, tiling: Tiling, parts: Iterable[torch.Tensor], like: torch.Tensor, deadline_s: float
+    transport: Transport, tiling: Tiling, parts: Iterable[torch.Tensor], like: torch.Tensor, deadline_s: float | None
 ) -> torch.Tensor:
     """The sum over the tiles of all ranks, with the same bits on each rank; a collective call.
 
@@ -53,7 +53,7 @@ def sum_over_tiles(
         tiling: The tiling of the layout.
         parts: One flat tensor per tile of this rank, in order; they are overwritten.
         like: An uninitialised tensor of the parts' length, dtype and device, for ranks without tiles.
-        deadline_s: The deadline of every wait for another rank.
+        deadline_s: The deadline of every wait for another rank; None for the transport's.
     """
     held = _Held(tiling.tree, {})
     for strip, part in zip(tiling.strips[transport.rank], parts, strict=True):
@@ -65,7 +65,9 @@ def sum_over_tiles(
     return held.parts[tiling.tree.root]
 
 
-def _finish(transport: Transport, tiling: Tiling, held: "_Held", like: torch.Tensor, deadline_s: float) -> torch.Tensor:
+def _finish(
+    transport: Transport, tiling: Tiling, held: "_Held", like: torch.Tensor, deadline_s: float | None
+) -> torch.Tensor:
     """Send slice r of every node to rank r, finish the tree there, and send the sums to all."""
     rank, world_size, nodes = transport.rank, transport.world_size, tiling.unfinished
     cuts = [len(like) * peer // world_size for peer in range(world_size + 1)]

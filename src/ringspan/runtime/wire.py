@@ -78,7 +78,7 @@ class TransportWire:
         transport: Transport,
         buffers: Buffers,
         like: torch.Tensor,
-        timeout_s: float,
+        timeout_s: float | None,
         kv_dtypes: tuple[torch.dtype, ...] | None = None,
     ) -> None:
         self.transport = transport

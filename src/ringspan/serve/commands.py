@@ -1,19 +1,22 @@
-"""What does a rank obey? One command, made of integers: RUN(slot, keep, tokens).
+"""What does a rank obey? Commands made of integers, of one form: an operation and parts (slot, keep, tokens).
 
-The rank crops the slot's cache to `keep` tokens and runs the model on the new ones. Prefill in chunks, decode and the
-reuse of a prefix are all that command, and a request is cancelled by sending no further one. Rank 0 sends commands and
-obeys them like the others.
+RUN crops the cache of each part's slot to `keep` tokens and runs the model on the new tokens of all parts together.
+Decode of several conversations, prefill in chunks and the reuse of a prefix are all that command, and a request is
+cancelled by sending no further part for it. Rank 0 sends commands and obeys them like the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache, PreTrainedModel
 
 from ringspan.adapters.transformers import Handle
+from ringspan.errors import RingspanError
+
+_HEADER = 64  # integers that one message carries: a decode step of 15 conversations
 
 
 class Op(IntEnum):
@@ -23,15 +26,23 @@ class Op(IntEnum):
     RUN = 1
     DROP = 2
     END = 3
+    SAVE = 4  # `keep` is the number of the saved conversation, the token the length that the slot is cut to first
+    LOAD = 5  # `keep` is the same, the token the slot that it was saved from
+
+
+class SlotPart(NamedTuple):
+    """What a command says about one slot."""
+
+    slot: int
+    keep: int = 0
+    tokens: Sequence[int] = ()
 
 
 class RankCommand(NamedTuple):
     """What all ranks do next."""
 
     op: Op
-    slot: int = 0
-    keep: int = 0
-    tokens: Sequence[int] = ()
+    parts: Sequence[SlotPart] = ()
 
 
 class CommandLine:
@@ -41,32 +52,56 @@ class CommandLine:
         self._group = group
 
     def send(self, command: RankCommand) -> None:
-        """On rank 0. A single token travels in the header."""
-        tokens = command.tokens
-        header = (command.op, command.slot, command.keep, len(tokens), tokens[0] if tokens else 0)
-        dist.broadcast(torch.tensor(header, dtype=torch.int64), 0, group=self._group)
-        if len(tokens) > 1:
-            dist.broadcast(torch.tensor(tokens, dtype=torch.int64), 0, group=self._group)
+        """On rank 0. A short command is a single message."""
+        numbers = _encode(command)
+        header = [len(numbers), *numbers[: _HEADER - 1]]
+        dist.broadcast(torch.tensor(header + [0] * (_HEADER - len(header))), 0, group=self._group)
+        if len(numbers) >= _HEADER:
+            dist.broadcast(torch.tensor(numbers[_HEADER - 1 :]), 0, group=self._group)
 
     def receive(self) -> RankCommand:
         """On the other ranks."""
-        header = torch.zeros(5, dtype=torch.int64)
+        header = torch.zeros(_HEADER, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
-        op, slot, keep, count, first = header.tolist()
-        if count <= 1:
-            return RankCommand(Op(op), slot, keep, [first][:count])
-        tokens = torch.zeros(count, dtype=torch.int64)
-        dist.broadcast(tokens, 0, group=self._group)
-        return RankCommand(Op(op), slot, keep, tokens.tolist())
+        count, *numbers = header.tolist()
+        if count >= _HEADER:
+            rest = torch.zeros(count - _HEADER + 1, dtype=torch.int64)
+            dist.broadcast(rest, 0, group=self._group)
+            numbers += rest.tolist()
+        return _decode(numbers)
+
+    def all_did(self, mine: bool) -> bool:
+        """Whether all ranks did what they were told; each says so for itself."""
+        flag = torch.tensor([int(mine)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
+
+def _encode(command: RankCommand) -> list[int]:
+    numbers = [int(command.op), len(command.parts)]
+    for part in command.parts:
+        numbers += [part.slot, part.keep, len(part.tokens), *part.tokens]
+    return numbers
+
+
+def _decode(numbers: list[int]) -> RankCommand:
+    op, count, at = numbers[0], numbers[1], 2
+    parts = []
+    for _ in range(count):
+        slot, keep, size = numbers[at : at + 3]
+        parts.append(SlotPart(slot, keep, numbers[at + 3 : at + 3 + size]))
+        at += 3 + size
+    return RankCommand(Op(op), parts)
 
 
 class RankModel:
     """The model of one rank and its part of every slot's cache."""
 
-    def __init__(self, model: PreTrainedModel, handle: Handle) -> None:
-        self._model = model
+    def __init__(self, handle: Handle, line: CommandLine, storage: str | None, folder: str | None) -> None:
         self._handle = handle
-        self._caches: dict[int, DynamicCache] = {}
+        self._line = line
+        self._folder = None if folder is None else Path(folder)
+        self.cache = handle.cache(storage=storage)
 
     @property
     def chosen(self) -> tuple[str, str]:
@@ -75,25 +110,51 @@ class RankModel:
         assert turn is not None
         return turn
 
-    def obey(self, command: RankCommand) -> torch.Tensor | None:
-        """Do it; a RUN gives the logits of its last token, (vocabulary,)."""
-        if command.op is Op.DROP:
-            self._caches.pop(command.slot, None)
-        return self._run(command) if command.op is Op.RUN else None
+    def obey(self, command: RankCommand) -> dict[int, torch.Tensor]:
+        """Do it. RUN gives the logits of each slot's last token; SAVE and LOAD give slots for which they worked."""
+        match command.op:
+            case Op.RUN:
+                return self._run(command.parts)
+            case Op.DROP:
+                for part in command.parts:
+                    self.cache.drop(part.slot)
+            case Op.SAVE:
+                return self._each(command.parts, self._save)
+            case Op.LOAD:
+                return self._each(command.parts, self._load)
+            case _:
+                pass
+        return {}
 
-    def _run(self, command: RankCommand) -> torch.Tensor:
-        cache = self._caches.setdefault(command.slot, DynamicCache())
-        extra = cache.get_seq_length() - command.keep
-        assert extra >= 0
-        if extra:
-            cache.crop(-extra)
-        positions = torch.arange(command.keep, command.keep + len(command.tokens))[None]
-        output = self._model(
-            torch.tensor([command.tokens], dtype=torch.int64),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: torch.Tensor = output.logits[0, -1].float()
-        return logits
+    def _run(self, parts: Sequence[SlotPart]) -> dict[int, torch.Tensor]:
+        lengths = self.cache.lengths
+        for part in parts:
+            if lengths.get(part.slot, 0) != part.keep:
+                self.cache.truncate(part.slot, part.keep)
+        return self._handle.step(self.cache, {part.slot: part.tokens for part in parts})
+
+    def _each(self, parts: Sequence[SlotPart], work: Callable[[Path, SlotPart], None]) -> dict[int, torch.Tensor]:
+        """A disk that is full or a file that is damaged must not end the ranks; a lost rank still does."""
+        assert self._folder is not None
+        done = {}
+        for part in parts:
+            try:
+                work(saved_folder(self._folder, part.keep), part)
+                is_done = True
+            except (RingspanError, OSError):
+                is_done = False
+            if self._line.all_did(is_done):
+                done[part.slot] = torch.ones(1)
+        return done
+
+    def _save(self, folder: Path, part: SlotPart) -> None:
+        self.cache.truncate(part.slot, part.tokens[0])
+        self.cache.save(folder, sequences=[part.slot])
+
+    def _load(self, folder: Path, part: SlotPart) -> None:
+        self.cache.load(folder, numbers={part.tokens[0]: part.slot})
+
+
+def saved_folder(folder: Path, number: int) -> Path:
+    """Where a saved conversation is."""
+    return folder / f"conversation-{number:016x}"

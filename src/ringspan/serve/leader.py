@@ -1,160 +1,202 @@
-"""What does rank 0 decide? Which slot a prompt continues, what is computed next, and which token is sampled.
+"""What does rank 0 decide? What is computed next, for which conversations, and which tokens are sampled.
 
-One request is answered at a time. Between two commands rank 0 looks whether the request was cancelled.
+Requests that were admitted run together. Each round is one decode step for all of them, then one chunk of one prompt:
+a long prompt delays the answers of others by a chunk at a time. Prompts take turns, chunk by chunk. Between two
+commands rank 0 reads its mail, and a cancelled request gets no further part of a command.
 """
 
-import queue
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ringspan.serve.commands import CommandLine, Op, RankCommand, RankModel
+from ringspan.serve.commands import CommandLine, Op, RankCommand, SlotPart
 from ringspan.serve.frames import Frame
+from ringspan.serve.mailbox import Mailbox
+from ringspan.serve.memory import ConversationMemory
 from ringspan.serve.sampling import Sampler, most_likely
-from ringspan.serve.slots import SlotBook
 
 HEARTBEAT_S = 1.0
 """Between two commands of an idle server, so that no rank's deadline passes."""
 
+log = logging.getLogger("ringspan.serve")
 
-class Mailbox:
-    """Messages of the front to rank 0; a thread puts them in."""
 
-    def __init__(self) -> None:
-        self._requests: queue.Queue[Frame] = queue.Queue()
-        self._cancelled: set[int] = set()
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """A request that has a slot."""
 
-    def put(self, message: Frame) -> None:
-        """A message that came in."""
-        if message["kind"] == "cancel":
-            self._cancelled.add(message["number"])
-        else:
-            self._requests.put(message)
+    asked: Frame
+    slot: int
+    cached: int
+    sampler: Sampler
+    start_s: float
+    turns: list[tuple[int, str, str]] = field(default_factory=list)
+    num_generated: int = 0
+    token: int | None = None
+    """Sampled and not computed yet; None as long as the prompt is not through."""
 
-    def get(self, timeout_s: float) -> Frame | None:
-        """The next message that is not a cancellation."""
-        try:
-            return self._requests.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def is_cancelled(self, number: int) -> bool:
-        """Was this request cancelled?"""
-        return number in self._cancelled
-
-    def forget(self, number: int) -> None:
-        """The front sends no more about it."""
-        self._cancelled = {other for other in self._cancelled if other > number}
+    @property
+    def number(self) -> int:
+        return int(self.asked["number"])
 
 
 class Leader:
-    """Rank 0's loop."""
+    """Rank 0's loop.
+
+    Args:
+        line: To the other ranks.
+        memory: The conversations in the cache and on disk.
+        mailbox: From the front.
+        tell: To the front.
+        obey: Does a command on this rank.
+        chosen: The algorithm of the last command, and why.
+        prefill_chunk: Most tokens of a prompt in one command.
+    """
 
     def __init__(
         self,
-        model: RankModel,
         line: CommandLine,
-        book: SlotBook,
+        memory: ConversationMemory,
         mailbox: Mailbox,
         tell: Callable[[Frame], None],
-        obey: Callable[[RankCommand], torch.Tensor | None],
+        obey: Callable[[RankCommand], dict[int, torch.Tensor]],
+        chosen: Callable[[], tuple[str, str]],
         prefill_chunk: int,
     ) -> None:
-        self._model = model
         self._line = line
-        self._book = book
+        self._memory = memory
         self._mailbox = mailbox
         self._tell = tell
         self._obey = obey
+        self._chosen = chosen
         self._prefill_chunk = prefill_chunk
+        self._arrived: deque[Frame] = deque()
+        self._prefilling: deque[RunningRequest] = deque()
+        self._decoding: list[RunningRequest] = []
 
     def serve(self) -> None:
         """Answer requests until told to end."""
-        while True:
-            message = self._mailbox.get(HEARTBEAT_S)
-            if message is None:
-                self._command(RankCommand(Op.NOTHING))
-            elif message["kind"] == "end":
-                self._command(RankCommand(Op.END))
-                return
-            else:
-                reason, evicted = self._answer(message)
-                self._mailbox.forget(message["number"])
-                self._tell(
-                    {
-                        "kind": "done",
-                        "number": message["number"],
-                        "reason": reason,
-                        "evicted": evicted,
-                        "cache_bytes": self._book.nbytes,
-                    }
-                )
+        while self._read_mail():
+            self._admit()
+            for request in [*self._decoding, *self._prefilling]:
+                if self._mailbox.is_cancelled(request.number):
+                    self._finish(request, "cancelled")
+            self._decode_step()
+            self._prefill_step()
+        self._memory.save_all(self.command)
+        self.command(RankCommand(Op.END))
 
     def warm_up(self, num_tokens: int) -> None:
         """Run the model once as requests do: what it cannot do is found before the first request."""
-        slot = 0
-        self._command(RankCommand(Op.RUN, slot, 0, [0] * num_tokens))
-        self._command(RankCommand(Op.RUN, slot, num_tokens, [0]))
-        self._command(RankCommand(Op.DROP, slot))
+        self.command(RankCommand(Op.RUN, [SlotPart(0, 0, [0] * num_tokens)]))
+        self.command(RankCommand(Op.RUN, [SlotPart(0, num_tokens, [0])]))
+        self.command(RankCommand(Op.DROP, [SlotPart(0)]))
 
-    def _answer(self, asked: Frame) -> tuple[str, int]:
-        """Prefill and decode; why it ended, and how many conversations were evicted."""
-        number, tokens = asked["number"], asked["tokens"]
-        start_s = time.monotonic()
-        slot, cached = self._book.place(tokens)
-        evicted, turns = 0, []
-        logits = None
-        for at in range(cached, len(tokens), self._prefill_chunk):
-            if self._mailbox.is_cancelled(number):
-                return "cancelled", evicted
-            chunk = tokens[at : at + self._prefill_chunk]
-            logits, dropped = self._step(slot, chunk)
-            evicted += dropped
-            turns.append([len(chunk), *self._model.chosen])
-        assert logits is not None
+    def command(self, command: RankCommand) -> dict[int, torch.Tensor]:
+        """All ranks do it, this one too."""
+        self._line.send(command)
+        return self._obey(command)
+
+    def _read_mail(self) -> bool:
+        """Take what has come; wait if there is nothing to do. False at the end."""
+        is_idle = not (self._arrived or self._prefilling or self._decoding)
+        message = self._mailbox.get(HEARTBEAT_S if is_idle else 0.0)
+        if message is None and is_idle:
+            self.command(RankCommand(Op.NOTHING))
+        while message is not None:
+            if message["kind"] == "end":
+                return False
+            self._arrived.append(message)
+            message = self._mailbox.get(0.0)
+        return True
+
+    def _admit(self) -> None:
+        """Give slots to those who came, in their order, as long as the memory for their answers is there."""
+        while self._arrived:
+            asked = self._arrived[0]
+            if self._mailbox.is_cancelled(asked["number"]):
+                self._arrived.popleft()
+                self._say_done(asked["number"], "cancelled")
+                continue
+            start_s = time.monotonic()
+            tokens = asked["tokens"]
+            place = self._memory.place(tokens, len(tokens) + asked["max_tokens"], self.command)
+            if place is None:
+                return
+            self._arrived.popleft()
+            sampler = Sampler(asked["temperature"], asked["top_p"], asked["seed"])
+            self._prefilling.append(RunningRequest(asked, *place, sampler, start_s))
+
+    def _decode_step(self) -> None:
+        """One token of every conversation whose prompt is through."""
+        if not self._decoding:
+            return
+        requests = [*self._decoding]
+        logits = self._run([(request.slot, [request.token or 0]) for request in requests])
+        for request in requests:
+            self._sample(request, logits[request.slot])
+
+    def _prefill_step(self) -> None:
+        """One chunk of one prompt."""
+        if not self._prefilling:
+            return
+        request = self._prefilling.popleft()
+        tokens = request.asked["tokens"]
+        at = self._memory.length(request.slot)
+        chunk = tokens[at : at + self._prefill_chunk]
+        logits = self._run([(request.slot, chunk)])
+        request.turns.append((len(chunk), *self._chosen()))
+        if at + len(chunk) < len(tokens):
+            self._prefilling.append(request)
+            return
         self._tell(
             {
                 "kind": "prefilled",
-                "number": number,
-                "cached": cached,
-                "turns": turns,
-                "seconds": time.monotonic() - start_s,
+                "number": request.number,
+                "cached": request.cached,
+                "turns": request.turns,
+                "seconds": time.monotonic() - request.start_s,
             }
         )
-        reason, dropped = self._decode(asked, slot, logits)
-        return reason, evicted + dropped
+        self._decoding.append(request)
+        self._sample(request, logits[request.slot])
 
-    def _decode(self, asked: Frame, slot: int, logits: torch.Tensor) -> tuple[str, int]:
-        number, evicted = asked["number"], 0
-        sampler = Sampler(asked["temperature"], asked["top_p"], asked["seed"])
-        for count in range(1, asked["max_tokens"] + 1):
-            token = sampler.choose(logits)
-            if token in asked["eos"]:
-                return "stop", evicted
-            self._tell({"kind": "token", "number": number, "token": token, **_logprobs(asked, logits, token)})
-            if count == asked["max_tokens"]:
-                break
-            if self._mailbox.is_cancelled(number):
-                return "cancelled", evicted
-            logits, dropped = self._step(slot, [token])
-            evicted += dropped
-        return "length", evicted
+    def _run(self, new: list[tuple[int, list[int]]]) -> dict[int, torch.Tensor]:
+        parts = [SlotPart(slot, self._memory.length(slot), tokens) for slot, tokens in new]
+        logits = self.command(RankCommand(Op.RUN, parts))
+        for slot, tokens in new:
+            self._memory.extend(slot, tokens)
+        return logits
 
-    def _step(self, slot: int, tokens: list[int]) -> tuple[torch.Tensor, int]:
-        """Run the model on new tokens of a slot; the logits, and how many conversations were evicted for it."""
-        dropped = self._book.make_room(slot, len(tokens))
-        for other in dropped:
-            self._command(RankCommand(Op.DROP, other))
-        logits = self._command(RankCommand(Op.RUN, slot, self._book.length(slot), tokens))
-        assert logits is not None
-        self._book.extend(slot, tokens)
-        return logits, len(dropped)
+    def _sample(self, request: RunningRequest, logits: torch.Tensor) -> None:
+        """Choose the next token, say it, and see whether it was the last."""
+        asked = request.asked
+        logits = logits.float()
+        request.token = token = request.sampler.choose(logits)
+        if token in asked["eos"]:
+            self._finish(request, "stop")
+            return
+        request.num_generated += 1
+        self._tell({"kind": "token", "number": request.number, "token": token, **_logprobs(asked, logits, token)})
+        if request.num_generated == asked["max_tokens"]:
+            self._finish(request, "length")
 
-    def _command(self, command: RankCommand) -> torch.Tensor | None:
-        self._line.send(command)
-        return self._obey(command)
+    def _finish(self, request: RunningRequest, reason: str) -> None:
+        if request in self._decoding:
+            self._decoding.remove(request)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        self._memory.release(request.slot)
+        self._say_done(request.number, reason)
+
+    def _say_done(self, number: int, reason: str) -> None:
+        self._mailbox.forget(number)
+        self._tell({"kind": "done", "number": number, "reason": reason, **self._memory.figures()})
 
 
 def _logprobs(asked: Frame, logits: torch.Tensor, token: int) -> dict[str, Any]:

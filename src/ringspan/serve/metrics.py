@@ -11,11 +11,14 @@ _COUNTERS = {
     "generated_tokens_total": "Tokens that were generated.",
     "turns_total": "Prefill turns, by algorithm.",
     "evictions_total": "Conversations that were evicted from the cache.",
+    "saves_total": "Conversations that were saved to disk when they were evicted.",
+    "loads_total": "Conversations that were loaded from disk.",
     "restarts_total": "Times the ranks were started again.",
 }
 _GAUGES = {
     "requests_waiting": "Requests in the queue.",
-    "cache_bytes": "Upper bound of the KV cache in use on any rank.",
+    "requests_running": "Requests that are answered now.",
+    "cache_bytes": "Upper bound of the KV cache in use on any rank, with room for answers under way.",
     "ready": "1 if the ranks can answer.",
 }
 _HISTOGRAMS = {

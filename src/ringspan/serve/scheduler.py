@@ -1,4 +1,7 @@
-"""Who is next? Requests are answered one at a time, first come, first served; a waiting one survives a restart."""
+"""Who is next? Some requests are answered together, the others wait in the order in which they came.
+
+A waiting request survives a restart of the ranks; those under way do not.
+"""
 
 import asyncio
 from collections import deque
@@ -20,12 +23,6 @@ class Generation:
         self.tokens = tokens
         self.sampling = sampling
         self.inbox: asyncio.Queue[Frame] = asyncio.Queue()
-        self.over = asyncio.Event()
-
-    def end(self, frame: Frame) -> None:
-        """The last message."""
-        self.inbox.put_nowait(frame)
-        self.over.set()
 
 
 class Scheduler:
@@ -35,21 +32,22 @@ class Scheduler:
         self.metrics = metrics
         self.supervisor = Supervisor(settings, self._heard, self._lost)
         self._queue_size = settings.queue_size
+        self._batch_size = settings.batch_size
         self._waiting: deque[Generation] = deque()
-        self._has_more = asyncio.Event()
-        self._current: Generation | None = None
+        self._running: dict[int, Generation] = {}
+        self._has_changed = asyncio.Event()
         self._count = 0
 
     def submit(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Generation:
         """Put a request into the queue."""
         self.check_ready()
-        if len(self._waiting) >= self._queue_size:
+        if len(self._waiting) + len(self._running) >= self._queue_size + self._batch_size:
             raise ApiError("too many requests are waiting; try again later", status=429, code="rate_limit_exceeded")
         self._count += 1
         generation = Generation(self._count, tokens, sampling)
         self._waiting.append(generation)
-        self._note_waiting()
-        self._has_more.set()
+        self._note_load()
+        self._has_changed.set()
         return generation
 
     def check_ready(self) -> None:
@@ -62,51 +60,53 @@ class Scheduler:
         """Cancel the answer; does nothing if it is complete."""
         if generation in self._waiting:
             self._waiting.remove(generation)
-            self._note_waiting()
+            self._note_load()
             self._end(generation, "cancelled")
-        elif generation is self._current and not generation.over.is_set():
+        elif generation.number in self._running:
             self.supervisor.send({"kind": "cancel", "number": generation.number})
 
     async def run(self) -> None:
-        """Hand the ranks one request after the other."""
+        """Hand requests to the ranks, as many as run together."""
         while True:
-            await self._has_more.wait()
+            await self._has_changed.wait()
             await self.supervisor.ready.wait()
-            if not self._waiting:
-                self._has_more.clear()
-                continue
-            self._current = generation = self._waiting.popleft()
-            self._note_waiting()
-            frame = {"kind": "generate", "number": generation.number, "tokens": list(generation.tokens)}
-            self.supervisor.send(frame | generation.sampling)
-            await generation.over.wait()
-            self._current = None
+            self._has_changed.clear()
+            while self._waiting and len(self._running) < self._batch_size:
+                generation = self._waiting.popleft()
+                self._running[generation.number] = generation
+                frame = {"kind": "generate", "number": generation.number, "tokens": list(generation.tokens)}
+                self.supervisor.send(frame | generation.sampling)
+            self._note_load()
 
     def _heard(self, frame: Frame) -> None:
-        generation = self._current
-        if generation is None or frame["number"] != generation.number:
+        generation = self._running.get(frame["number"])
+        if generation is None:
             return
         if frame["kind"] != "done":
             generation.inbox.put_nowait(frame)
             return
-        self.metrics.add("evictions_total", frame["evicted"])
+        for name, count in frame["counts"].items():
+            self.metrics.add(f"{name}_total", count)
         self.metrics.set("cache_bytes", frame["cache_bytes"])
         self._end(generation, frame["reason"], frame)
 
     def _lost(self, reason: str) -> None:
-        """The ranks are gone, and the answer under way with them; all answers, if they do not come back."""
+        """The ranks are gone, and the answers under way with them; all answers, if they do not come back."""
         self.metrics.set("cache_bytes", 0)
-        ended = [] if self._current is None or self._current.over.is_set() else [self._current]
+        ended = [*self._running.values()]
         if self.supervisor.state == "failed":
             ended += self._waiting
             self._waiting.clear()
-            self._note_waiting()
         for generation in ended:
             self._end(generation, "failed", {"kind": "failed", "text": reason})
 
     def _end(self, generation: Generation, how: str, frame: Frame | None = None) -> None:
         self.metrics.add("requests_total", finish=how)
-        generation.end(frame or {"kind": "done", "reason": how})
+        self._running.pop(generation.number, None)
+        self._has_changed.set()
+        self._note_load()
+        generation.inbox.put_nowait(frame or {"kind": "done", "reason": how})
 
-    def _note_waiting(self) -> None:
+    def _note_load(self) -> None:
         self.metrics.set("requests_waiting", len(self._waiting))
+        self.metrics.set("requests_running", len(self._running))

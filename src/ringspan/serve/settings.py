@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ringspan.errors import ShapeError, UnsupportedError
 
+STORAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3")
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_RANK_TIMEOUT_S = 5.0
 """A rank that computes can be late with a heartbeat by seconds."""
@@ -25,7 +26,10 @@ class ServeSettings:
         dtype: The dtype of weights and activations.
         cache_bytes: Upper bound of the KV cache on each rank; None for half of the memory that is free once the
             model is loaded, shared by the ranks.
-        prefill_chunk: Prompt tokens computed at once; between chunks a request can be cancelled.
+        storage: How keys and values are stored; None for `dtype`. "int8" and "float8_e4m3" are quantised.
+        save_dir: Where conversations are saved when they are evicted and at the end; None saves none.
+        prefill_chunk: Prompt tokens computed at once; between chunks others get tokens, and requests can be cancelled.
+        batch_size: Requests answered together.
         max_tokens: Upper bound of the tokens one request may generate.
         queue_size: Requests that may wait; others get status 429.
         max_connections: Open connections; others get status 503.
@@ -46,7 +50,10 @@ class ServeSettings:
     api_key: str | None = field(default=None, repr=False)
     dtype: str = "float32"
     cache_bytes: int | None = None
+    storage: str | None = None
+    save_dir: Path | None = None
     prefill_chunk: int = 1024
+    batch_size: int = 8
     max_tokens: int = 4096
     queue_size: int = 16
     max_connections: int = 256
@@ -68,16 +75,16 @@ class ServeSettings:
             )
         if not self.name:
             object.__setattr__(self, "name", self.folder.resolve().name)
-        for name in ("num_ranks", "prefill_chunk", "max_tokens", "queue_size", "max_connections", "max_body_bytes"):
+        counts = ("num_ranks", "prefill_chunk", "batch_size", "max_tokens", "queue_size", "max_connections")
+        for name in (*counts, "max_body_bytes"):
             _check_least(name, getattr(self, name), 1)
         _check_least("port", self.port, 0)
         if self.cache_bytes is not None:
             _check_least("cache_bytes", self.cache_bytes, 1)
         _check_least("rank_timeout_s", self.rank_timeout_s, MIN_RANK_TIMEOUT_S)
-        if self.dtype not in DTYPES:
-            raise UnsupportedError(
-                "no such dtype", argument="dtype", value=self.dtype, remedy=f"use one of {', '.join(DTYPES)}"
-            )
+        _check_one_of("dtype", self.dtype, DTYPES)
+        if self.storage is not None:
+            _check_one_of("storage", self.storage, STORAGES)
         self._check_key()
 
     @property
@@ -105,3 +112,8 @@ class ServeSettings:
 def _check_least(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ShapeError("the number is too small", argument=name, value=value, remedy=f"use {least:g} or more")
+
+
+def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UnsupportedError(f"no such {name}", argument=name, value=value, remedy=f"use one of {', '.join(known)}")

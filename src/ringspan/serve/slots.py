@@ -1,7 +1,8 @@
 """Which conversation does a prompt continue, how much of it is cached already, and which must go to make room?
 
 Rank 0 keeps this book. A slot is one conversation's cache on all ranks; the book knows its tokens and an upper bound of
-its memory on any rank, so that the budget holds without asking the ranks.
+its memory on any rank, so that the budget holds without asking the ranks. A slot in use counts with all tokens that its
+request may still generate: no answer that was begun runs out of room, and no slot in use is evicted.
 """
 
 from array import array
@@ -20,6 +21,9 @@ class _Slot:
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     peak: int = 0
     """Upper bound of the tokens that a rank has ever held: memory is freed in large blocks only."""
+    reserved: int = 0
+    """Tokens that a rank will hold at most when the request under way is through."""
+    is_used: bool = False
 
 
 class SlotPlace(NamedTuple):
@@ -28,6 +32,8 @@ class SlotPlace(NamedTuple):
     slot: int
     keep: int
     """Tokens at its beginning that are cached."""
+    evicted: tuple[tuple[int, "array[int]"], ...]
+    """Slots that must be dropped first, and their tokens."""
 
 
 class SlotBook:
@@ -48,51 +54,94 @@ class SlotBook:
 
     @property
     def nbytes(self) -> int:
-        """Upper bound of the memory in use on any rank."""
-        return sum(self._bytes(slot.peak) for slot in self._slots.values())
+        """Upper bound of the memory in use on any rank, with what is reserved."""
+        return sum(map(self._bytes, self._slots.values()))
+
+    @property
+    def idle(self) -> dict[int, "array[int]"]:
+        """The tokens of each slot that is not in use."""
+        return {number: slot.tokens for number, slot in self._slots.items() if not slot.is_used}
 
     def length(self, slot: int) -> int:
         """The tokens in a slot."""
         return len(self._slots[slot].tokens)
 
-    def place(self, tokens: Sequence[int]) -> SlotPlace:
-        """The slot with the longest common prefix, cut there.
+    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The idle slot with the longest common prefix, and its length; 0 if no slot is worth cutting.
 
-        A slot that would lose half of its tokens stays as it is and a new one is begun: two conversations with the same
-        system prompt do not destroy each other. At least one token is left to compute, since it says what comes next.
+        A slot that would lose half of its tokens stays as it is: two conversations with the same system prompt do not
+        destroy each other. At least one token is left to compute, since it says what comes next.
         """
-        wanted = np.array(tokens, np.int64)
-        found = {number: _common(slot.tokens, wanted) for number, slot in self._slots.items()}
-        number = max(found, key=found.__getitem__, default=0)
-        keep = min(found.get(number, 0), len(tokens) - 1)
-        if not keep or 2 * keep < len(self._slots[number].tokens):
-            number, keep, self._next = self._next, 0, self._next + 1
-            self._slots[number] = _Slot()
-        slot = self._slots[number] = self._slots.pop(number)  # now the most recently used
-        del slot.tokens[keep:]
-        return SlotPlace(number, keep)
+        return longest(self.idle, tokens)
 
-    def make_room(self, number: int, num_new: int) -> list[int]:
-        """Count in room for new tokens of a slot; returns the slots that must be dropped first."""
-        slot = self._slots[number]
-        # New tokens level the ranks, so none holds more than its share unless it did before.
-        slot.peak = max(slot.peak, -(-(len(slot.tokens) + num_new) // self._num_ranks))
-        dropped = []
-        for other in [*self._slots]:
-            if self.nbytes <= self._budget_bytes:
-                break
-            if other != number:
-                dropped.append(other)
-                del self._slots[other]
-        assert self.nbytes <= self._budget_bytes, "admitted a conversation that does not fit"
-        return dropped
+    def place(self, tokens: Sequence[int], num_total: int, found: tuple[int, int] | None = None) -> SlotPlace | None:
+        """Take a slot into use for a request that ends with `num_total` tokens at most; None if there is no room now.
+
+        Args:
+            tokens: The prompt.
+            num_total: Prompt and answer.
+            found: What `find` gave; (0, 0) begins a new slot.
+        """
+        number, keep = self.find(tokens) if found is None else found
+        slot = self._slots.get(number, _Slot())
+        reserved = -(-num_total // self._num_ranks)
+        room = self._budget_bytes - self._bytes_of(max(slot.peak, reserved))
+        evicted = self._choose(number, room)
+        if evicted is None:
+            return None
+        if not keep:
+            number, self._next = self._next, self._next + 1
+        dropped = tuple((other, self._slots.pop(other).tokens) for other in evicted)
+        self._slots.pop(number, None)
+        self._slots[number] = slot  # now the most recently used
+        slot.reserved, slot.is_used = reserved, True
+        del slot.tokens[keep:]
+        return SlotPlace(number, keep, dropped)
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """Tokens that were computed."""
-        self._slots[number].tokens.extend(tokens)
+        """Tokens that were computed, or loaded."""
+        slot = self._slots[number]
+        slot.tokens.extend(tokens)
+        # New tokens level the ranks, so none holds more than its share unless it did before.
+        slot.peak = max(slot.peak, -(-len(slot.tokens) // self._num_ranks))
 
-    def _bytes(self, peak: int) -> int:
+    def cut(self, number: int, keep: int) -> None:
+        """Forget the tokens of a slot behind the first `keep`."""
+        del self._slots[number].tokens[keep:]
+
+    def release(self, number: int) -> None:
+        """The request is through. A slot that nothing was computed for is forgotten."""
+        slot = self._slots[number]
+        slot.reserved, slot.is_used = 0, False
+        if not slot.peak:
+            del self._slots[number]
+
+    def _choose(self, kept: int, room: int) -> list[int] | None:
+        """Idle slots to evict, oldest first, so that all others fit into so many bytes; None if they cannot."""
+        others = {number: self._bytes(slot) for number, slot in self._slots.items() if number != kept}
+        used, evicted = sum(others.values()), []
+        for number, size in others.items():
+            if used <= room:
+                break
+            if not self._slots[number].is_used:
+                evicted.append(number)
+                used -= size
+        return evicted if used <= room else None
+
+    def _bytes(self, slot: _Slot) -> int:
+        return self._bytes_of(max(slot.peak, slot.reserved))
+
+    def _bytes_of(self, peak: int) -> int:
         return self._bytes_per_token * (SPARE + peak + -(-peak // 4))
+
+
+def longest(known: "dict[int, array[int]]", tokens: Sequence[int]) -> tuple[int, int]:
+    """The conversation with the longest common prefix, and its length; (0, 0) if that is less than half of it."""
+    wanted = np.array(tokens, np.int64)
+    found = {number: _common(held, wanted) for number, held in known.items()}
+    number = max(found, key=found.__getitem__, default=0)
+    keep = min(found.get(number, 0), len(tokens) - 1)
+    return (number, keep) if keep and 2 * keep >= len(known[number]) else (0, 0)
 
 
 def _common(held: "array[int]", wanted: np.ndarray) -> int:

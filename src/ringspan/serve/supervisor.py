@@ -26,6 +26,8 @@ WITHIN_S = 60.0
 _CAUSE_S = 0.5
 """For other ranks to report, after the first did: the first is often only the echo of the cause."""
 _END_S = 5.0
+_SAVE_S = 60.0
+"""For all conversations to be written, if they are saved."""
 _LOOK_S = 0.2
 _ECHO = 3
 """The exit code of a rank that has reported its error."""
@@ -162,6 +164,8 @@ class Supervisor:
             "dtype": settings.dtype,
             "verify": settings.verify and not self._has_been_ready,
             "prefill_chunk": settings.prefill_chunk,
+            "storage": settings.storage,
+            "save_dir": None if settings.save_dir is None else str(settings.save_dir.resolve()),
             "cache_bytes": settings.cache_bytes,
             "rank_timeout_s": settings.rank_timeout_s,
         }
@@ -191,7 +195,12 @@ class Supervisor:
                 self._has_been_ready = True
                 self.state = "ready"
                 self.ready.set()
-                log.info("ready: %d ranks, room for conversations of %d tokens", len(self.pids), self.max_tokens)
+                log.info(
+                    "ready: %d ranks, room for conversations of %d tokens, %d saved conversations",
+                    self._settings.num_ranks,
+                    self.max_tokens,
+                    frame["saved"],
+                )
             case "failed":
                 order = {"error": 1, "refused": 2, "transport": 4}[frame["reason"]]
                 self._losses.put_nowait(RankLoss(order, f"rank {rank}: {frame['text']}", frame["reason"] == "refused"))
@@ -215,7 +224,7 @@ class Supervisor:
             return
         self.send({"kind": "end"})
         waits = [asyncio.ensure_future(process.wait()) for process in self._processes]
-        _, late = await asyncio.wait(waits, timeout=_END_S)
+        _, late = await asyncio.wait(waits, timeout=_END_S if self._settings.save_dir is None else _SAVE_S)
         for wait in late:
             wait.cancel()
 

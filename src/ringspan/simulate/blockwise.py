@@ -34,11 +34,12 @@ class _Cell(NamedTuple):
 
 
 class Blockwise:
-    """Attention arithmetic in NumPy: sums in `dtype`, scores multiplied by `scale`."""
+    """Attention arithmetic in NumPy: sums in `dtype`, scores multiplied by `scale`, then capped by `softcap`."""
 
-    def __init__(self, dtype: npt.DTypeLike, scale: float) -> None:
+    def __init__(self, dtype: npt.DTypeLike, scale: float, softcap: float | None = None) -> None:
         self.dtype = np.dtype(dtype)
         self.scale = np.asarray(scale, self.dtype)
+        self.softcap = None if softcap is None else np.asarray(softcap, self.dtype)
 
     def new_sum(self, block: Block, shapes: tuple[Shape, ...]) -> Value:
         """Make an empty sum: out = 0 with lse = -inf, or zero gradients."""
@@ -93,7 +94,7 @@ class Blockwise:
                 running = _Running(*sums)
                 for columns, allowed in cells:
                     k, v = (np.asarray(x[..., columns, :], self.dtype) for x in (keys, values))
-                    running.take(block @ k.swapaxes(-1, -2), v, allowed)
+                    running.take(self._capped(block @ k.swapaxes(-1, -2)), v, allowed)
                 for total, result in zip((outs, lses), running.normalised(), strict=True):
                     view = total[..., rows, :]
                     view[...] = result.reshape(view.shape)
@@ -105,6 +106,7 @@ class Blockwise:
         """Add the piece's share of dq, dk and dv, given the merged out and lse of its queries.
 
         With s = scale · q kᵀ: dv = pᵀ dout, ds = p · (dout vᵀ - delta), dq = scale · ds k, dk = dsᵀ (scale · q).
+        With a softcap c, p = exp(c · tanh(s / c) - lse), and ds has the factor 1 - tanh²(s / c).
         """
         dq = dq or self.new_sum(Block("dq", ALL), (q_grad[0].shape,))
         dkv = dkv or self.new_sum(Block("dkv", ALL), tuple(x.shape for x in kv))
@@ -119,11 +121,12 @@ class Blockwise:
                 block_dq = dqs[..., rows, :]
                 for columns, allowed in cells:
                     k, v = (np.asarray(x[..., columns, :], self.dtype) for x in (keys, values))
-                    probs = block @ k.swapaxes(-1, -2)
+                    probs = self._capped(block @ k.swapaxes(-1, -2))
+                    slope = 1 if self.softcap is None else 1 - (probs / self.softcap) ** 2
                     np.exp(np.subtract(probs, lse, out=probs), out=probs)
                     dscores = dout @ v.swapaxes(-1, -2)
                     dscores -= delta
-                    dscores *= probs
+                    dscores *= probs * slope
                     if allowed is not None:
                         for hidden in (probs, dscores):
                             np.copyto(hidden, 0, where=~allowed)
@@ -132,6 +135,9 @@ class Blockwise:
                     dks[..., columns, :] += _product(dscores.swapaxes(-1, -2), block, seen_by)
                     dvs[..., columns, :] += _product(probs.swapaxes(-1, -2), dout, seen_by)
         return dq, dkv
+
+    def _capped(self, scores: Array) -> Array:
+        return scores if self.softcap is None else self.softcap * np.tanh(scores / self.softcap)
 
     def _fold(self, x: Array, group: int) -> Array:
         """Reshape (..., heads, seq, dim) to (..., KV heads, group · seq, dim), so heads that share keys are rows."""

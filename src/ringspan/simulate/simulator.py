@@ -21,7 +21,7 @@ from ringspan.mask import Mask
 from ringspan.program.bind import Message
 from ringspan.program.execute import Event, RankState, Value, execute
 from ringspan.program.prepare import DEFAULT, REPRODUCIBLE, ProgramOptions, build, prepare_ranks
-from ringspan.program.problem import Problem, Shapes, check_kinds, local_rows, softmax_scale
+from ringspan.program.problem import Problem, Scores, Shapes, check_kinds, check_scores, local_rows
 from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer
 from ringspan.simulate.blockwise import Blockwise
 
@@ -100,7 +100,7 @@ class Case:
     k: Array
     v: Array
     problem: Problem
-    scale: float
+    scores: Scores
     algorithm: str | Schedule
     direction: Direction | None
     mesh: tuple[int, int] | None
@@ -137,13 +137,15 @@ def simulate_attention(
     direction: Direction | None = None,
     mesh: tuple[int, int] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     reproducible: bool = False,
 ) -> Simulation:
     """Attention of whole arrays (..., heads, seq, dim) or (seq, dim), sharded over the ranks of the layout.
 
     Row i of q is the i-th position of `layout`, row j of k and v the j-th of `kv_layout` (by default the same).
-    `algorithm` is a name or any Schedule; it is proved to compute exactly the visible pairs before it runs. With
-    `reproducible` the results have the same bits for any number of ranks.
+    `algorithm` is a name or any Schedule; it is proved to compute exactly the visible pairs before it runs. `softcap`
+    caps the scores: s becomes softcap · tanh(s / softcap). With `reproducible` the results have the same bits for any
+    number of ranks.
     """
     check_arguments(
         kv_layout=(optional(instance_of(Layout, "zigzag(1000, 4)")), kv_layout),
@@ -155,7 +157,8 @@ def simulate_attention(
         _refuse_options(direction=direction, mesh=mesh)
     q, k, v = (_check_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     problem = Problem(mask, layout, kv_layout or layout, _check_shapes(q, k, v, layout, kv_layout or layout))
-    case = Case(q, k, v, problem, softmax_scale(scale, q.shape[-1]), algorithm, direction, mesh, reproducible)
+    scores = check_scores(scale, softcap, q.shape[-1])
+    case = Case(q, k, v, problem, scores, algorithm, direction, mesh, reproducible)
     return _simulate_forward(case)
 
 
@@ -245,7 +248,7 @@ def _run(
             remedy="build it for the heads of the arrays",
         )
     prepared = prepare_ranks(problem, schedule, case.options())
-    arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), case.scale)
+    arithmetic = Blockwise(np.result_type(case.q.dtype, np.float32), *case.scores)
     network = _Network()
     events: list[Event] = []
     states = [own.state(rank, inputs(rank), arithmetic) for rank, own in enumerate(prepared)]

@@ -192,7 +192,7 @@ def _mean(losses: torch.Tensor, labels: torch.Tensor, call: RankCall, transport:
     counts = labels != IGNORE_INDEX
     own = losses.masked_fill(~counts, 0).sum(dtype=dtype)
     share = _SHARE.pack(own.item(), int(counts.sum()))
-    sums, numbers = zip(*map(_SHARE.unpack, transport.all_gather_bytes(share, transport.timeout_s)), strict=True)
+    sums, numbers = zip(*map(_SHARE.unpack, transport.all_gather_bytes(share, None)), strict=True)
     mean: torch.Tensor = _Mean.apply(own, sum(sums), max(1, sum(numbers)))  # type: ignore[no-untyped-call]
     return mean
 

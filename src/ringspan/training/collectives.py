@@ -77,7 +77,7 @@ class _Where(NamedTuple):
     layout: Layout
     session: Session
     dim: int
-    deadline_s: float
+    deadline_s: float | None
 
 
 def _gathered(part: torch.Tensor, where: _Where, place: Place | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from ringspan.transports.base import MessageHandle, Receive, Send, Transport
 
 
 def all_to_all(
-    transport: Transport, sends: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], deadline_s: float
+    transport: Transport, sends: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], deadline_s: float | None
 ) -> list[torch.Tensor]:
     """Send the r-th tensor to rank r and receive one of the r-th shape from it."""
     received = [part if peer == transport.rank else part.new_empty(shapes[peer]) for peer, part in enumerate(sends)]
@@ -24,7 +24,7 @@ def all_to_all(
     return received
 
 
-def _wait(transport: Transport, what: str, handle: MessageHandle, deadline_s: float) -> None:
+def _wait(transport: Transport, what: str, handle: MessageHandle, deadline_s: float | None) -> None:
     try:
         handle.wait(deadline_s)
     except TransportError as error:

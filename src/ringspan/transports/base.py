@@ -28,8 +28,11 @@ class Receive(NamedTuple):
 class MessageHandle(Protocol):
     """A message under way."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when the message is through; TransportError if the peer is gone, has failed or is late."""
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when the message is through; TransportError if the peer is gone, has failed or is late.
+
+        None is the transport's own deadline, which may allow for a peer that is known to be busy.
+        """
 
 
 class Posted(NamedTuple):
@@ -52,12 +55,12 @@ class Transport(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of a wait where the caller gives none."""
+        """The deadline of a wait without progress, where the caller gives none."""
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         """Start all messages of a step; returns at once."""
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """Every rank's payload, in rank order. All ranks must call it, with payloads of one length."""
 
     def abort(self, reason: str) -> None:

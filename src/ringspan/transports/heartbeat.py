@@ -134,6 +134,13 @@ class Heartbeat:
                 break  # it is busy; or what it says is late itself
         return late
 
+    def is_busy(self, rank: int) -> bool:
+        """Whether another rank has just said that it is alive and waits for nobody."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.ended_at is not None or self._silent_s(peer, time.monotonic()) > _LATE_S:
+            return False
+        return peer.waits_for[0] == _NOTHING
+
     def _wait_of(self, rank: int) -> tuple[int, int]:
         return self._waits_for if rank == self._rank else self._peers[rank].waits_for
 

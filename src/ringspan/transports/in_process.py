@@ -48,7 +48,8 @@ class _End:
         self._is_through = is_through
         self._done.set()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
+        timeout_s = self._room.timeout_s if timeout_s is None else timeout_s
         if not self._done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             self._room.fail(self.rank, f"{self} timed out after {timeout_s:g} s: rank {self.peer} did not post its end")
         if not self._is_through:
@@ -70,8 +71,9 @@ class _Round:
 class _Room:
     """What the ranks of one run share."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
+        self.timeout_s = timeout_s
         self.failure: str | None = None
         self.failed_rank: int | None = None
         self._lock = threading.RLock()
@@ -96,8 +98,9 @@ class _Room:
         # Outside the lock: other pairs of ranks go on while this one copies.
         return self._deliver(end, other)
 
-    def gather(self, rank: int, payload: bytes, timeout_s: float) -> list[bytes]:
+    def gather(self, rank: int, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """Every rank's payload; the n-th call of one rank meets the n-th of all others."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             if self.failure is not None:
                 raise TransportError(str(self.failure))
@@ -174,10 +177,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class InProcessRank:
     """One rank of `run_in_process`: a transport, and what `group=` takes."""
 
-    def __init__(self, room: _Room, rank: int, timeout_s: float) -> None:
+    def __init__(self, room: _Room, rank: int) -> None:
         self._room = room
         self._rank = rank
-        self.timeout_s = timeout_s
+        self.timeout_s = room.timeout_s
 
     @property
     def rank(self) -> int:
@@ -199,7 +202,7 @@ class InProcessRank:
             self._room.post(end)
         return Posted(outgoing, incoming)
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """Every rank's payload, in rank order. A reference is passed, nothing copied."""
         return self._room.gather(self._rank, payload, timeout_s)
 
@@ -222,7 +225,7 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
     check_arguments(fn=(CALLABLE, fn), world_size=(WHOLE, world_size), timeout_s=(NUMBER, timeout_s))
     if not 1 <= world_size <= _MOST_THREADS:
         raise ShapeError(f"world_size={world_size}: a group has at least one rank, and at most {_MOST_THREADS} threads")
-    room = _Room(world_size)
+    room = _Room(world_size, timeout_s)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}  # in the order in which ranks failed
     modes = _modes_here()
@@ -232,7 +235,7 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
             with ExitStack() as entered:
                 for mode in modes:
                     entered.enter_context(mode())
-                results[rank] = fn(InProcessRank(room, rank, timeout_s))
+                results[rank] = fn(InProcessRank(room, rank))
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world_size} in run_in_process")
             errors[rank] = error

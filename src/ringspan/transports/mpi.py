@@ -109,7 +109,7 @@ class MpiTransport:
         outgoing = [self._send(dst, tensor) for dst, tensor in sends]
         return Posted(outgoing, incoming)
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """One collective; every rank's payload has the same length."""
         self._prepare()
         size, byte = len(payload), self._mpi.BYTE
@@ -179,7 +179,8 @@ class MpiTransport:
             self._failure = notice.decode(errors="ignore")
         return self._failure is not None
 
-    def _wait(self, message: "_Message", timeout_s: float) -> None:
+    def _wait(self, message: "_Message", timeout_s: float | None) -> None:
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while not message.is_through:
             try:
@@ -222,7 +223,7 @@ class _Message:
     def is_through(self) -> bool:
         return not self.requests
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         self._transport._wait(self, timeout_s)
 
 

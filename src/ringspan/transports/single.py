@@ -26,7 +26,7 @@ class Single:
         assert not receives
         return Posted([], [])
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:  # noqa: ARG002
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:  # noqa: ARG002
         """The payload itself."""
         return [payload]
 

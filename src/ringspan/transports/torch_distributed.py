@@ -42,6 +42,7 @@ from ringspan.transports.gloo_wait import GlooMessage, Waiter, cut
 from ringspan.transports.heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
 from ringspan.transports.heartbeat_links import connect_heartbeats
 from ringspan.transports.neighbours import find_peers
+from ringspan.transports.progress import Progress
 from ringspan.transports.same_host import SameHost, SameHostMessage
 
 _LOG = logging.getLogger("ringspan")
@@ -66,8 +67,9 @@ class TorchDistributed:
         self._has_nccl = self._backends.get("cuda") == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._has_nccl else torch.device("cpu")
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
-        group_timeout_s = group._get_backend(self._device).options._timeout.total_seconds()
-        self.timeout_s: float = min(group_timeout_s, _LONGEST_DEADLINE_S)
+        self._group_timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
+        self.timeout_s: float = min(self._group_timeout_s, _LONGEST_DEADLINE_S)
+        self._have_all_come = False  # to the first agreement: before it nothing is known of a rank
         self._has_met = self._has_nccl or self.world_size == 1
         self._same_host: SameHost | None = None
         self._heartbeat: Heartbeat | None = None
@@ -126,9 +128,10 @@ class TorchDistributed:
         batch = _Batch(self, dist.batch_isend_irecv(operations))
         return Posted([batch] * len(sends), [batch] * len(receives))
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """The first time, ranks find out as well who shares their host: now all of them are here."""
         everyone = self._gather(payload, timeout_s)
+        self._have_all_come = True
         if not self._has_met:
             self._meet(partial(self._gather, timeout_s=timeout_s))
         return everyone
@@ -144,7 +147,7 @@ class TorchDistributed:
             reached = sorted(link.rank for link in links) or "none"
             _LOG.warning("rank %d exchanges signs of life with ranks %s only", self.rank, reached)
 
-    def _gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def _gather(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
         everyone = mine.new_empty(self.world_size, len(payload))
         everyone[self.rank] = mine
@@ -152,7 +155,7 @@ class TorchDistributed:
         gather(mine, everyone, timeout_s)
         return [bytes(row) for row in everyone.cpu().numpy()]
 
-    def _gather_one_by_one(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float) -> None:
+    def _gather_one_by_one(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float | None) -> None:
         """Between CPUs: a message to each, so that an error can name the peer."""
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         sends, receives = [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
@@ -160,11 +163,12 @@ class TorchDistributed:
         for handle in (*posted.receives, *posted.sends):
             handle.wait(timeout_s)
 
-    def _gather_at_once(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float) -> None:
+    def _gather_at_once(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float | None) -> None:
         """Between GPUs: one collective, which is over when this returns, so that no copy waits for it for ever."""
         work = self.group.allgather([list(everyone)], [mine])
         what = f"{mine.nbytes} bytes from each of {self.world_size} ranks to agree on the call"
-        self._wait(_OnHost(work), timeout_s, what)
+        # Without heartbeats a rank that is busy between its calls is not told from one that is lost.
+        self._wait(_OnHost(work), self._group_timeout_s if timeout_s is None else timeout_s, what)
 
     def abort(self, reason: str) -> None:
         """Publish the reason, unless another rank was first, and close this rank's connections."""
@@ -184,22 +188,22 @@ class TorchDistributed:
             raise self._failure(f"rank {self.rank} waited for {what}", error) from None
         self._waiting_since = None
 
-    def _wait_for(self, handle: "_Handle", timeout_s: float) -> None:
-        """Until it is through, the peer is lost, any rank has given up, or no progress is made until the deadline."""
+    def _wait_for(self, handle: "_Handle", timeout_s: float | None) -> None:
+        """Until it is through, the peer is lost, any rank has given up, or no progress is made until the deadline.
+
+        Without a deadline of the caller's, time in which the rank that all wait for is known to be alive and busy with
+        something else does not count, up to the group's timeout.
+        """
         message, peer = handle.message, handle.peer
         if self._heartbeat is not None:
             self._heartbeat.begin_wait(SENDING if handle.way == "send" else RECEIVING, peer)
         if isinstance(message, GlooMessage):
             self._waiter.start(message)
-        self._waiting_since = since = time.monotonic()
-        bytes_done, reason = 0, None
+        self._waiting_since = time.monotonic()
+        progress, reason = self._clock(timeout_s), None
         try:
-            while not message.advance(min(_LOOK_EVERY_S, max(since + timeout_s - time.monotonic(), 0.0))):
-                if message.bytes_done > bytes_done:
-                    bytes_done, since = message.bytes_done, time.monotonic()
-                reason = self._verdict(peer)
-                if reason is None and time.monotonic() - since >= timeout_s:
-                    reason = f"timed out after {timeout_s:g} s without progress{self._who_is_late(handle)}"
+            while not message.advance(min(_LOOK_EVERY_S, progress.left_s)):
+                reason = self._verdict(peer) or self._time_is_up(progress, handle)
                 if reason is not None:
                     break
         except RuntimeError as error:
@@ -211,20 +215,40 @@ class TorchDistributed:
         if self._heartbeat is not None:
             self._heartbeat.end_wait()
 
+    def _clock(self, timeout_s: float | None) -> Progress:
+        if timeout_s is None:
+            return Progress(self.timeout_s, self._group_timeout_s)
+        return Progress(timeout_s, timeout_s)
+
+    def _time_is_up(self, progress: Progress, handle: "_Handle") -> str | None:
+        limit_s = progress.look(handle.message.bytes_done, partial(self._is_busy_elsewhere, handle))
+        if limit_s is not None:
+            return f"timed out after {limit_s:g} s without progress{self._who_is_late(handle)}"
+        if progress.is_worth_a_note():
+            _LOG.warning(
+                "rank %d has waited %g s for %s%s; timeout_s= would end such waits, the group's timeout of %g s will",
+                *(self.rank, self.timeout_s, handle.what, self._who_is_late(handle), self._group_timeout_s),
+            )
+        return None
+
     def _verdict(self, peer: int) -> str | None:
         """Why a wait for a peer cannot succeed."""
         return self._reason or (self._heartbeat.verdict(peer) if self._heartbeat is not None else None)
 
     def _who_is_late(self, handle: "_Handle") -> str:
-        heartbeat, message = self._heartbeat, handle.message
+        heartbeat = self._heartbeat
         if heartbeat is None:
             return ""
-        # A message of which some has come is under way: its sender waits for nobody, whatever it last said.
-        is_coming = handle.way == "recv" and message.bytes_done > 0
-        late = handle.peer if is_coming else heartbeat.suspect(handle.peer)
+        late = handle.peer if handle.is_coming else heartbeat.suspect(handle.peer)
         if not heartbeat.is_alive(late):
             return ""
         return f": {heartbeat.name(late)} is alive, but slow or busy with something else"
+
+    def _is_busy_elsewhere(self, handle: "_Handle") -> bool:
+        """Whether the rank that keeps this one waiting is alive and waits for nobody, as far as that can be known."""
+        if self._heartbeat is None:
+            return not self._have_all_come
+        return not handle.is_coming and self._heartbeat.is_busy(self._heartbeat.suspect(handle.peer))
 
     def _why_closed(self, error: RuntimeError, peer: int) -> str:
         """A connection was closed, by a peer that died, or has given up and says why."""
@@ -335,7 +359,12 @@ class _Handle:
         self.peer = peer
         self.what = what
 
-    def wait(self, timeout_s: float) -> None:
+    @property
+    def is_coming(self) -> bool:
+        """Whether some of it has been received: then its sender waits for nobody, whatever that last said."""
+        return self.way == "recv" and self.message.bytes_done > 0
+
+    def wait(self, timeout_s: float | None) -> None:
         self._transport._wait_for(self, timeout_s)
 
 
@@ -346,9 +375,9 @@ class _Batch:
         self._transport = transport
         self._works = works
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         for work in self._works:
-            self._transport._wait(work, timeout_s, "a batch")
+            self._transport._wait(work, self._transport.timeout_s if timeout_s is None else timeout_s, "a batch")
         self._works = []
 
 

@@ -30,7 +30,7 @@ class WrappedTransport:
         """Passed on."""
         return self.inner.exchange(sends, receives)
 
-    def all_gather_bytes(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """Passed on."""
         return self.inner.all_gather_bytes(payload, timeout_s)
 

@@ -4,7 +4,8 @@ This is the verifier's own definition of every mask. It is written apart from `r
 numbers, so that a mistake in one of the two does not hide in the other. Patterns are plain tuples:
 
     ("full",)  ("causal",)  ("window", left, right)  ("prefix", n)  ("documents", (length, ...))
-    ("frames", tokens_per_frame, start)  ("and", a, b)  ("or", a, b)  ("rows", (pattern, ...))
+    ("frames", tokens_per_frame, start)
+    ("chunks", size)  ("blocks", ((start, stop), ...))  ("and", a, b)  ("or", a, b)  ("rows", (pattern, ...))
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.errors import MaskError
-from ringspan.mask import Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
+from ringspan.mask import Mask, blocks, causal, chunks, documents, frame_causal, full, per_row, prefix, sliding_window
 
 Pattern = tuple[Any, ...]
 Numbers = npt.NDArray[Any]
@@ -52,6 +53,8 @@ _PREDICATES: dict[str, Callable[..., bool]] = {
     "prefix": lambda q, kv, n: kv < n or not kv > q,
     "documents": _same_document,
     "frames": _frames,
+    "chunks": lambda q, kv, size: q // size == kv // size,
+    "blocks": lambda q, kv, spans: any(start <= min(q, kv) and max(q, kv) < stop for start, stop in spans),
     "and": lambda q, kv, a, b: sees(a, q, kv) and sees(b, q, kv),
     "or": lambda q, kv, a, b: sees(a, q, kv) or sees(b, q, kv),
 }
@@ -94,6 +97,8 @@ _BUILDERS: dict[str, Callable[..., Mask]] = {
     "prefix": prefix,
     "documents": documents,
     "frames": frame_causal,
+    "chunks": chunks,
+    "blocks": blocks,
 }
 
 

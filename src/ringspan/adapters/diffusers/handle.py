@@ -32,7 +32,7 @@ class DiffusersHandle:
     """A parallelized transformer or pipeline. As a context manager it restores it at the end."""
 
     def __init__(self, adapters: dict[str, TransformerOnRanks], branches: RankOptions | None) -> None:
-        self._adapters = adapters
+        self.adapters = adapters
         self._hooks: list[RemovableHandle | _ForwardInPlace] = []
         for adapter in adapters.values():
             self._hooks += _hooks(adapter) if branches is None else [_ForwardInPlace(adapter, branches)]
@@ -40,7 +40,7 @@ class DiffusersHandle:
     @property
     def plans(self) -> dict[str, list[str]]:
         """The plans learned so far, one per transformer: its blocks, and how they attend."""
-        return {name: [plan.describe() for _, plan in x.plans] for name, x in self._adapters.items()}
+        return {name: [plan.describe() for _, plan in x.plans] for name, x in self.adapters.items()}
 
     def reduce_gradients(self) -> None:
         """Make the parameters' gradients those of one process, on every rank.
@@ -48,7 +48,7 @@ class DiffusersHandle:
         The output is whole on every rank, so each rank calls `backward()` of the same loss, and then this. The mean
         over the ranks is the gradient of that loss, which DDP would also take.
         """
-        for adapter in self._adapters.values():
+        for adapter in self.adapters.values():
             reduce_gradients(adapter.model, adapter.options.group)
             for x in adapter.model.parameters():
                 if x.grad is not None:
@@ -59,12 +59,12 @@ class DiffusersHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for adapter in self._adapters.values():
+        for adapter in self.adapters.values():
             adapter.close()
 
     def __repr__(self) -> str:
-        options = next(iter(self._adapters.values())).options
-        models = ", ".join(f"{name}: {type(x.model).__name__}" for name, x in self._adapters.items())
+        options = next(iter(self.adapters.values())).options
+        models = ", ".join(f"{name}: {type(x.model).__name__}" for name, x in self.adapters.items())
         closed = "" if self._hooks else ", restored"
         ranks = f"rank {options.rank} of {options.world_size}"
         return f"DiffusersHandle({models}, {ranks}, algorithm={options.algorithm!r}{closed})"

@@ -16,7 +16,7 @@ from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan
 from ringspan.adapters.diffusers.wiring import SdpaCall
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous
-from ringspan.mask import causal
+from ringspan.mask import Mask, causal
 from ringspan.runtime.api import attention
 from ringspan.runtime.session import Session, session_of
 from ringspan.span import Span
@@ -250,7 +250,11 @@ class TokenShardRun(Walk):
         if tokens is None:
             return leaf.value
         layout = self._layout(tokens.side, leaf.value.shape[tokens.dim], f"{leaf.path} of {call.name}")
-        return gather(leaf.value, layout, self.options.group, dim=tokens.dim)
+        return self.gather_rows(leaf.value, layout, tokens.dim)
+
+    def gather_rows(self, rows: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
+        """The rows of all ranks."""
+        return gather(rows, layout, self.options.group, dim=dim)
 
     def _layout(self, side: Side | None, num_rows: int, what: str) -> Layout:
         """Who holds which of the rows of which this rank has so many."""
@@ -275,11 +279,16 @@ class TokenShardRun(Walk):
             read = self._read(asked, attends, kv_layout)
         except UnsupportedError as error:
             raise UnsupportedError(f"{label}: {error}") from None
+        out = self.attend_rows(asked, layout, kv_layout, read.mask)
+        return out if read.blind is None else out.masked_fill(read.blind, 0)
+
+    def attend_rows(self, asked: SdpaCall, layout: Layout, kv_layout: Layout, mask: Mask) -> torch.Tensor:
+        """Attention of this rank's queries to the keys of all ranks."""
         out = attention(
             asked.query,
             asked.key,
             asked.value,
-            mask=read.mask,
+            mask=mask,
             layout=layout,
             kv_layout=kv_layout,
             group=self.options.group,
@@ -288,7 +297,7 @@ class TokenShardRun(Walk):
             scale=asked.scale,
         )
         assert isinstance(out, torch.Tensor)
-        return out if read.blind is None else out.masked_fill(read.blind, 0)
+        return out
 
     def _read(self, asked: SdpaCall, attends: Attends, kv_layout: Layout) -> Read:
         mask = asked.attn_mask

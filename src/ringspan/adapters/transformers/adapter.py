@@ -7,7 +7,7 @@ label, a mask or a foreign cache.
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.arguments import Arguments, Findings
-from ringspan.adapters.transformers.cache import open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.cache import Conversation, open_cache, open_encoder_decoder_cache
 from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
+from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import (
     ShardOptions,
     ShardPart,
@@ -26,6 +27,7 @@ from ringspan.adapters.transformers.shards import (
     mean_loss,
     shard_inputs,
 )
+from ringspan.adapters.transformers.steps import begin_step, by_sequence, check_step
 from ringspan.adapters.transformers.turns import (
     Keep,
     NewTokens,
@@ -35,6 +37,7 @@ from ringspan.adapters.transformers.turns import (
     layout_of_positions,
     make_kv,
 )
+from ringspan.adapters.transformers.whole import FUSED, FUSED_ROWS, whole_rows
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.cache import KVCache
 from ringspan.errors import RingspanError, UnsupportedError
@@ -63,6 +66,8 @@ class _Forward(NamedTuple):
     num_items: Any
     keep: "Keep | Layout | None"
     encoded: torch.Tensor | None = None  # whole encoder states from the caller
+    trains: bool = False  # whole sequences with gradients
+    is_fused: bool = False
 
 
 class Adapter:
@@ -150,7 +155,52 @@ class Adapter:
             raise
         return self.after(output)
 
+    def new_cache(self, storage: str | None, max_tokens: int | None) -> ShardedCache:
+        """An empty cache of this model."""
+        with self.options.session.call():
+            layers = self._cached_layers()
+            kv = make_kv(
+                layers,
+                self.options,
+                _attention_dtype(layers[0], self.model.device),
+                self.model.device,
+                storage=storage,
+                max_tokens=max_tokens,
+            )
+        return ShardedCache(Conversation(kv, self), len(layers))
+
+    def step(self, cache: object, new: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run the model on new tokens of some sequences; the logits of the last token of each."""
+        with self.options.session.call():
+            self.arguments.check({})
+            self._cached_layers()
+            asked = check_step(cache, new, self.model, self)
+        keeps_all = "logits_to_keep" not in self.parameters
+        inputs, run, keep = begin_step(asked, self.options, self.found.layers, self.model.device, keeps_all=keeps_all)
+        inputs |= self._keep(keep.by_rank[self.options.rank], is_all=keep.is_all)
+        inputs = {name: x for name, x in inputs.items() if name != "position_ids" or name in self._batch}
+        extra: dict[str, Any] = (
+            {"past_key_values": cache, "use_cache": True}
+            if self.arguments.takes_use_cache
+            else {"past_key_values": cache}
+        )
+        if self.found.passes_run:
+            extra[RUN] = run
+        self._forward, self.wiring.run = _Forward(run, True, None, None, keep), run
+        try:
+            output = self.model.forward(**inputs, **extra)
+        except BaseException:
+            self.after(None)
+            raise
+        return by_sequence(asked, self.after(output).logits)
+
     # Before
+
+    def _cached_layers(self) -> tuple[AttentionLayer, ...]:
+        if not self.found.cached or self.found.has_encoder:
+            reason = self.found.no_cache or "an encoder's sequence has a length of its own"
+            raise UnsupportedError(f"handle.cache, handle.step: the cache cannot be sharded by sequence: {reason}")
+        return self.found.cached
 
     def _agree(self, run: ShardRun | TurnRun) -> None:
         assert isinstance(run, ShardRun)
@@ -196,7 +246,12 @@ class Adapter:
         rows = self._keep(kept[self.options.rank], is_all=not first)
         labels, num_items = inputs.pop("labels", None), given.get("num_items_in_batch")
         run.said |= describe({"num_items_in_batch": num_items})
-        return _Forward(run, True, labels, num_items, layout, encoded_by_caller(given)), inputs | rows
+        trains, is_fused = self.arguments.wants_gradients(given), bool(given.get(FUSED))
+        fused: dict[str, Any] = {}
+        if is_fused:
+            fused, labels = {FUSED: True, "shift_labels": labels}, None
+        forward = _Forward(run, True, labels, num_items, layout, encoded_by_caller(given), trains, is_fused)
+        return forward, inputs | rows | fused
 
     def _check_turn(self, given: dict[str, Any]) -> NewTokens:
         layers, device = self.found.cached, self.model.device
@@ -244,7 +299,7 @@ class Adapter:
             run.fail(error)
 
     def _finish(self, forward: _Forward, output: Any) -> Any:
-        unknown = sorted(output.keys() - _OUTPUTS)
+        unknown = sorted(output.keys() - (_OUTPUTS | {*FUSED_ROWS} if forward.is_fused else _OUTPUTS))
         if unknown:
             raise UnsupportedError(
                 f"{type(self.model).__name__} returns {', '.join(unknown)}, which has no row per token; use a "
@@ -254,7 +309,9 @@ class Adapter:
         group = self.options.group
         if forward.labels is not None:
             fields["loss"] = self._loss(forward, fields["logits"])
-        if forward.is_whole:
+        if forward.trains or forward.is_fused:
+            fields = self._trained(forward, fields)
+        elif forward.is_whole:
             for name in _BY_ROW:
                 if name in fields:
                     fields[name] = self._whole(forward, fields[name], group)
@@ -269,6 +326,20 @@ class Adapter:
         if forward.num_items is not None:
             loss = loss * (forward.run.num_labels / forward.num_items)
         return loss
+
+    def _trained(self, forward: _Forward, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the loss alone, or whole rows from which every rank computes the same loss."""
+        if forward.labels is not None:
+            return {"loss": fields["loss"]}
+        assert isinstance(forward.run, ShardRun)
+        layout = forward.run.layout
+        if layout.replicated:
+            raise UnsupportedError(
+                f"a sequence of {layout.num_positions} tokens is not cut over {layout.world_size} ranks, and a loss "
+                "from its outputs would count on each; pad it to one token per rank"
+            )
+        names = FUSED_ROWS if forward.is_fused else _BY_ROW
+        return {name: whole_rows(fields[name], layout, self.options.group) for name in names if name in fields}
 
     def _whole(self, forward: _Forward, part: torch.Tensor, group: Any) -> torch.Tensor:
         if isinstance(forward.keep, Keep):

@@ -22,6 +22,8 @@ from ringspan.mask import full
 _BATCH = {*BY_TOKEN, "attention_mask"}
 _OPTIONS = {"past_key_values", "use_cache", "logits_to_keep", "num_items_in_batch", "return_dict"}
 _UNUSED = {"tokenizer"}  # generate(stop_strings=…) passes it on to forward, which does not use it
+_FUSED = {"fused_lm_head"}  # of TRL's trainers: rows of log-probabilities instead of logits
+_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # for kernels not used here
 _REFUSED = {
     "output_attentions": "no rank has all attention weights",
     "output_router_logits": "the balance of experts over all tokens is not the mean over shards",
@@ -50,6 +52,7 @@ class Arguments:
         self.model = model
         self.found = found
         self.attention = attention
+        self.trains_whole = False  # whether training forwards take whole batches
         self._takes = inspect.signature(model.forward).parameters
         self.batch = BOTH if found.has_encoder else _BATCH - ({"position_ids"} - self._takes.keys())
         self.takes_use_cache = takes_use_cache(model)
@@ -64,7 +67,11 @@ class Arguments:
         self._configs = [(config, _num_layers(config)) for config in by_id.values()]
 
     def drop_unused(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if value is not None and name not in _UNUSED}
+        unused = _UNUSED
+        if self.trains_whole and _PACKED & given.keys():
+            check_packed(given)
+            unused = _UNUSED | _PACKED
+        return {name: value for name, value in given.items() if value is not None and name not in unused}
 
     def check_batch(self, given: Mapping[str, Any]) -> None:
         """Check the names of a batch that is to be sharded."""
@@ -72,7 +79,8 @@ class Arguments:
 
     def check(self, given: Mapping[str, Any]) -> None:
         encoded = {ENCODED} if self.found.has_encoder else set()
-        self._check_names(given, self.batch | _OPTIONS | encoded | {"output_hidden_states"})
+        fused = _FUSED if self.trains_whole else set()
+        self._check_names(given, self.batch | _OPTIONS | encoded | fused | {"output_hidden_states"})
         self._check_configs()
         if given.get("return_dict") is False:
             raise UnsupportedError("return_dict=False: outputs are identified by name; leave it out")
@@ -99,8 +107,8 @@ class Arguments:
     def wants_cache(self, given: Mapping[str, Any]) -> bool:
         """Whether a forward on whole sequences uses a cache."""
         model = self.model
-        learned = (*model.parameters(), *given.values(), encoded_by_caller(given))
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in learned):
+        trains = self.wants_gradients(given)
+        if trains and not self.trains_whole:
             raise UnsupportedError(
                 "a forward on whole sequences with gradients: use model(**handle.shard(batch)) to train, and "
                 "torch.no_grad() for inference"
@@ -109,13 +117,22 @@ class Arguments:
             raise UnsupportedError("output_hidden_states of whole sequences: use model(**handle.shard(batch))")
         self._check_num_kept(given.get("logits_to_keep", 0))
         has_cache = "past_key_values" in given
-        default = self._makes_caches() and "labels" not in given
+        default = self._makes_caches() and "labels" not in given and not trains
         wants_cache = has_cache or bool(given.get("use_cache", default and bool(self.found.cached)))
         if wants_cache and not self.found.cached:
             raise UnsupportedError(f"use_cache, past_key_values: its cache cannot be sharded: {self.found.no_cache}")
         if "labels" in given and (wants_cache or given.get("logits_to_keep")):
             raise UnsupportedError("labels with use_cache, past_key_values or logits_to_keep: leave those out")
+        if trains and (wants_cache or given.get("logits_to_keep")):
+            raise UnsupportedError(
+                "use_cache, past_key_values or logits_to_keep in a forward with gradients: leave those out"
+            )
         return wants_cache
+
+    def wants_gradients(self, given: Mapping[str, Any]) -> bool:
+        """Whether the outputs of a forward have gradients."""
+        learned = (*self.model.parameters(), *given.values(), encoded_by_caller(given))
+        return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in learned)
 
     def check_documents(self, given: Mapping[str, Any]) -> None:
         """Refuse packed whole sequences with a cache: with a cache the model does not keep documents apart."""
@@ -158,7 +175,10 @@ class Arguments:
                 "labels of the batch; leave it out"
             )
         if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
-            raise UnsupportedError("token_type_ids: a decoder may derive masks from them; leave them out")
+            raise UnsupportedError(
+                "token_type_ids: a decoder may derive masks from them, such as tokens of an image that see each other; "
+                "leave them out, or call rs.attention with rs.causal() | rs.blocks([...])"
+            )
         if "labels" in given and self.found.shifts_labels is None:
             raise UnsupportedError(
                 f"labels: {type(self.model).__name__} has a loss that is not over tokens; compute it from the outputs"
@@ -195,6 +215,28 @@ def check_random(model: PreTrainedModel, is_random: bool) -> None:
             f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process; "
             "set all dropout of the config and of adapters to 0, or call model.eval()"
         )
+
+
+def check_packed(given: Mapping[str, Any]) -> None:
+    """Refuse lengths of documents that are not those of `position_ids`, from which documents are taken here."""
+    positions = given.get("position_ids")
+    starts = None if positions is None or len(positions) > 1 else positions[0] == 0
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        found = given.get(name)
+        if found is None:
+            continue
+        if starts is None:
+            is_same = False
+        elif name == "seq_idx":
+            is_same = found.tolist() == [(starts.cumsum(0) - 1).tolist()]
+        else:
+            is_same = found.tolist() == [*starts.nonzero().flatten().tolist(), len(starts)]
+        if not is_same:
+            raise UnsupportedError(
+                "documents are those of position_ids, in one row, and these lengths are others",
+                argument=name,
+                remedy="leave it out",
+            )
 
 
 def takes_use_cache(model: PreTrainedModel) -> bool:

@@ -54,8 +54,21 @@ class Conversation:
     def extend(self, new: Tokens) -> None:
         self.columns = np.concatenate([self.columns, new], 1) if self.num_columns else new
 
+    def check_rows(self) -> None:
+        """Refuse what needs rows of equal length on sequences that `handle.step` or `load` made."""
+        if self.kv.lengths and not self.num_columns:
+            raise CacheError("past_key_values holds sequences of handle.step; continue them with handle.step")
+
+    def as_sequences(self) -> None:
+        """Let go of the columns, so that each row can go on by itself."""
+        self.forget_run()
+        if not self.columns.all():
+            raise CacheError("the rows of this cache have padding; step and save take rows without")
+        self.columns = np.zeros((0, 0), np.bool_)
+
     def crop(self, num_columns: int) -> None:
         self.forget_run()
+        self.check_rows()
         columns = self.columns[:, :num_columns]
         for row, length in enumerate(columns.sum(1).tolist()):
             if row in self.kv.lengths:
@@ -65,6 +78,7 @@ class Conversation:
     def select(self, rows: list[int]) -> None:
         """Make row i a copy of row rows[i]."""
         self.forget_run()
+        self.check_rows()
         if self.num_columns:
             self.kv.select(rows)
             self.columns = self.columns[rows]
@@ -171,6 +185,7 @@ def open_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Co
         conversation: Conversation = layers[0].conversation
         if conversation.owner is not owner:
             raise CacheError("past_key_values: the cache belongs to another parallelized model, or to a restored one")
+        conversation.check_rows()
         return conversation
     if type(cache) is not DynamicCache or cache.offloading:
         raise UnsupportedError(

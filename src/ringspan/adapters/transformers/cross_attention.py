@@ -48,6 +48,7 @@ def attend_to_parts(
     group: Any,
     kernel: str,
     scale: float | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Attend replicated queries (batch, heads, seq, dim) to keys and values that are spread over the ranks."""
     mask, layout, kv_layout = crossing.on_rank(rank)
@@ -62,6 +63,7 @@ def attend_to_parts(
         algorithm=DEFAULT_ALGORITHM,
         kernel=kernel,
         scale=scale,
+        softcap=softcap,
         return_lse=True,
         contract=False,
     )

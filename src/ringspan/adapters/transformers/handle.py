@@ -14,8 +14,8 @@ arguments at the call (`arguments.py`, and `generating.py` for generate()).
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,13 +29,20 @@ from ringspan.adapters.transformers.examine import check_config, examine
 from ringspan.adapters.transformers.generating import CheckedGenerate
 from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
+from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
+from ringspan.adapters.transformers.temperature import switch_off
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
 
 __all__ = ["Handle", "parallelize"]
+
+
+class Removable(Protocol):
+    def remove(self) -> None:
+        """Undo what was done."""
 
 
 class Handle:
@@ -44,9 +51,10 @@ class Handle:
     def __init__(self, adapter: Adapter, attention: "list[tuple[PreTrainedModel, str]]") -> None:
         self._adapter = adapter
         self._attention = attention
-        self._hooks: list[RemovableHandle | CheckedGenerate] = [
+        self._hooks: list[Removable] = [
             *_hooks(adapter),
             *tell_positions(adapter.wiring, adapter.found.counters),
+            *switch_off(adapter.found.layers),
         ]
         if adapter.found.has_encoder:
             self._hooks += _hooks(encoder_adapter(adapter), is_part=True)
@@ -87,6 +95,34 @@ class Handle:
             )
         return self._adapter.shard(batch)
 
+    def cache(self, *, storage: str | None = None, max_tokens: int | None = None) -> ShardedCache:
+        """Make an empty cache for `step`, or for `past_key_values` of the model's forward and generate().
+
+        Args:
+            storage: How keys and values are stored, as in `rs.KVCache`: None for the model's dtype, a dtype's name, or
+                "int8" and "float8_e4m3", which are quantised with a bounded error.
+            max_tokens: Upper bound of the tokens on a rank; None is unbounded.
+        """
+        return self._adapter.new_cache(storage, max_tokens)
+
+    def step(self, cache: ShardedCache, new: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run the model on new tokens of some sequences of a cache, each behind its own earlier tokens.
+
+        One token for each sequence is a decode step, computed by all ranks over the keys that each of them stores.
+        Otherwise the new tokens are shared out among the ranks. Sequences may join and leave between any two steps.
+
+        Args:
+            cache: From `cache`.
+            new: One or more tokens by sequence number; an unknown number begins a new sequence. Equal on all ranks.
+
+        Returns:
+            By sequence: the logits of its last token, (vocabulary,), on every rank.
+        """
+        if not self._hooks:
+            raise UnsupportedError("step() of a closed handle: the model was restored; parallelize it again")
+        with torch.no_grad():
+            return self._adapter.step(cache, new)
+
     def reduce_gradients(self) -> None:
         """Sum the parameters' gradients over the ranks, so that each rank has the gradients of one process.
 
@@ -94,6 +130,19 @@ class Handle:
         call it if DDP or FSDP reduces gradients.
         """
         reduce_gradients(self._adapter.model, self._adapter.options.group)
+
+    def take_whole_batches(self) -> None:
+        """Let training forwards take whole batches, `model(**batch)`, as inference does.
+
+        Such a forward returns the loss of the whole batch if it is given labels, and no logits. Without labels it
+        returns whole logits: compute the loss from them on every rank, the same on each. Sum the gradients with
+        `reduce_gradients`; DDP and FSDP would average them.
+        """
+        self._adapter.arguments.trains_whole = True
+
+    def on_restore(self, hook: Removable) -> None:
+        """Let `restore` remove this first."""
+        self._hooks.insert(0, hook)
 
     def restore(self) -> None:
         """Make the model what it was before `parallelize`; a second call does nothing."""
@@ -189,8 +238,8 @@ def _parallelize(model: PreTrainedModel, options: ShardOptions, verify: bool) ->
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
     ]
-    # A model loaded under our name has PyTorch's attention until now, and gets the name back when it is restored.
-    own = [(module, "sdpa" if name == NAME else name) for module, name in attention]
+    # A model loaded under our name has transformers' attention until now, and gets the name back when it is restored.
+    own = [(module, _default_attention(module) if name == NAME else name) for module, name in attention]
     wiring = Wiring()
     try:
         model.set_attn_implementation(wiring.name)
@@ -214,6 +263,10 @@ def _parallelize(model: PreTrainedModel, options: ShardOptions, verify: bool) ->
         _set_attention(attention)
         raise
     return Handle(Adapter(model, wiring, options, found), attention)
+
+
+def _default_attention(model: PreTrainedModel) -> str:
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def _pads_alike(attention: "list[tuple[PreTrainedModel, str]]", layers: Iterable[AttentionLayer]) -> bool:

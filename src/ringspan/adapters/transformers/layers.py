@@ -1,7 +1,7 @@
 """Which attention does each layer of a model ask for, and can it be computed exactly?
 
 The model is called on a few tokens with a recorder in place of attention. The recorder keeps the options that each
-layer passes: heads, mask, window, sinks, scale. An unknown option is refused by name, never ignored.
+layer passes: heads, mask, window, sinks, scale, softcap. An unknown option is refused by name, never ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ringspan.adapters.transformers.masks import MaskFunction, documents_mask, evaluate, find_mask
+from ringspan.adapters.transformers.masks import FoundMask, MaskFunction, chunked, documents_mask, evaluate, find_mask
+from ringspan.adapters.transformers.temperature import QueryScaling, find_scaling
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.errors import UnsupportedError
 from ringspan.mask import Mask, causal, full
@@ -21,11 +22,11 @@ from ringspan.schedule import Heads
 # Options that layers pass and attention does not need: RoPE is applied already, the rest is for outputs or caches.
 _OF_NO_USE = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
 _REASONS = {
-    "softcap": "scores are capped before the softmax, which no kernel here does",
     "position_bias": "a bias for relative positions is added to the scores, which no mask can express",
     "output_attentions": "no rank has all attention weights",
 }
 _FUNCTION = "ringspan_mask_function"  # the attribute of a recorded mask that holds its function
+_SIZE = "ringspan_mask_size"  # the attribute that holds the size of its window or chunk, 0 if it has none
 
 
 Side = Literal["own", "encoder", "cross"]
@@ -36,6 +37,7 @@ class AttentionOptions(NamedTuple):
     """The keyword arguments of a call of attention."""
 
     scale: float | None
+    softcap: float | None
     dropout: float
     window: int | None
     sinks: torch.Tensor | None
@@ -51,6 +53,7 @@ def read_options(given: Mapping[str, Any]) -> AttentionOptions:
     }
     options = AttentionOptions(
         given.pop("scaling", None),
+        given.pop("softcap", None),
         given.pop("dropout", 0.0),
         given.pop("sliding_window", None),
         given.pop("s_aux", None),
@@ -70,16 +73,25 @@ class AttentionLayer:
     name: str
     side: Side
     mask: Mask  # within a document
+    chunk: int | None  # the size of the mask's chunks
     keeps_documents: bool  # whether it keeps packed documents apart
     heads: Heads
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
     scale: float | None
+    softcap: float | None
     window: int | None
     has_sinks: bool
     is_causal: bool | None
     dropout: float  # in training
+    scaling: QueryScaling | None  # of queries by their columns
+
+    def mask_from(self, start: int) -> Mask:
+        """Return the mask of a row whose first token is at column `start`."""
+        if self.chunk is None or not start:
+            return self.mask
+        return chunked(self.chunk, is_causal=self.mask != chunked(self.chunk, is_causal=False), start=start)
 
     def check(self, asked: Asked) -> AttentionOptions:
         """Return the options of a call; refuse options that differ from those of the dry call."""
@@ -90,12 +102,14 @@ class AttentionLayer:
         if asked.mask is not None:
             raise UnsupportedError(f"{self.name}: attends with a foreign mask; give a 2-D attention_mask")
         heads = Heads(asked.q.shape[1], asked.k.shape[1])
-        expected = (self.scale, self.window, self.has_sinks, self.is_causal, self.heads)
-        found = (options.scale, options.window, options.sinks is not None, _is_causal(asked, options), heads)
+        scores = options.scale, options.softcap
+        expected = (self.scale, self.softcap, self.window, self.has_sinks, self.is_causal, self.heads)
+        found = (*scores, options.window, options.sinks is not None, _is_causal(asked, options), heads)
         if found != expected or options.dropout:
             raise UnsupportedError(
-                f"{self.name}: scale, window, sinks, is_causal and heads are {found}, dropout {options.dropout}, but "
-                f"parallelize found {expected} and no dropout; restore the model and parallelize it again"
+                f"{self.name}: scale, softcap, window, sinks, is_causal and heads are {found}, dropout "
+                f"{options.dropout}, but parallelize found {expected} and no dropout; restore the model and "
+                "parallelize it again"
             )
         return options
 
@@ -127,6 +141,7 @@ class Recorder:
         """Return a mask tagged with its function; the tag is lost if the model computes with the mask."""
         mask = torch.ones(1, 1, options["q_length"], options["kv_length"], dtype=torch.bool, device=self.device)
         setattr(mask, _FUNCTION, options["mask_function"])
+        setattr(mask, _SIZE, options.get("local_size") or 0)
         return mask
 
 
@@ -149,7 +164,7 @@ def describe_layers(
     """
     layers: dict[nn.Module, AttentionLayer] = {}
     refusals: list[Refusal] = []
-    masks: dict[tuple[MaskFunction, int | None], Mask | None] = {}  # layers share masks
+    masks: dict[tuple[MaskFunction, int], FoundMask | None] = {}  # layers share masks
     dropouts = {asked.module: asked.options.get("dropout", 0.0) for asked in trained.asked}
     for asked, asked_packed in zip(plain.asked, packed.asked, strict=True):
         name = names.get(asked.module, type(asked.module).__name__)
@@ -192,10 +207,10 @@ def _describe(
     packed: Asked,
     packed_ids: torch.Tensor,
     dropout: float,
-    masks: dict[Any, Mask | None],
+    masks: dict[tuple[MaskFunction, int], FoundMask | None],
 ) -> AttentionLayer:
     options = read_options(asked.options)
-    mask = _mask_of(asked, options, masks)
+    mask, chunk = _mask_of(asked, options, masks)
     if side == "cross" and mask != full():
         raise UnsupportedError("cross-attention that hides some of an encoder's tokens is not supported")
     if options.window is not None and mask.allowed([4 * options.window], [0]).any():
@@ -204,16 +219,19 @@ def _describe(
         name,
         side,
         mask,
+        chunk,
         side == "own" and _keeps_documents(packed, mask, packed_ids),
         Heads(asked.q.shape[1], asked.k.shape[1]),
         asked.q.shape[3],
         asked.v.shape[3],
         asked.q.dtype,
         options.scale,
+        options.softcap,
         options.window,
         options.sinks is not None,
         _is_causal(asked, options),
         dropout,
+        find_scaling(asked.module),
     )
 
 
@@ -224,24 +242,25 @@ def _function_of(asked: Asked) -> MaskFunction | None:
     return function
 
 
-def _mask_of(asked: Asked, options: AttentionOptions, masks: dict[Any, Mask | None]) -> Mask:
+def _mask_of(
+    asked: Asked, options: AttentionOptions, masks: dict[tuple[MaskFunction, int], FoundMask | None]
+) -> FoundMask:
     function, is_causal = _function_of(asked), _is_causal(asked, options)
     if function is not None:
-        key = (function, options.window)
-        mask = masks[key] = masks[key] if key in masks else find_mask(function, options.window, asked.q.device)
-        if mask is None:
-            raise UnsupportedError(
-                "its mask is neither full nor causal nor a sliding window (such as chunked attention)"
-            )
+        key = (function, max(options.window or 0, getattr(asked.mask, _SIZE)))
+        found = masks[key] = masks[key] if key in masks else find_mask(function, key[1], asked.q.device)
+        if found is None:
+            raise UnsupportedError("its mask is neither full nor causal, a sliding window nor chunks")
+        mask = found.mask
         if is_causal is not None and is_causal == mask.allowed([8], [9]).any():
             raise UnsupportedError(
                 f"is_causal={is_causal}, but its mask is {mask}: which of them applies would depend on padding; use "
                 "config.is_causal, which sets both"
             )
-        return mask
+        return found
     if is_causal is None or options.window is not None:
         raise UnsupportedError("it asks for no mask and does not say whether it is causal")
-    return causal() if is_causal else full()
+    return FoundMask(causal() if is_causal else full())
 
 
 def _is_causal(asked: Asked, options: AttentionOptions) -> bool | None:

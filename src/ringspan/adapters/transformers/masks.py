@@ -1,12 +1,13 @@
 """Which mask does a model mean, and which tokens does a batch keep apart?
 
 A model of transformers describes its masks by functions of a query's and a key's index. The function's values for one
-distant query give the window; the resulting mask is then compared with the function at many other places. So a mask is
-never inferred from a name, and a mask that has no equal here (chunks, images, prefixes) is detected.
+distant query give the window, and those of the first key the chunk; the resulting mask is then compared with the
+function at many other places. So a mask is never inferred from a name, and a mask that has no equal here (images,
+prefixes) is detected.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import torch
 
 from ringspan.adapters.keys import Keys, by_row
 from ringspan.errors import MaskError
-from ringspan.mask import Mask, causal, documents, full, sliding_window
+from ringspan.mask import Mask, causal, chunks, documents, full, sliding_window
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tokens = npt.NDArray[np.bool_]  # (batch, columns): False is padding
@@ -31,17 +32,50 @@ def evaluate(function: MaskFunction, q: Any, kv: Any, device: torch.device) -> n
     return seen
 
 
-def find_mask(function: MaskFunction, window: int | None, device: torch.device) -> Mask | None:
-    """Return the mask that equals the function, or None if there is none."""
-    far = max(_FAR, 4 * (window or 0))
+class FoundMask(NamedTuple):
+    """A mask, and the size of its chunks, which begin at the first token of a row."""
+
+    mask: Mask
+    chunk: int | None = None
+
+
+def find_mask(function: MaskFunction, size: int, device: torch.device) -> FoundMask | None:
+    """Return the mask that equals the function, or None if there is none; `size` is at least its window or chunk."""
+    far = max(_FAR, 4 * size)
+    for found in (_find_window(function, far, device), _find_chunks(function, far, device)):
+        if found is not None:
+            return found
+    return None
+
+
+def chunked(size: int, *, is_causal: bool, start: int = 0) -> Mask:
+    """Chunks counted from the first token of a row, at column `start`."""
+    return chunks(size, start) & causal() if is_causal else chunks(size, start)
+
+
+def _find_chunks(function: MaskFunction, far: int, device: torch.device) -> FoundMask | None:
+    """The first key is seen by the queries of its chunk."""
+    size = int(np.argmin(evaluate(function, np.arange(2 * far + 1), [0], device)[:, 0]))
+    if not size:
+        return None
+    mask = chunked(size, is_causal=size == 1 or not evaluate(function, [0], [1], device).any())
+    return FoundMask(mask, size) if _is_equal(mask, function, far, [size], device) else None
+
+
+def _find_window(function: MaskFunction, far: int, device: torch.device) -> FoundMask | None:
     seen = np.flatnonzero(evaluate(function, [far], np.arange(2 * far + 1), device))
     if not len(seen):
         return None
     left = None if seen[0] == 0 else far - int(seen[0])
     right = None if seen[-1] == 2 * far else int(seen[-1]) - far
     mask = _window(left, right)
-    places = _places(far, [end for end in (left, right) if end])
-    return mask if np.array_equal(mask.allowed(places, places), evaluate(function, places, places, device)) else None
+    ends = [end for end in (left, right) if end]
+    return FoundMask(mask) if _is_equal(mask, function, far, ends, device) else None
+
+
+def _is_equal(mask: Mask, function: MaskFunction, far: int, ends: list[int], device: torch.device) -> bool:
+    places = _places(far, ends)
+    return np.array_equal(mask.allowed(places, places), evaluate(function, places, places, device))
 
 
 def _window(left: int | None, right: int | None) -> Mask:
@@ -78,6 +112,11 @@ def _padding(tokens: npt.NDArray[np.bool_], number: int) -> Mask:
             f"attention_mask[{number}] has padding between tokens: padding may be before or after the tokens; remove it"
         )
     return Keys(first, last + 1)
+
+
+def first_columns(tokens: Tokens) -> tuple[int, ...]:
+    """Return the column of each row's first token; the number of columns if it has none."""
+    return tuple(int(np.argmax(row)) if row.any() else len(row) for row in tokens)
 
 
 def documents_mask(position_ids: npt.NDArray[np.int64]) -> Mask | None:

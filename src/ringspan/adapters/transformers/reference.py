@@ -18,6 +18,7 @@ from ringspan.adapters.transformers.adapter import Adapter, encoder_adapter
 from ringspan.adapters.transformers.arguments import Findings
 from ringspan.adapters.transformers.examine import left_alone, without_cache
 from ringspan.adapters.transformers.shards import ShardOptions
+from ringspan.adapters.transformers.temperature import switch_off
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.errors import UnsupportedError
@@ -168,7 +169,7 @@ def compare(
         joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name in _BY_TOKEN}
         return outputs | {f"{name} over a cache": x for name, x in joined.items()}
 
-    hooks = tell_positions(wiring, found.counters)
+    hooks: list[Any] = [*tell_positions(wiring, found.counters), *switch_off(found.layers)]
     try:
         with in_mode(model, training=False), torch.no_grad():
             results = run_in_process(run, world_size)

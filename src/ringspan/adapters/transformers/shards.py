@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from ringspan.adapters.keys import by_row
 from ringspan.adapters.transformers.cross_attention import Crossing
 from ringspan.adapters.transformers.layers import AttentionLayer, Side
-from ringspan.adapters.transformers.masks import Tokens, documents_mask, padding_mask
+from ringspan.adapters.transformers.masks import Tokens, documents_mask, first_columns, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.algorithms import ALGORITHMS
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
@@ -86,6 +87,7 @@ class ShardRun:
     padding: Mask | None
     documents: Mask | None
     said: dict[str, str]  # the description of the batch on which the ranks agree
+    firsts: tuple[int, ...] = ()  # by row, the column of its first token; empty if there is no padding
     num_labels: int = 0  # labels that count, on all ranks
     masks: dict[tuple[Mask, bool], Mask] = field(default_factory=dict)
     source: "ShardRun | None" = None  # the encoder's run, if this is the decoder's
@@ -101,8 +103,9 @@ class ShardRun:
             self.fail(error)
             raise
         mask, layout, kv_layout = self.seen_by(layer)
+        q = asked.q if layer.scaling is None else layer.scaling.apply(asked.q, self.positions(layer.side))
         out = attention(
-            asked.q,
+            q,
             asked.k,
             asked.v,
             mask=mask,
@@ -112,6 +115,7 @@ class ShardRun:
             algorithm=self.options.algorithm,
             kernel=self.options.kernel,
             scale=options.scale,
+            softcap=options.softcap,
             sinks=options.sinks,
         )
         assert isinstance(out, torch.Tensor)
@@ -136,7 +140,8 @@ class ShardRun:
             return self.source.seen_from(self.layout)
         key = (layer.mask, layer.keeps_documents)
         if key not in self.masks:
-            mask = layer.mask if self.padding is None else layer.mask & self.padding
+            mask = by_row([layer.mask_from(first) for first in self.firsts]) or layer.mask
+            mask = mask if self.padding is None else mask & self.padding
             if self.documents is not None and layer.keeps_documents:
                 mask = mask & self.documents
             self.masks[key] = mask
@@ -197,8 +202,9 @@ def shard_inputs(
         part["labels"] = part["labels"].clone()
         part["labels"][:, local_rows(layout, rank).replicated] = IGNORE_INDEX
     padding = None if tokens is None else padding_mask(tokens)
+    firsts = () if tokens is None else first_columns(tokens)
     said = describe({name: x for name, x in batch.items() if name == "attention_mask" or not is_known})
-    return ShardPart(part, ShardRun(options, layers, layout, padding, documents, said, num_labels))
+    return ShardPart(part, ShardRun(options, layers, layout, padding, documents, said, firsts, num_labels))
 
 
 def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
 from ringspan.adapters.transformers.cross_attention import attend_to_parts
-from ringspan.adapters.transformers.layers import AttentionLayer, Side
+from ringspan.adapters.transformers.layers import AttentionLayer, AttentionOptions, Side
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import (
     BY_TOKEN,
@@ -52,6 +52,7 @@ class TurnRun:
     is_decode: bool  # one token per row, (batch, 1)
     dtype: torch.dtype
     places: torch.Tensor  # positions of this rank's tokens
+    row_columns: torch.Tensor  # columns of this rank's tokens, or the column of all rows if is_decode
     source: ShardRun | None  # the encoder's part
     pending: int | None = None
 
@@ -65,7 +66,7 @@ class TurnRun:
         try:
             options = layer.check(asked)
             if layer.side == "cross":
-                return self._cross(asked, options.scale)
+                return self._cross(asked, options)
             if self.pending is None:
                 raise UnsupportedError(f"{layer.name}: it attends without the cache; use_cache=False")
         except UnsupportedError as error:
@@ -73,8 +74,9 @@ class TurnRun:
             raise
         index, self.pending = self.pending, None
         run = self.turn.decode if self.is_decode else self.turn.prefill
-        q, k, v = (x.to(self.dtype) for x in (asked.q, asked.k, asked.v))
-        result = run(q, k, v, layer=index, scale=options.scale, return_lse=True)
+        q = asked.q if layer.scaling is None else layer.scaling.apply(asked.q, self.row_columns)
+        q, k, v = (x.to(self.dtype) for x in (q, asked.k, asked.v))
+        result = run(q, k, v, layer=index, scale=options.scale, softcap=options.softcap, return_lse=True)
         assert isinstance(result, Attention)
         if options.sinks is None:
             return result.out
@@ -82,7 +84,7 @@ class TurnRun:
         share = torch.sigmoid(result.lse - options.sinks.to(result.lse.dtype)[:, None])
         return (result.out * share.unsqueeze(-1)).to(self.dtype)
 
-    def _cross(self, asked: Asked, scale: float | None) -> torch.Tensor:
+    def _cross(self, asked: Asked, layer: AttentionOptions) -> torch.Tensor:
         """Attend to the cached keys and values of the encoder."""
         assert self.source is not None
         tokens = torch.from_numpy(self.columns).to(asked.q.device)
@@ -90,7 +92,15 @@ class TurnRun:
         seen = self.source.seen_from(_all_have(self.options.world_size, q.shape[2]))
         options = self.options
         out = attend_to_parts(
-            q, asked.k, asked.v, seen, rank=options.rank, group=options.group, kernel=options.kernel, scale=scale
+            q,
+            asked.k,
+            asked.v,
+            seen,
+            rank=options.rank,
+            group=options.group,
+            kernel=options.kernel,
+            scale=layer.scale,
+            softcap=layer.softcap,
         )
         return out if self.is_decode else out.transpose(1, 2)[tokens].transpose(0, 1)[None]
 
@@ -161,7 +171,13 @@ def cached_layers(
 
 
 def make_kv(
-    ordered: tuple[AttentionLayer, ...], options: ShardOptions, dtype: torch.dtype, device: torch.device
+    ordered: tuple[AttentionLayer, ...],
+    options: ShardOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    storage: str | None = None,
+    max_tokens: int | None = None,
 ) -> KVCache:
     first = ordered[0]
     return KVCache(
@@ -171,6 +187,8 @@ def make_kv(
         head_dim=first.head_dim,
         v_head_dim=first.v_head_dim,
         dtype=dtype,
+        storage=storage,
+        max_tokens=max_tokens,
         mask=[layer.mask for layer in ordered],
         kernel=options.kernel,
         device=device,
@@ -271,11 +289,12 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
     size, seq_len = columns.shape
     past = conversation.columns.sum(1) if conversation.num_columns else np.zeros(size, np.int64)
     starts = {row: int(past[row]) for row in lengths}  # the cache refuses a turn that begins elsewhere
-    turn = _share_out(conversation.kv, lengths, starts, options, is_shared=seq_len > 1 and source is None)
+    turn = share_out(conversation.kv, lengths, starts, options, is_shared=seq_len > 1 and source is None)
     is_decode = seq_len == 1 and len(lengths) == size
     device = batch["position_ids"].device
     tokens = torch.from_numpy(columns).to(device)
     mine = torch.from_numpy(turn.layout.positions(options.rank)).to(device)
+    every_column = _columns_of(columns, conversation.num_columns)
     inputs = batch if is_decode else {name: x[tokens][mine][None] for name, x in batch.items()}
     run = TurnRun(
         options,
@@ -286,6 +305,7 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
         is_decode,
         conversation.kv.dtype,
         inputs["position_ids"][0],
+        every_column[:1] if is_decode else every_column[mine.cpu()],
         None if source is None else source.run,
     )
     conversation.run = run
@@ -296,7 +316,12 @@ def begin_turn(new: NewTokens, options: ShardOptions, layers: Mapping[nn.Module,
     return Begun(inputs, run, keep)
 
 
-def _share_out(
+def _columns_of(new: Tokens, num_past: int) -> torch.Tensor:
+    """Return the column of each new token, row by row."""
+    return torch.from_numpy(np.nonzero(new)[1] + num_past)
+
+
+def share_out(
     kv: KVCache, lengths: dict[int, int], starts: dict[int, int], options: ShardOptions, *, is_shared: bool
 ) -> Turn:
     if is_shared:
@@ -315,19 +340,20 @@ class Keep:
     by_rank: tuple[npt.NDArray[np.int64], ...]  # local rows that are kept
     layout: Layout  # of the kept tokens, numbered consecutively
     places: Tokens  # (batch, kept columns): which of them are tokens
+    is_all: bool  # every token is kept
 
     @classmethod
     def of(cls, is_kept: npt.NDArray[np.bool_], places: Tokens, layout: Layout) -> "Keep":
         """Make it from one flag per token, numbered through the rows."""
-        ranks = range(layout.world_size)
+        ranks, is_all = range(layout.world_size), bool(is_kept.all())
         by_rank = tuple(np.flatnonzero(is_kept[layout.positions(rank)]) for rank in ranks)
         if layout.replicated:
-            return cls(by_rank, Layout(((),) * layout.world_size, (Span(0, int(is_kept.sum())),)), places)
-        if is_kept.all():
-            return cls(by_rank, layout, places)
+            return cls(by_rank, Layout(((),) * layout.world_size, (Span(0, int(is_kept.sum())),)), places, is_all)
+        if is_all:
+            return cls(by_rank, layout, places, is_all)
         numbers = np.cumsum(is_kept) - 1
         kept = [numbers[layout.positions(rank)[by_rank[rank]]] for rank in ranks]
-        return cls(by_rank, layout_of_positions(kept), places)
+        return cls(by_rank, layout_of_positions(kept), places, is_all)
 
     def whole(self, part: torch.Tensor, group: Any) -> torch.Tensor:
         """Gather (1, kept rows of this rank, dim) to (batch, kept columns, dim) on every rank, 0 for padding."""

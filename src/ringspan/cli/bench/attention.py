@@ -121,7 +121,7 @@ def attention(
     check_options((name,), direction, mesh, place.world_size)
     check_mask(mask, sizes.seq_len)
     check_layout(layout, reproducible)
-    device = None if predict is None else _load_device(predict, has_backward, reproducible)
+    device = None if predict is None else _load_device(predict, reproducible)
     settings = Settings(
         **sizes._asdict(),
         **runs._asdict(),
@@ -143,11 +143,12 @@ def attention(
         return  # not rank 0
     predicted = None
     if device is not None:
-        from ringspan.bench.predict import predict_timeline
+        from ringspan.bench.predict import predict_pass
 
-        predicted = predict_timeline(settings, device)
-        result = dataclasses.replace(measured.result, predicted_s=predicted.makespan_s)
-        measured = measured._replace(result=result)
+        passes = [predict_pass(settings, device, side) for side in settings.passes()]
+        predicted_s = sum(timeline.makespan_s for timeline in passes)
+        measured = measured._replace(result=dataclasses.replace(measured.result, predicted_s=predicted_s))
+        predicted = None if has_backward else passes[0]  # a page lays one pass over the measured one
     if trace is not None:
         write_json(trace, _trace(measured))
     if html is not None:
@@ -164,12 +165,10 @@ def attention(
         ctx.exit(1)
 
 
-def _load_device(path: Path, has_backward: bool, reproducible: bool) -> Device:
+def _load_device(path: Path, reproducible: bool) -> Device:
     """The calibrated device, refused before the measurement rather than after it."""
     from ringspan.planner.catalog import load_device
 
-    if has_backward:
-        raise click.UsageError("--predict covers the forward pass only; leave out --backward")
     if reproducible:
         raise click.UsageError("--predict covers the default mode only; leave out --reproducible")
     if path.suffix != ".toml":

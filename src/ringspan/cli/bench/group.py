@@ -7,6 +7,7 @@ from ringspan.cli.bench.calibrate import calibrate
 from ringspan.cli.bench.inference import decode, prefill
 from ringspan.cli.bench.model import model
 from ringspan.cli.bench.selfcheck import selfcheck
+from ringspan.cli.bench.video import video
 
 EXAMPLES = """\b
 Examples:
@@ -29,5 +30,5 @@ def bench(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (attention, model, prefill, decode, selfcheck, calibrate):
+for command in (attention, model, video, prefill, decode, selfcheck, calibrate):
     bench.add_command(command)

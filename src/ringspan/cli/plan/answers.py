@@ -35,7 +35,7 @@ def print_answer(
         "max_context": f"{asked.tokens:,} tokens is the longest sequence that fits",
         "max_batch": f"{asked.batch:,} is the largest batch that fits",
     }[question]
-    console.print(Text(f"✓ {found}: {describe(option)}, {format_range(option)}", "bold green"))
+    console.print(Text(f"✓ {found}: {describe(option, asked)}, {format_range(option)}", "bold green"))
     is_barely = option.memory.fits_barely(device.memory_bytes)
     rows = [
         ("model", f"{asked.model.id}, {asked.phase}, {asked.tokens:,} tokens, batch {asked.batch:,}"),
@@ -67,7 +67,7 @@ def print_sweep(answers: Sequence[Answer], price: float | None, console: Console
         cells = [
             f"{cluster.nodes}x{cluster.per_node}x{cluster.device.id}",
             f"{asked.tokens:,}",
-            describe(option),
+            describe(option, asked),
             format_range(option) if option.fits else "",
             gigabytes(option.memory.total),
             "✓" if option.fits else "✗",

@@ -120,12 +120,22 @@ def _check_options(rows: str | None, options: dict[str, Any]) -> None:
     asked = [f"--{name.replace('_', '-')}" for name in QUESTIONS if options[name]]
     if len(asked) > 1:
         raise click.UsageError(f"{' and '.join(asked)} are two questions; ask one at a time")
-    for name in ("model", "devices"):
-        if options[name] is None:
-            raise click.UsageError(f"--{name} is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K")
+    missing = "is missing; try --model llama-3.1-8b --devices 8xh100 --tokens 128K"
+    if options["model"] is None:
+        raise click.UsageError(f"--model {missing}")
+    if options["devices"] is None:
+        _check_model(options["model"])
+        raise click.UsageError(f"--devices {missing}")
     for name in ("trace", "plot", "html"):
         if asked and options[name] is not None and (name, asked) != ("plot", ["--sweep"]):
             raise click.UsageError(f"--{name} has no meaning for {asked[0]}; leave it out")
+
+
+def _check_model(name: str) -> None:
+    """Say that a model is unknown before what else is missing."""
+    from ringspan.planner.catalog import load_model
+
+    load_model(name)
 
 
 def _plan(ctx: click.Context, request: "Request", options: dict[str, Any], price: float | None, as_json: bool) -> None:
@@ -171,7 +181,9 @@ def _answer(
 
     with Console(stderr=True).status("Planning"):
         if options["sweep"] is not None:
-            lengths, clusters = parse_sweep((options["sweep"], *options["swept"]), request)
+            lengths, clusters = parse_sweep(
+                (options["sweep"], *options["swept"]), request, options["network"], options["link"]
+            )
             answers: list[Answer] = list(sweep(request, lengths, clusters))
         elif options["target_ttft"] is not None:
             found = fewest_devices(request, parse_time("--target-ttft", options["target_ttft"]))

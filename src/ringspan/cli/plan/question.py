@@ -4,7 +4,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from ringspan.cli.values import parse_tokens
+from ringspan.cli.values import parse_sides, parse_tokens
 from ringspan.errors import ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def _size(model: "Model", options: dict[str, Any]) -> tuple[int, int, int] | Non
 
 
 def _sides(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip())
-    if found is None:
-        raise ShapeError(f"--size {text}: expected a size; use HEIGHTxWIDTH, such as 720x1280")
-    return int(found[1]), int(found[2])
+    try:
+        return parse_sides(text)
+    except ShapeError as error:
+        raise ShapeError(f"--size {text}: {error}") from error
 
 
 def parse_time(option: str, text: str) -> float:
@@ -100,7 +100,9 @@ def parse_price(text: str, device: str) -> float:
     return price
 
 
-def parse_sweep(words: tuple[str, ...], request: "Request") -> tuple[list[int], list["Cluster"]]:
+def parse_sweep(
+    words: tuple[str, ...], request: "Request", network: str | None = None, link: str | None = None
+) -> tuple[list[int], list["Cluster"]]:
     """Lengths and clusters of a sweep; a dimension that is not swept has the value that was given."""
     from ringspan.planner.catalog import parse_devices
 
@@ -112,7 +114,8 @@ def parse_sweep(words: tuple[str, ...], request: "Request") -> tuple[list[int], 
         elif key == "devices" and values:
             kernel = request.cluster.device.attention.kernel
             clusters = [
-                parse_devices(value, None, None if value.endswith(".toml") else kernel) for value in values.split(",")
+                parse_devices(value, network, None if value.endswith(".toml") else kernel, link)
+                for value in values.split(",")
             ]
         else:
             raise ShapeError(f"--sweep {word!r}: use tokens=N,N,... and devices=D,D,..., with values")

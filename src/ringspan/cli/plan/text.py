@@ -13,8 +13,7 @@ from ringspan.cli.tables import new_table
 from ringspan.planner.catalog import Cluster, Model
 from ringspan.planner.plan import Answer, Cost, Option, Plan, Prediction, Request
 from ringspan.planner.plan.questions import MOST_DEVICES
-from ringspan.planner.plan.request import legal_tps
-from ringspan.planner.plan.video import whole_s
+from ringspan.planner.plan.request import Setup, legal_tps
 
 TABLE_OPTIONS = 12  # rows
 MOST_TIES = 3  # that are named
@@ -91,8 +90,11 @@ def _describe_work(request: Request) -> str:
     if request.chunk < request.tokens:
         parts.append(f"{request.chunk:,} at a time")
     video = request.model.video
-    if request.phase == "denoise" and video is not None and request.batch == video.forwards == 2:
+    if request.has_guidance:
         parts.append("batch 2: with guidance, a step is two forwards")
+    elif request.phase == "denoise" and video is not None and request.batch == 1:
+        without = "" if video.forwards == 1 else ", without guidance"
+        parts.append(f"batch 1: a step is one forward{without}")
     else:
         parts.append(f"batch {request.batch}")
     if request.accumulate > 1:
@@ -106,12 +108,14 @@ def _print_answer(page: Page, plan: Plan, cost: Cost | None) -> None:
     page.section("The answer")
     best, request = plan.best, plan.request
     mark = "✓ fits barely" if plan.fits_barely else "✓"
-    page.console.print(Text(f"{mark} {describe(best)}: {format_range(best)}", "bold green"))
+    page.console.print(Text(f"{mark} {describe(best, plan.request)}: {format_range(best)}", "bold green"))
     rows = [(TIMES[request.phase], f"{format_range(best)}; estimate {format_seconds(best.prediction.total_s)}")]
-    video_s = whole_s(request, best.prediction.total_s)
-    if video_s is not None and request.model.video is not None:
-        what = f"{request.model.video.steps} steps, text encoder and VAE"
-        rows.append(("whole video", f"about {format_seconds(video_s)}: {what}"))
+    if plan.video is not None:
+        rows += [
+            ("whole video", f"about {format_seconds(plan.video.total_s)}"),
+            ("denoising", f"{format_seconds(plan.video.denoising_s)}: {plan.video.steps} steps"),
+            ("text encoder and VAE", f"{format_seconds(plan.video.fixed_s)}: on one device, not parallel here"),
+        ]
     if request.phase != "denoise":
         work = (1 if request.phase == "decode" else request.tokens) * request.batch * request.accumulate
         rows.append(("tokens per second", f"{_rate(work / best.high_s)} to {_rate(work / best.low_s)}"))
@@ -121,7 +125,7 @@ def _print_answer(page: Page, plan: Plan, cost: Cost | None) -> None:
         rows.append(("cost", describe_cost(cost, request)))
     page.facts(rows)
     if plan.tied:
-        names = list(dict.fromkeys(describe(option) for option in plan.tied))
+        names = list(dict.fromkeys(describe(option, request) for option in plan.tied))
         others = f"; and {len(names) - MOST_TIES} more" if len(names) > MOST_TIES else ""
         page.prose(
             f"Too close to call, a tie for all that is known: {'; '.join(names[:MOST_TIES])}{others}.",
@@ -136,7 +140,7 @@ def _print_no_fit(page: Page, plan: Plan, enough: Answer | None) -> None:
     best, device = plan.best, plan.request.cluster.device
     text = (
         f"✗ does not fit: {gigabytes(best.memory.total)} of {gigabytes(device.memory_bytes)} "
-        f"on every device, by {describe(best)}"
+        f"on every device, by {describe(best, plan.request)}"
     )
     page.console.print(Text(text, "bold red"))
     if enough is None:
@@ -144,7 +148,7 @@ def _print_no_fit(page: Page, plan: Plan, enough: Answer | None) -> None:
     else:
         cluster, option = enough.request.cluster, enough.option
         page.prose(
-            f"The fewest {device.id} that hold it are {cluster.num_devices}: {describe(option)}, "
+            f"The fewest {device.id} that hold it are {cluster.num_devices}: {describe(option, enough.request)}, "
             f"{format_range(option)}, {gigabytes(option.memory.total)} on each."
         )
     page.prose("Of all ways this comes closest.", _way_out(plan))
@@ -195,7 +199,7 @@ def _way_out(plan: Plan) -> str:
     return f"Most is taken by the {ITEMS[largest]}. Use {'; or '.join(helpful)}."
 
 
-def describe(option: Option) -> str:
+def describe(option: Option, request: Request) -> str:
     """The way in words."""
     setup = option.setup
     parts = [str(setup)]
@@ -206,8 +210,15 @@ def describe(option: Option) -> str:
     elif setup.tp > 1:
         parts = [f"tensor parallel {setup.tp} only"]
     if setup.copies > 1:
-        parts.append(f"{setup.copies} parts of the batch")
+        parts.append(describe_copies(setup, request))
     return ", ".join(parts)
+
+
+def describe_copies(setup: Setup, request: Request) -> str:
+    """The degrees of guidance and sequence, as libraries for video call them; else into how many parts a batch goes."""
+    if request.has_guidance:
+        return f"cfg {setup.copies} × cp {setup.cp}"
+    return f"{setup.copies} parts of the batch"
 
 
 def _rate(per_second: float) -> str:
@@ -244,7 +255,7 @@ def _print_options(page: Page, plan: Plan) -> None:
     for option in plan.options[:TABLE_OPTIONS]:
         setup, it = option.setup, option.prediction
         table.add_row(
-            str(setup) + (f" ({setup.copies} copies)" if setup.copies > 1 else ""),
+            str(setup) + (f" ({_copies(setup, plan.request)})" if setup.copies > 1 else ""),
             setup.layout if setup.cp > 1 else "",
             str(setup.tp),
             str(setup.cp),
@@ -266,6 +277,10 @@ def _print_options(page: Page, plan: Plan) -> None:
     hidden = len(plan.illegal) - TABLE_OPTIONS
     if hidden > 0:
         page.show(Text(f"(and {hidden} more that are not possible; --json has them all)", "dim"))
+
+
+def _copies(setup: Setup, request: Request) -> str:
+    return f"cfg {setup.copies}" if request.has_guidance else f"{setup.copies} copies"
 
 
 def _print_lengths(page: Page, plan: Plan) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ringspan import __version__
+from ringspan.bench.launch import find_launcher
 from ringspan.cli.files import OutputFile, write_text
 from ringspan.cli.page_command import command_line
 
@@ -83,6 +84,7 @@ def verify(
         "thorough": thorough,
         "seed": seed,
     }
+    find_launcher(os.environ)  # refuses variables that make no sense
     with _bar() as progress:
         if is_launched(os.environ):
             report = verify_here(target, progress=progress, **options)

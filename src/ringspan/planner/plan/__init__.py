@@ -19,6 +19,7 @@ from ringspan.planner.plan.questions import (
 )
 from ringspan.planner.plan.request import PHASES, Phase, Request, Setup
 from ringspan.planner.plan.settings import Recipe
+from ringspan.planner.plan.video import WholeVideo
 
 __all__ = [
     "PHASES",
@@ -36,6 +37,7 @@ __all__ = [
     "Recipe",
     "Request",
     "Setup",
+    "WholeVideo",
     "build_plan",
     "cost_of",
     "count_memory",

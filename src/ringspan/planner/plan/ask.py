@@ -10,9 +10,9 @@ from ringspan.planner.plan.request import Phase, Request
 from ringspan.planner.software import RINGSPAN, find_software
 
 NOT_MODELLED = {
-    "pipeline_parallel": "stages of layers and the bubbles between them are not modelled; use tp= and shards_weights=",
-    "expert_parallel": "exchanges of tokens between experts are not modelled: experts are planned as split by tp=",
-    "offload": "copies between host and device are not modelled; use shards_weights=, weights='fp8' or more devices",
+    "pipeline_parallel": "stages and their bubbles are not modelled; tensor parallelism and sharded weights are",
+    "expert_parallel": "exchanges between experts are not modelled; they are planned as split by tensor parallelism",
+    "offload": "copies between host and device are not modelled; sharded weights and weights in fp8 are",
 }
 
 

@@ -17,6 +17,7 @@ from ringspan.planner.plan.picture import draw_plan
 from ringspan.planner.plan.predict import Prediction, predict
 from ringspan.planner.plan.request import Request, Setup, legal_tps
 from ringspan.planner.plan.settings import Recipe, list_recipes
+from ringspan.planner.plan.video import WholeVideo, whole_video
 
 
 class Option(NamedTuple):
@@ -48,6 +49,7 @@ class Plan:
     recipes: tuple[Recipe, ...]
     explanation: tuple[ExplainedTerm, ...]
     caveats: tuple[str, ...]
+    video: WholeVideo | None  # by the best way, where steps and size are known
 
     def _repr_html_(self) -> str:
         return draw_plan(self)
@@ -78,6 +80,7 @@ def build_plan(request: Request) -> Plan:
         recipes=tuple(list_recipes(request, [option.prediction for option in options if option.fits])),
         explanation=tuple(explain(request, best.prediction, best.memory)),
         caveats=tuple(list_caveats(request, best.setup)),
+        video=whole_video(request, best.prediction.total_s),
     )
 
 

@@ -11,7 +11,7 @@ from ringspan.planner.plan.candidates import list_setups
 from ringspan.planner.plan.lengths import last_that, longest
 from ringspan.planner.plan.memory import count_memory
 from ringspan.planner.plan.request import MOST_SEQUENCES, Request, legal_tps
-from ringspan.planner.plan.video import whole_s
+from ringspan.planner.plan.video import whole_video
 
 MOST_DEVICES = 1024  # that are tried
 SECONDS_PER_HOUR = 3600.0
@@ -109,11 +109,11 @@ def cost_of(request: Request, option: Option, price_per_hour: float) -> Cost:
         raise ShapeError(f"price={price_per_hour}: use an amount above 0 and below 1e9, per device and hour")
     per_s = price_per_hour * request.cluster.num_devices / SECONDS_PER_HOUR
     seconds = option.prediction.total_s
-    video_s = whole_s(request, seconds)
-    tokens = request.batch * (1 if request.phase == "decode" else request.tokens)
+    video = whole_video(request, seconds)
+    tokens = request.batch * request.accumulate * (1 if request.phase == "decode" else request.tokens)
     return Cost(
         per_s * seconds,
-        None if video_s is None else per_s * video_s,
+        None if video is None else per_s * video.total_s,
         None if request.phase == "denoise" else per_s * seconds / tokens * 1e6,
     )
 

@@ -143,6 +143,12 @@ class Request:
         return min(self.tokens, self.chunk_tokens or self.tokens)
 
     @property
+    def has_guidance(self) -> bool:
+        """Whether the batch is the two forwards of a step with classifier-free guidance."""
+        video = self.model.video
+        return self.phase == "denoise" and video is not None and self.batch == video.forwards == 2
+
+    @property
     def pixels(self) -> int:
         """Pixels of a frame of the requested video, or of the usual one."""
         video = self.model.video

@@ -15,6 +15,7 @@ from ringspan.planner.plan.passes import shown_window
 from ringspan.planner.plan.predict import Prediction
 from ringspan.planner.plan.request import Request, Setup
 
+MOST_EQUAL = 5e-4  # of a time: what differs by less is printed as equal
 WIRES = {"int8": "int8", "fp8": "float8_e4m3"}  # as the runtime calls them
 
 
@@ -49,7 +50,8 @@ def _second_best(write: Callable[[Setup], Recipe], ranked: Sequence[Prediction])
             if prediction is ranked[0]:
                 return recipe
             more = prediction.total_s / ranked[0].total_s - 1
-            way = f"{wanted.caveat}; this is {prediction.setup} over {prediction.setup.cp} ranks, {more:.1%} slower"
+            slower = "as fast" if more < MOST_EQUAL else f"{100 * more:.1f} % slower"
+            way = f"{wanted.caveat}; this is {prediction.setup} over {prediction.setup.cp} ranks, {slower}"
             return recipe._replace(caveat="; ".join(filter(None, (way, recipe.caveat))))
     return wanted
 

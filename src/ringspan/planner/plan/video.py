@@ -1,5 +1,7 @@
 """What of a whole video does not shrink with the number of devices, and how long does a video take?"""
 
+from typing import NamedTuple
+
 from ringspan.planner.catalog import Device
 from ringspan.planner.plan.request import Request
 
@@ -10,12 +12,25 @@ def fixed_s(device: Device, frames: int, height: int, width: int) -> float:
     return pixels * device.constants.video_bytes_per_pixel / device.memory_bytes_per_s
 
 
-def whole_s(request: Request, step_s: float) -> float | None:
-    """Seconds of a video of as many steps as its pipeline takes; None where they or its size are not known."""
+class WholeVideo(NamedTuple):
+    """Seconds of a video by what they are spent on; only denoising is shared among the devices."""
+
+    steps: int
+    denoising_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it, one after the other."""
+        return self.denoising_s + self.fixed_s
+
+
+def whole_video(request: Request, step_s: float) -> WholeVideo | None:
+    """A video of as many steps as its pipeline takes; None where they or its size are not known."""
     video = request.model.video
     if request.phase != "denoise" or video is None or video.steps is None:
         return None
     size = request.size or video.usual
     if size is None:
         return None
-    return video.steps * step_s + fixed_s(request.cluster.device, *size)
+    return WholeVideo(video.steps, video.steps * step_s, fixed_s(request.cluster.device, *size))

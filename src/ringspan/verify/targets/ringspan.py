@@ -1,7 +1,6 @@
 """This library's own attention as a target."""
 
 import zlib
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ ALGORITHMS = ("pass_kv", "pass_q", "all_gather", "ulysses")
 class RingspanTarget(Target):
     """`rs.attention` with one algorithm, or with each in turn."""
 
-    features = tuple(name for name in FEATURES if name not in ("softcap", "float16"))
+    features = tuple(name for name in FEATURES if name != "float16")
 
     def __init__(self, algorithm: str | None = None) -> None:
         if algorithm is not None and algorithm not in ("auto", *ALGORITHMS):
@@ -31,7 +30,6 @@ class RingspanTarget(Target):
     def attend(self, call: TargetCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Out and lse."""
         algorithm = self._algorithm or _choose(call.case)
-        options: dict[str, Any] = {} if call.softcap is None else {"softcap": call.softcap}
         q, k = call.q, call.k
         if call.case.has_rope:
             q, k = _turn(q, call.positions), _turn(k, call.kv_positions)
@@ -44,8 +42,8 @@ class RingspanTarget(Target):
             algorithm=algorithm,
             scale=call.scale,
             sinks=call.sinks,
+            softcap=call.softcap,
             return_lse=True,
-            **options,
         )
         assert isinstance(result, tuple)
         return result.out, result.lse
