@@ -9,7 +9,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["ring", "rooms", "way"])
+@pytest.mark.parametrize("name", ["ring", "rooms", "steps", "way"])
 def test_a_picture_is_drawn_by_its_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     script, svg = (importlib.import_module(module) for module in (f"draw_{name}", "svg"))

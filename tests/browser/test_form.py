@@ -34,6 +34,9 @@ STICKS_OUT = """() => [...document.querySelectorAll('button, .facts > div, th, t
   const [inner, outer] = [e.getBoundingClientRect(), holder.getBoundingClientRect()];
   return e.tagName === 'text' ? inner.left < outer.left - 1 || inner.right > outer.right + 1 : e.scrollWidth > e.clientWidth + 1;
 }).map((e) => e.textContent)"""  # noqa: E501
+# Tables that are wider than what holds them and do not scroll.
+WIDE_TABLES = """() => [...document.querySelectorAll('table')].filter((e) => e.checkVisibility() && !e.closest('.scroll'))
+  .filter((e) => e.getBoundingClientRect().right > e.parentElement.getBoundingClientRect().right + 1).map((e) => e.textContent)"""  # noqa: E501
 
 
 def build_plan_of(name: str = "llama-3.1-8b") -> Plan:
@@ -97,6 +100,7 @@ def assert_fits(opened: Opened, width: int) -> None:
     for selector in (".card", "button, select, input[type=range], .place", ".facts > div"):
         assert opened.page.evaluate(OVERLAPS, selector) == 0, selector
     assert opened.page.evaluate(STICKS_OUT) == []
+    assert opened.page.evaluate(WIDE_TABLES) == []
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)

@@ -17,6 +17,7 @@ from ringspan.page.lesson import PRESETS, describe_lesson
 from ringspan.page.questions import PLAIN, RING
 from ringspan.page.runs import describe_run
 from ringspan.simulate import RankStep
+from support.readings import Reading, list_readings
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -291,7 +292,7 @@ def test_questions_can_be_answered_by_looking(lesson_file: Path, open_page: Open
         ),
         "From 8 ranks to 32": lambda: "it falls to about a quarter",
         "simply be added": lambda: (
-            "Each was divided by the sum of its own weights, so it must be weighed by that sum's share first."
+            "Each was divided by the sum of its own weights, so it must first be weighted by the share of that sum."
         ),
     }
     assert opened.page.locator(".questions li").count() == len(readings)
@@ -351,3 +352,30 @@ def tab_through(opened: Opened) -> list[str]:
         assert outline != "none", name
         names.append(name)
     return names
+
+
+# The table of docs/page.md
+
+READ_HERE = {
+    "bytes has rank 3 sent": "table.ranks tr[data-rank='3'] [data-name=sent]",
+    "idle with a contiguous": "table.ranks tr[data-rank='0'] [data-name=idle]",
+    "does rank 2 compute on": "table.ranks tr[data-rank='2'] [data-name=holds]",
+    "softmax weight": ".follow tr[data-step='1'] td >> nth=0",
+    "without the last hop": "section[data-id=break] [data-name=error]",
+    "one receive buffer": "section[data-id=break] [data-name=wrong]",
+    "contiguous take than zigzag": "section[data-id=time] .status",
+}
+
+
+@pytest.mark.parametrize("reading", list_readings(), ids=lambda reading: reading.question[:40])
+def test_the_answers_of_the_document_stand_on_the_page(
+    reading: Reading, lesson_file: Path, open_page: OpenPage
+) -> None:
+    opened = open_page(lesson_file, reading.view)
+    if "sees 8 keys" in reading.question:
+        shown = str(opened.page.locator("td[data-name=sends] .tile-name").count())
+    else:
+        (selector,) = (selector for words, selector in READ_HERE.items() if words in reading.question)
+        shown = opened.page.locator(selector).inner_text()
+    assert reading.answer in shown.replace("\u00a0", " ")
+    opened.assert_quiet()

@@ -37,11 +37,11 @@ class PageChoice(NamedTuple):
 RANKS = tuple(PageChoice(str(n), str(n), f"{n} ranks", f"--devices {n}") for n in (2, 3, 4, 8))
 
 LAYOUTS = (
-    PageChoice("contiguous", "contiguous", "Each rank holds one run of neighbouring tokens.", "--layout contiguous"),
+    PageChoice("contiguous", "contiguous", "Each rank owns one run of neighbouring tokens.", "--layout contiguous"),
     PageChoice(
         "zigzag",
         "zigzag",
-        "Each rank holds one early and one late run, which balances a causal mask.",
+        "Each rank owns one early and one late run, which balances a causal mask.",
         "--layout zigzag",
     ),
     PageChoice("striped", "striped", "Tokens are dealt to the ranks one by one.", "--layout striped"),
@@ -68,24 +68,32 @@ def _algorithm(name: str, more: str) -> PageChoice:
 
 
 ALGORITHM_CHOICES = (
-    _algorithm("pass_kv", "Blocks go one hop round the ring per step, while every rank computes on the one it has."),
+    _algorithm(
+        "pass_kv", "In each step a block moves one rank further, while every rank computes on the block that it holds."
+    ),
     _algorithm("pass_q", "Each partial result is sent straight back to the owner of its queries and merged there."),
     _algorithm(
-        "all_gather", "Nothing is left to hide the messages of later steps, and memory grows with the sequence."
+        "all_gather",
+        "All keys and values arrive first; then every rank computes. So nothing hides these messages, and the memory "
+        "of a rank grows with the whole sequence.",
     ),
     _algorithm("ulysses", "Each rank computes a few heads over the whole sequence."),
     _algorithm(
-        "double_ring", "Blocks cross to the next node once per phase, so the slow link has a whole phase for it."
+        "double_ring",
+        "Blocks cross to the next node only once per phase, so the slow link has a whole phase to carry them.",
     ),
     PageChoice(
         "decode_replicated",
         "decode, one sequence",
-        "All ranks hold the one new query. Each attends its part of the cache, and one merge leaves the result on all.",
+        "All ranks hold the one new query. Each computes it against its part of the cache; one merge gives all "
+        "ranks the "
+        "result.",
     ),
     PageChoice(
         "decode_sharded",
         "decode, batch",
-        "Each of four sequences has one new query on one rank. Queries travel round the ring past the resting cache.",
+        "Each of four sequences has one new query, which one rank owns. The queries travel round the ring; the "
+        "cache stays.",
     ),
 )
 

@@ -57,8 +57,9 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "none",
             "nothing",
-            "Every rank attends the block it holds, sends it on, and merges outputs by their log-sum-exp.",
-            "The proof passes: every visible pair is computed once. The error is rounding.",
+            "Nothing is wrong. Every rank computes on the block it holds, sends it on, and merges the outputs by their "
+            "log-sum-exp.",
+            "The proof passes: every visible pair is computed exactly once. What is left of the error is rounding.",
             layout,
             right,
             right,
@@ -66,9 +67,10 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "plain_sum",
             "add outputs as they are",
-            "The outputs of the blocks are added without weighing each by its share of the softmax.",
-            "The proof passes, because the schedule is right: the mistake is in the arithmetic. Each block's output "
-            "was divided by the sum of its own weights; only the log-sum-exp says how much that sum is of the whole.",
+            "The outputs of the blocks are added, without weighting each by its share of the softmax.",
+            "The proof passes, because the schedule is right; the mistake is in the arithmetic. Each block's "
+            "output was "
+            "divided by the sum of its own weights. Only the log-sum-exp tells how much that is of the whole sum.",
             layout,
             right,
             right,
@@ -77,9 +79,10 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "overwrite",
             "overwrite the receive buffer",
-            "Rank 2 has a single receive buffer. In step 1 the next block, kv0, lands in it before kv1 was used.",
-            "Two buffers are needed: one to compute on, one to receive into. Rank 2 attends kv0 twice, kv1 never, and "
-            "rank 3 gets the wrong block from it.",
+            "Rank 2 has only one receive buffer. In step 1 the next block, kv0, arrives in it before kv1 was used.",
+            "A rank needs two buffers: one to compute on, one to receive into. Here rank 2 computes on kv0 "
+            "twice and on "
+            "kv1 never, and it sends the wrong block to rank 3.",
             layout,
             right,
             overwritten,
@@ -88,9 +91,9 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "direction",
             "get the direction wrong",
-            "Blocks move to the next rank, but the code takes them for those of a ring that turns the other way.",
-            "Rank r holds block (r − t) mod P and masks it as if it were block (r + t) mod P. Under a full mask the "
-            "result would still be right, which is why such a bug can hide until a causal mask is used.",
+            "Blocks move to the next rank, but the code assumes that they come from the other side of the ring.",
+            "At step t rank r holds block (r − t) mod P, but it applies the mask of block (r + t) mod P. With a full "
+            "mask the result would still be right, so this bug can stay hidden until someone uses a causal mask.",
             layout,
             ring(layout, "reverse"),
             turned,
@@ -99,8 +102,8 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "last_hop",
             "drop the last hop",
-            "The ring stops one step early: the last block never arrives and is never attended.",
-            "P ranks need P steps and P − 1 hops. The output looks plausible, since most keys were seen.",
+            "The ring stops one step early, so the last block never arrives and its keys are missing.",
+            "P ranks need P steps and P − 1 hops. The output still looks plausible, because most keys were seen.",
             layout,
             shorter,
             shorter,
@@ -108,8 +111,8 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "extra_hop",
             "one hop too many",
-            "The ring goes on until every block is home again, and each rank attends its own block a second time.",
-            "A key that is counted twice gets twice its weight.",
+            "The ring goes on until every block is back at its owner, which computes on it a second time.",
+            "A key that is counted twice has twice its weight in the softmax.",
             layout,
             longer,
             longer,
@@ -117,9 +120,10 @@ def list_faults() -> list[LessonFault]:
         LessonFault(
             "contiguous",
             "contiguous instead of zigzag",
-            "Each rank holds one run of neighbouring tokens. The mask is causal.",
-            "The proof passes and the result is exact: nothing is wrong but the balance. Rank 0 sees only its own keys "
-            "and then waits for the others.",
+            "Each rank owns one run of neighbouring tokens. The mask is causal.",
+            "The proof passes and the result is exact. Only the balance is bad: the tokens of rank 0 see no "
+            "keys of other "
+            "ranks, so rank 0 computes in one step and waits in the others.",
             contiguous(SEQ_LEN, WORLD_SIZE),
             ring(contiguous(SEQ_LEN, WORLD_SIZE)),
             ring(contiguous(SEQ_LEN, WORLD_SIZE)),

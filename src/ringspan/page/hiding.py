@@ -31,7 +31,7 @@ HIDDEN = 0.01  # of the time blocked by messages: below this the ring hides them
 
 def describe_hiding() -> dict[str, Any]:
     """The table, the structure that all its timelines share, and what was assumed."""
-    loads = {tokens: {name: _loads(name, tokens) for name in LAYOUTS} for tokens in TOKENS}
+    loads = {tokens: {name: build_loads(name, tokens) for name in LAYOUTS} for tokens in TOKENS}
     return {
         "device": load_device(DEVICE).id,
         "ranks": WORLD_SIZE,
@@ -51,7 +51,8 @@ def time_ring(loads: list[Load], gigabytes_per_s: float) -> Timeline:
     return run_timeline(loads, WORLD_SIZE, near, near, record=True)
 
 
-def _loads(layout_name: str, tokens: int) -> list[Load]:
+def build_loads(layout_name: str, tokens: int) -> list[Load]:
+    """What the ring computes and sends, step by step."""
     layout, mask, device = LAYOUTS[layout_name](tokens, WORLD_SIZE), causal(), load_device(DEVICE)
     shapes = Shapes((1,), HEADS, HEAD_DIM, HEAD_DIM, 2, 4)
     schedule = build_schedule(DEFAULT_ALGORITHM, visible_blocks(mask, layout))

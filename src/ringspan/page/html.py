@@ -9,6 +9,7 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -29,7 +30,14 @@ _POLICY = "default-src 'none'; script-src '{script}'; style-src '{style}'; base-
 def assemble(payload: dict[str, Any]) -> str:
     """The page of a payload."""
     payload = {**payload, "version": version("ringspan")}
-    return _fill("page.html", payload["title"], _script(), _style(), payload=embed_json(payload))
+    parts = {"header": _header(payload["title"], payload["lead"]), "payload": embed_json(payload)}
+    return _fill("page.html", payload["title"], _script(), _style(), **parts)
+
+
+def _header(title: str, lead: Iterable[str]) -> str:
+    """The title and the first sentences; they stand in the file, so that they are painted before any script runs."""
+    sentences = "".join(f'<p class="lead">{html.escape(sentence)}</p>' for sentence in lead)
+    return f"<header><h1>{html.escape(title)}</h1>{sentences}</header>"
 
 
 def build_app_page(title: str, script: str, style: str = "") -> str:
@@ -54,12 +62,12 @@ def embed_json(value: Any) -> str:
     return text
 
 
-def _fill(skeleton: str, title: str, script: str, style: str, *, payload: str = "", connects: str = "") -> str:
+def _fill(skeleton: str, title: str, script: str, style: str, *, connects: str = "", **body: str) -> str:
     """The skeleton with its parts put in, once each and in order, so that no part is searched for another."""
     if "</script" in script.lower() or "<!--" in script or "</style" in style.lower():
         raise ValueError("a script or style sheet of the package would end its own element")
     policy = connects + _POLICY.format(script=_hash(script), style=_hash(style))
-    parts = {"policy": policy, "title": html.escape(title), "style": style, "payload": payload, "script": script}
+    parts = {"policy": policy, "title": html.escape(title), "style": style, **body, "script": script}
     page, filled = _read(skeleton), []
     for name, part in parts.items():
         before, mark, after = page.partition(f"{{{name}}}")

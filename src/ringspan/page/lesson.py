@@ -17,20 +17,25 @@ from ringspan.page.cases import (
 from ringspan.page.faults import describe_faults
 from ringspan.page.hiding import describe_hiding
 from ringspan.page.html import assemble
+from ringspan.page.idea import LEAD, describe_idea, describe_merge
 from ringspan.page.memory import describe_memory
 from ringspan.page.questions import PLAIN, RING, WINDOW, list_questions
 from ringspan.page.runs import Json, describe_run, share_tables
 
 FIRST_QUERY = 29
 PRESETS = (
-    (RING, "The ring", "Causal mask, zigzag layout: every rank busy in every step."),
-    (PLAIN, "Who idles?", "Causal mask, contiguous layout: rank 0 waits for three steps."),
-    ("4|contiguous|full|pass_kv|forward", "No mask", "Every block visits every rank once."),
-    (WINDOW, "Sliding window", "Blocks stop travelling when nobody needs them."),
-    ("4|zigzag|causal|pass_q|forward", "Queries travel", "Pass-Q: keys rest, partial results go home."),
-    ("4|zigzag|causal|ulysses|", "Ulysses", "Tokens are exchanged for heads, and back."),
-    ("8|zigzag|causal|double_ring|", "Two nodes", "A ring in each node, a slower ring between them."),
-    ("4|zigzag|causal|decode_replicated|", "Decode", "One new token against a cache spread over ranks."),
+    (RING, "The ring", "Causal mask, zigzag layout: every rank is busy in every step."),
+    (PLAIN, "Who idles?", "Causal mask, contiguous layout: rank 0 has nothing to do in three of four steps."),
+    ("4|contiguous|full|pass_kv|forward", "No mask", "Every query sees every key; every block visits every rank once."),
+    (WINDOW, "Sliding window", "A query sees 8 keys, so a block travels only to the next rank."),
+    (
+        "4|zigzag|causal|pass_q|forward",
+        "Queries travel",
+        "Pass-Q: keys and values stay, queries travel, partial results go home.",
+    ),
+    ("4|zigzag|causal|ulysses|", "Ulysses", "Each rank gets all tokens of a few heads, and sends the results back."),
+    ("8|zigzag|causal|double_ring|", "Two nodes", "A fast ring inside each node, a slow ring between the two."),
+    ("4|zigzag|causal|decode_replicated|", "Decode", "One new token reads a KV cache that is spread over the ranks."),
 )
 
 
@@ -45,26 +50,24 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
     faults, hiding, memory = describe_faults(), describe_hiding(), describe_memory()
     return {
         "title": "Ring attention, step by step",
-        "lead": [
-            "A sequence too long for one device is spread over several ranks. Each keeps its own queries, and blocks "
-            "of keys and values travel round a ring until every query has met every key it may see. The result is "
-            "exact.",
-            "Everything here is computed by the library: the schedules are those it runs, the numbers those of its "
-            "simulator. Step through it, break it, and see what it costs.",
-        ],
+        "lead": list(LEAD),
         "command": command,
         "foot": "This file loads nothing from the network. All numbers were computed when it was written, in float64, "
         f"for {SEQ_LEN} tokens, 8 query heads and 2 KV heads, unless a section says otherwise.",
         "sections": [
+            describe_idea(),
             ring_section(runs),
+            describe_merge(),
             {
                 "kind": "faults",
                 "id": "break",
                 "nav": "Break it",
                 "title": "Break it",
                 "lead": [
-                    "Choose what goes wrong. The error is that of a real run; the verdict is that of the proof every "
-                    "schedule must pass before Ringspan runs it. Four ranks, causal mask, 32 tokens."
+                    "Choose a mistake. The page shows the error of a real run with this mistake, on four ranks with a "
+                    "causal mask and 32 tokens.",
+                    "Below it stands what ringspan.schedule.validate says. It follows, for every rank, which pairs of "
+                    "queries and keys are computed and what is sent, and every schedule must pass it before it runs.",
                 ],
                 "faults": faults,
             },
@@ -74,10 +77,13 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "nav": "Time",
                 "title": "When does the ring hide its messages?",
                 "lead": [
-                    "While a rank computes on one block, the next one is on its way. Compute grows with the square of "
-                    "the tokens, messages only linearly, so from some length on the messages cost nothing.",
-                    f"Predicted for {hiding['ranks']} × {hiding['device']}, one layer with {hiding['heads'][0]} query "
-                    f"heads over {hiding['heads'][1]} KV heads of {hiding['head_dim']} elements, bfloat16, "
+                    "While a rank computes on one block, the next block is on its way. Twice as many tokens are four "
+                    "times as much to compute, but only twice as much to send. So from some length on, computing takes "
+                    "longer than sending, and the messages cost no time.",
+                    "Move the sliders and watch the timelines: solid bars are computing, striped bars are messages, "
+                    "dots are waiting. Contiguous and zigzag are the two layouts; both have the same time axis.",
+                    f"Predicted for {hiding['ranks']} GPUs ({hiding['device']}), one layer with {hiding['heads'][0]} "
+                    f"query heads over {hiding['heads'][1]} KV heads of {hiding['head_dim']} elements, bfloat16, "
                     "causal mask.",
                 ],
                 **hiding,
@@ -88,10 +94,12 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "nav": "Memory",
                 "title": "What must one rank hold?",
                 "lead": [
-                    f"Attention of one layer over {memory['tokens']} tokens, {memory['heads'][0]} heads of "
-                    f"{memory['head_dim']} elements, bfloat16. In the ring everything is a share of the tokens, "
-                    "so memory falls as 1 / P; an "
-                    "all-gather keeps all keys and values on every rank."
+                    "In the ring a rank holds its own tokens and the blocks that travel, which are as large as its "
+                    "own. From 4 ranks on, twice as many ranks mean half as much memory for each; a rank alone needs "
+                    "no buffers for messages. An all-gather instead collects all keys and values on every rank: "
+                    "choose it and compare.",
+                    f"Attention of one layer over {memory['tokens']} tokens ({2**20:,}), {memory['heads'][0]} heads of "
+                    f"{memory['head_dim']} elements, bfloat16.",
                 ],
                 **memory,
             },
@@ -100,7 +108,9 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "id": "questions",
                 "nav": "Questions",
                 "title": "Questions",
-                "lead": ["Each answer can be read off this page. An answer is checked at once."],
+                "lead": [
+                    'Every answer stands on this page. Your answer is checked at once; "Show me" leads to the place.'
+                ],
                 "questions": list_questions(runs, faults, hiding, memory),
             },
         ],
@@ -116,7 +126,14 @@ def ring_section(runs: dict[str, Json]) -> dict[str, Any]:
         "kind": "ring",
         "id": "ring",
         "nav": "Step through",
-        "title": "The ring, stepped through",
+        "title": "The ring, step by step",
+        "lead": [
+            "Choose an example and press ▶, or go step by step with › or the arrow keys.",
+            "The first picture shows the ranks, what they compute, and which blocks travel. The second picture "
+            "has a row "
+            "for every query and a column for every key. Each step fills the tiles that are computed in it; in the end "
+            "everything that the mask lets the queries see is filled, once.",
+        ],
         "runs": [
             {"key": key, "about": abouts[key.split("|")[3]], **run} for key, run in zip(runs, shared, strict=True)
         ],

@@ -37,7 +37,7 @@ def build_plan_page(plan: Plan, command: str = "") -> str:
     lead = [
         f"{request.model.id}, {request.phase}, {format_tokens(request.tokens)} tokens on {cluster.num_devices} × "
         f"{cluster.device.id}.",
-        "Ranges and bands hold 80 % of published measurements of the same kind.",
+        "Ranges and bands are the uncertainty: 80 % of published measurements of the same kind lie within them.",
     ]
     return build_report(f"Plan: {request.model.id} on {cluster.num_devices} devices", lead, _sections(plan), command)
 
@@ -91,7 +91,11 @@ def _ranking(plan: Plan) -> Section:
             ]
         )
     columns = [">place", "algorithm", "layout", ">tp", ">cp", ">copies", ">time", ">memory", "fits", "bottleneck"]
-    return table("ranking", "Every way, ranked", columns, rows, "Choose a heading to sort by it.")
+    caption = (
+        "tp: devices that share each layer (tensor parallel). cp: devices that share a sequence (context parallel). "
+        "copies: groups with sequences of their own. Choose a heading to sort by it."
+    )
+    return table("ranking", "Every way, ranked", columns, rows, caption)
 
 
 def _timelines(plan: Plan) -> Iterator[Section]:
@@ -132,7 +136,12 @@ def _curves(plan: Plan) -> Section:
         mark = request.cluster.num_devices
         title = f"{TOTALS[request.phase]}, {format_tokens(request.tokens)} tokens"
         charts.append(chart(title, "devices", by_devices, mark=mark, band=band))
-    return curves("curves", "Other lengths, other numbers of devices", charts, ["The bands are the uncertainty."])
+    return curves(
+        "curves",
+        "Other lengths, other numbers of devices",
+        charts,
+        ["Each line is the best way with one algorithm; its band is the uncertainty. The dashed line marks this plan."],
+    )
 
 
 def _name(setup: Setup) -> str:

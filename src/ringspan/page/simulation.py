@@ -86,7 +86,7 @@ def _ring_section(runs: Mapping[str, Json]) -> dict[str, Any]:
         "kind": "ring",
         "id": "ring",
         "nav": "Step through",
-        "title": "Stepped through",
+        "title": "Step by step",
         "runs": described,
         "tables": tables,
         "first": next(iter(runs)),

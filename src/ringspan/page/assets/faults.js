@@ -7,9 +7,9 @@ function faultsSection(section) {
   function render() {
     const fault = section.faults.find(({ key }) => key === get('fault'));
     buttons.forEach((button) => button.setAttribute('aria-pressed', String(button.dataset.key === fault.key)));
-    show(body, h('p', { class: 'lead' }, fault.about), h('div', { class: 'two' }, faultFacts(fault), rowErrors(fault)), h('p', {}, fault.lesson), proof(fault));
+    show(body, h('p', { class: 'lead' }, fault.about), h('div', { class: 'two' }, faultFacts(fault), h('figure', {}, h('figcaption', {}, 'Error by query, logarithmic'), rowErrors(fault))), h('p', {}, fault.lesson), proof(fault));
   }
-  onChange(render);
+  onChange(['fault'], render);
   return { element: h('div', {}, h('div', { role: 'group', 'aria-label': 'Faults', class: 'choices' }, buttons), body), render };
 }
 

@@ -7,7 +7,7 @@ function buildFollow() {
   const name = h('output', {});
   const body = h('div', { class: 'follow-body' });
   const element = h('div', { class: 'follow panel' }, h('h3', {}, 'Follow one query'),
-    h('p', {}, 'The running result of a query is merged block by block with the log-sum-exp (lse). Its error stays large until the last visible key is in; then it falls to rounding.'),
+    h('p', {}, 'The result of a query grows block by block, merged by the log-sum-exp (lse). Its error stays large until the last visible key is in; then only rounding is left.'),
     h('label', { class: 'slider' }, name, slider), body);
   return {
     element,
@@ -21,7 +21,7 @@ function buildFollow() {
       slider.setAttribute('aria-valuetext', `position ${position}, ${owner}`);
       name.textContent = `Query at position ${position}, on ${owner}, head 0`;
       const [lse, share, error] = ['lse', 'share', 'error'].map((key) => run.queries[key][index]);
-      show(body, followTable(lse, share, error, t), errorChart(error, t));
+      show(body, followTable(lse, share, error, t), h('figure', {}, h('figcaption', {}, 'Error of this query after each step, logarithmic'), errorChart(error, t)));
     },
   };
 }
@@ -30,7 +30,7 @@ function followTable(lse, share, error, t) {
   const rows = lse.map((value, i) => h('tr', { class: i === t ? 'now' : i < t ? 'done' : 'later', 'data-step': i },
     h('th', { scope: 'row' }, `step ${i}`), h('td', { class: 'number' }, `${share[i]} %`),
     h('td', { class: 'number' }, value === null ? '−∞' : value.toFixed(2)), h('td', { class: 'number' }, format.error(error[i]))));
-  return h('table', {}, h('thead', {}, h('tr', {}, ['after', 'weight met', 'lse', 'error'].map((head, i) => h('th', { scope: 'col', class: i ? 'number' : null }, head)))), h('tbody', {}, rows));
+  return h('table', {}, h('thead', {}, h('tr', {}, ['after', 'share of the weight', 'lse', 'error'].map((head, i) => h('th', { scope: 'col', class: i ? 'number' : null }, head)))), h('tbody', {}, rows));
 }
 
 function errorChart(error, t) {

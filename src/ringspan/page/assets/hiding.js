@@ -6,9 +6,9 @@ function hidingSection(section) {
   const tokens = slider('Tokens', 'tokens', section.tokens.length - 1);
   const rate = slider('Bandwidth of a link', 'rate', section.bandwidths.length - 1);
   const sentence = h('p', { class: 'status', role: 'status' });
-  const charts = h('div', { class: 'two' });
   const map = buildMap(section);
-  let drawn = '';
+  const lanes = Array.from({ length: section.ranks }, (_, rank) => `rank ${rank}`);
+  const charts = ['contiguous', 'zigzag'].map((name) => ({ name, gantt: buildGantt({ title: name, lanes }), facts: h('div', {}) }));
   function render() {
     const [i, j] = [getNumber('tokens'), getNumber('rate')];
     tokens.show(i, section.tokens[i]);
@@ -16,12 +16,13 @@ function hidingSection(section) {
     map.show(i, j);
     const cell = section.cells[i][j];
     sentence.textContent = tellHiding(cell);
-    if (drawn === `${i}/${j}`) return;
-    drawn = `${i}/${j}`;
-    show(charts, ['contiguous', 'zigzag'].map((name) => h('div', {}, hidingGantt(section, cell, name), hidingFacts(cell[name]))));
+    for (const { name, gantt, facts } of charts) {
+      gantt.load({ bars: hidingBars(section, cell, name), totalS: Math.max(cell.contiguous.s[0], cell.zigzag.s[0]), summary: `${format.seconds(cell[name].s[0])} in all` });
+      show(facts, hidingFacts(cell[name]));
+    }
   }
-  onChange(render);
-  return { element: h('div', {}, h('div', { class: 'two' }, h('div', {}, tokens.element, rate.element, sentence), map.element), ganttLegend(), charts), render };
+  onChange(['tokens', 'rate'], render);
+  return { element: h('div', {}, h('div', { class: 'two' }, h('div', {}, tokens.element, rate.element, sentence), map.element), ganttLegend(), h('div', { class: 'two' }, charts.map(({ gantt, facts }) => h('div', {}, gantt.element, facts)))), render };
 }
 
 function slider(label, key, most) {
@@ -40,7 +41,7 @@ function tellHiding(cell) {
   return `${how} Zigzag takes ${format.seconds(even.s[0])}, contiguous ${format.seconds(plain.s[0])}: ${ratio.toFixed(2)} times as long.`;
 }
 
-function hidingGantt(section, cell, name) {
+function hidingBars(section, cell, name) {
   const { tiles, messages } = section.layouts[name];
   const { begin, busy, moves, s: seconds } = cell[name];
   const unit = cell.unit_s;
@@ -59,9 +60,7 @@ function hidingGantt(section, cell, name) {
     const [t, src, dst, block] = messages[i];
     bars.push([dst, 'message', start * unit, stop * unit, block, `step ${t}, from rank ${src}`]);
   });
-  const lanes = Array.from({ length: section.ranks }, (_, rank) => `rank ${rank}`);
-  const totalS = Math.max(cell.contiguous.s[0], cell.zigzag.s[0]);
-  return buildGantt({ title: name, lanes, bars, totalS, summary: `${format.seconds(seconds[0])} in all` }).element;
+  return bars;
 }
 
 function hidingFacts({ s: [total, , exposed], idle }) {

@@ -1,7 +1,12 @@
 // The plain sections: text, facts, tables that sort, curves with bands, stacked bars.
 
 function textSection(section) {
-  return { element: h('div', {}, section.paragraphs.map((text) => h('p', {}, text)), section.code ? h('pre', { class: 'scroll', tabindex: 0 }, section.code) : null), render() {} };
+  return { element: h('div', { class: section.terms ? 'two' : null }, h('div', {}, section.paragraphs.map((text) => h('p', {}, text))),
+    section.code ? h('pre', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': section.title }, section.code) : null, section.terms ? termList(section) : null), render() {} };
+}
+
+function termList({ terms_title: title, terms }) {
+  return h('div', { class: 'panel' }, h('h3', {}, title), h('dl', { class: 'terms' }, terms.map(([term, meaning]) => h('div', {}, h('dt', {}, term), h('dd', {}, meaning)))));
 }
 
 function factsSection(section) {
@@ -14,8 +19,8 @@ function tableSection(section) {
   const order = { column: -1, isUp: true };
   let most = PAGE_ROWS;
   const body = h('tbody', {});
-  const heads = section.columns.map((column, i) => h('th', { scope: 'col', class: column.numeric ? 'number' : null, 'aria-sort': 'none' },
-    h('button', { type: 'button', onclick: () => sort(i) }, column.label, h('span', { class: 'arrow-mark', 'aria-hidden': 'true' }, ' ↕'))));
+  const heads = section.columns.map((column, i) => h('th', { scope: 'col', class: column.numeric ? 'number' : null, 'aria-sort': section.is_fixed ? null : 'none' },
+    section.is_fixed ? column.label : h('button', { type: 'button', onclick: () => sort(i) }, column.label, h('span', { class: 'arrow-mark', 'aria-hidden': 'true' }, ' ↕'))));
   const more = h('button', { type: 'button', class: 'choice', onclick: () => { most = Infinity; fillBody(); } }, 'Show all rows');
   function sort(column) {
     order.isUp = order.column === column ? !order.isUp : true;
@@ -143,6 +148,6 @@ function memorySection(section) {
     const parts = ['own queries', 'own keys and values', 'output and buffers'];
     show(body, stackedBars(parts, rows), barNumbers(parts, rows, chosen.label, format.bytes));
   }
-  onChange(render);
+  onChange(['memory'], render);
   return { element: h('div', {}, h('div', { role: 'group', 'aria-label': 'Algorithm', class: 'choices' }, buttons), body), render };
 }

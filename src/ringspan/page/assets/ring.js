@@ -37,20 +37,20 @@ function ringSection(section) {
     player.show(run, t);
     chooser.show(run);
   }
-  onChange(render);
+  onChange(['run', 'step', 'query'], render);
   const stage = h('div', { class: 'stage' },
     h('figure', { class: 'panel' }, h('figcaption', {}, 'The ranks'), picture.element),
     h('figure', { class: 'panel' }, h('figcaption', {}, 'Queries (rows) against keys (columns)'), matrixBox,
       h('p', { class: 'legend' }, h('span', { class: 'key now' }, 'this step'), h('span', { class: 'key done' }, 'done'), h('span', { class: 'key later' }, 'later'),
-        h('span', { class: 'key none' }, 'hidden by the mask'), ' Colour and pattern: the rank that computes. Strips: the rank that owns the row or column.')));
+        h('span', { class: 'key none' }, 'hidden by the mask'), h('span', { class: 'key followed' }, 'the query that is followed below'), ' Colour and pattern: the rank that computes. Strips: the rank that owns the row or column.')));
   const body = h('div', { class: 'ring-section', onkeydown: (event) => player.onKey(event) },
     chooser.element, about, player.element, status, stage, table, follow.element);
   return { element: body, render };
 }
 
 function describeRun(about, run) {
-  const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent in all'],
-    [run.imbalance.toFixed(2), 'time over perfectly balanced time'], [format.error(run.error), 'largest error against dense attention']];
+  const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent in all by all ranks'],
+    [`${run.imbalance.toFixed(2)} ×`, 'the time of a perfectly balanced run'], [format.error(run.error), 'largest error']];
   show(about, h('p', {}, run.about), run.command ? commandLine(run.command) : null,
     h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))));
 }
@@ -72,7 +72,18 @@ function tellStep(run, t) {
   const parts = [`Step ${t} (${t + 1} of ${run.num_steps}): ${computing === run.ranks ? 'every rank computes' : computing ? `${format.plural(computing, 'rank')} of ${run.ranks} compute` : 'no rank computes'}`];
   parts.push(sends.length ? `; meanwhile ${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel.` : '; nothing travels.');
   if (waiting.length && computing) parts.push(` Waiting: rank ${waiting.join(', ')}.`);
-  return parts.join('');
+  return parts.join('') + tellOne(cells);
+}
+
+// One rank that both computes and sends, in words.
+function tellOne(cells) {
+  const rank = cells.findIndex(([, tiles, sends]) => tiles.length === 1 && sends.length === 1);
+  if (rank < 0) return '';
+  const [, [[q, kv]], [[block, dst]]] = cells[rank];
+  const isOwn = parseBlock(kv).owner === String(rank) && parseBlock(q).owner === String(rank);
+  const whose = isOwn ? 'its own keys and values' : `the keys and values of rank ${parseBlock(kv).owner}`;
+  const queries = parseBlock(q).owner === String(rank) ? 'its queries' : `the queries of rank ${parseBlock(q).owner}`;
+  return ` For example, rank ${rank} computes ${queries} against ${whose} (${q}×${kv}) and sends ${block} to rank ${dst}.`;
 }
 
 // Tiles by name; where every one of some queries meets every one of some keys, as one product.
@@ -104,13 +115,13 @@ function stepTable(run, t) {
   const isDone = t >= run.num_steps;
   const rows = run.steps[last].map(([held, tiles, sends], rank) => h('tr', { 'data-rank': rank },
     h('th', { scope: 'row' }, h('span', { class: `chip ${lookOf(rank)}` }, `rank ${rank}`)),
-    h('td', { 'data-name': 'holds' }, isDone ? '' : held.length > 4 ? nameBlocks(held) : held.map(chip)),
+    h('td', { 'data-name': 'holds' }, isDone ? '' : !held.length ? h('span', { class: 'none' }, 'nothing') : held.length > 4 ? nameBlocks(held) : held.map(chip)),
     h('td', { 'data-name': 'computes' }, isDone ? '' : nameTiles(tiles).map((name) => h('span', { class: 'tile-name' }, name))),
     h('td', { 'data-name': 'pairs', class: 'number' }, isDone ? '' : format.count(tiles.reduce((sum, [, , pairs]) => sum + pairs, 0))),
     h('td', { 'data-name': 'sends' }, isDone ? '' : sends.map(([block, dst]) => h('span', { class: 'tile-name' }, `${block}→${dst}`))),
     h('td', { 'data-name': 'sent', class: 'number' }, format.count(run.sent[last][rank])),
     h('td', { 'data-name': 'idle', class: 'number' }, format.percent(run.idle[last][rank]))));
-  const heads = ['rank', 'holds', 'computes', 'pairs', 'sends', 'bytes sent so far', 'idle so far'];
+  const heads = ['rank', 'holds of others', 'computes', 'pairs', 'sends', 'bytes sent so far', 'idle so far'];
   return h('table', { class: 'ranks' }, h('caption', {}, isDone ? 'After the last step' : `In step ${t}; totals are those at its end`),
     h('thead', {}, h('tr', {}, heads.map((name, i) => h('th', { scope: 'col', class: i > 4 || i === 3 ? 'number' : null }, name)))), h('tbody', {}, rows));
 }

@@ -1,11 +1,11 @@
 // What is being looked at, kept in the fragment of the address, so that a link leads to the same view.
 
-const state = { values: {}, listeners: [], rules: {} };
+const state = { values: {}, listeners: [], rules: {}, given: fromFragment() };
 
 // A key with its default and a test for values that come from outside.
 function declare(key, fallback, isLegal) {
   state.rules[key] = { fallback, isLegal };
-  const given = fromFragment()[key];
+  const given = state.given[key];
   state.values[key] = given !== undefined && isLegal(given) ? given : fallback;
 }
 
@@ -17,21 +17,19 @@ const get = (key) => state.values[key];
 const getNumber = (key) => Number(state.values[key]);
 
 function set(patch) {
-  let changed = false;
-  for (const [key, value] of Object.entries(patch)) {
-    if (state.values[key] !== String(value)) changed = true;
-    state.values[key] = String(value);
-  }
-  if (!changed) return;
+  const changed = Object.keys(patch).filter((key) => state.values[key] !== String(patch[key]));
+  for (const key of changed) state.values[key] = String(patch[key]);
+  if (!changed.length) return;
   writeFragment();
-  announce();
+  announce(changed);
 }
 
-function announce() {
-  for (const listener of state.listeners) listener();
+function announce(changed) {
+  for (const [keys, listener] of state.listeners) if (keys.some((key) => changed.includes(key))) listener();
 }
 
-const onChange = (listener) => state.listeners.push(listener);
+// Calls the listener after one of the keys has changed.
+const onChange = (keys, listener) => state.listeners.push([keys, listener]);
 
 function writeFragment() {
   const entries = Object.entries(state.values).filter(([key, value]) => value !== state.rules[key].fallback);
@@ -44,11 +42,11 @@ function linkTo(patch) {
 }
 
 addEventListener('hashchange', () => {
-  const given = fromFragment();
+  const given = state.given = fromFragment();
   for (const [key, { fallback, isLegal }] of Object.entries(state.rules)) {
     state.values[key] = given[key] !== undefined && isLegal(given[key]) ? given[key] : fallback;
   }
-  announce();
+  announce(Object.keys(state.rules));
   scrollToSection(given.at);
 });
 
