@@ -1,6 +1,8 @@
 """The lesson, built once, and texts that try to be more than text."""
 
+import json
 from functools import lru_cache
+from typing import Any
 
 from ringspan.page import build_lesson
 
@@ -20,3 +22,8 @@ HOSTILE = (
 def lesson_html() -> str:
     """What `ringspan page` writes."""
     return build_lesson()
+
+
+def payload_of(page: str) -> Any:
+    """What a page draws, as plain data."""
+    return json.loads(page.split('id="payload">')[1].split("</script>")[0])

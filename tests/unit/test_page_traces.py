@@ -11,7 +11,7 @@ from ringspan.cli import main
 from ringspan.errors import ShapeError
 from ringspan.page import build_trace_page, read_trace
 from ringspan.page.traces import MOST_EVENTS, describe_trace
-from support.page import HOSTILE
+from support.page import HOSTILE, payload_of
 
 SLICES = [
     {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
@@ -29,14 +29,49 @@ def test_slices_are_bars_in_seconds_from_the_beginning() -> None:
     assert chart["total_s"] == pytest.approx(0.00075)
     assert chart["bars"] == [
         [0, "compute", 0.0, 0.0005, "q0×kv0", "step 0"],
-        [1, "message", 0.0, 0.0, "send kv1 to 0", "bytes 64"],
+        [1, "start", 0.0, 0.0, "send kv1 to 0", "bytes 64"],
         [0, "wait", 0.0005, 0.00075, "wait for kv1 from 1", ""],
     ]
 
 
+def arrow(kind: str, number: Any, pid: int, ts: Any) -> dict[str, Any]:
+    return {"ph": kind, "name": "kv1", "cat": "hop", "id": number, "pid": pid, "ts": ts}
+
+
+def test_an_arrow_is_a_message_on_the_lane_of_its_receiver() -> None:
+    trace = {"traceEvents": [*SLICES, arrow("s", 7, 1, 1000.0), arrow("f", 7, 0, 1600.0)]}
+    messages = [bar for bar in describe_trace(trace, "run")["bars"] if bar[1] == "message"]
+    assert messages == [[0, "message", 0.0, 0.0006, "kv1", "from rank 1"]]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [arrow("f", 1, 0, 1600.0)],
+        [arrow("s", 1, 1, 1000.0)],
+        [arrow("s", 1, 1, 1700.0), arrow("f", 1, 0, 1600.0)],
+        [arrow("s", 1, 1, 1000.0), arrow("f", 2, 0, 1600.0)],
+        [arrow("s", 1, 9, 1000.0), arrow("f", 1, 0, 1600.0)],
+        [arrow("s", 1, 1, "x"), arrow("f", 1, 0, None)],
+        [arrow("s", [], 1, 1000.0), arrow("f", {}, 0, float("nan"))],
+    ],
+)
+def test_a_broken_arrow_is_not_drawn(broken: list[dict[str, Any]]) -> None:
+    bars = describe_trace({"traceEvents": [*SLICES, *broken]}, "run")["bars"]
+    assert [bar for bar in bars if bar[1] == "message"] == []
+
+
+def test_steps_are_compared_with_the_predicted_ones() -> None:
+    slower = [event | {"dur": 2 * event["dur"]} if event["ph"] == "X" else event for event in SLICES]
+    compared = payload_of(build_trace_page({"traceEvents": slower}, TRACE))["sections"][2]
+    ((rank, step, measured, predicted, ratio),) = compared["rows"]
+    assert (rank["text"], step["value"]) == ("rank 0", 0)
+    assert (measured["value"], predicted["value"], ratio["value"]) == (0.001, 0.0005, 2.0)
+
+
 def test_a_measured_run_carries_the_predicted_tiles() -> None:
     page = build_trace_page(TRACE, TRACE)
-    payload = json.loads(page.split('id="payload">')[1].split("</script>")[0])
+    payload = payload_of(page)
     measured, predicted = payload["sections"][0]["charts"]
     assert measured["overlay"] == [bar for bar in predicted["bars"] if bar[1] == "compute"]
     assert measured["total_s"] == predicted["total_s"]
@@ -74,7 +109,7 @@ def test_hostile_names_are_data(hostile: str) -> None:
     }
     page = build_trace_page(trace)
     assert page.count("<script") == 2
-    payload = json.loads(page.split('id="payload">')[1].split("</script>")[0])
+    payload = payload_of(page)
     assert payload["sections"][0]["charts"][0]["bars"][0][4] == hostile
 
 
@@ -129,7 +164,7 @@ def test_simulate_writes_its_runs(tmp_path: Path) -> None:
     result = run("simulate", "--devices", "3", "--tokens", "17", "--html", file, "--json")
     assert result.exit_code == 0
     assert [one["algorithm"] for one in json.loads(result.stdout)["prefill"]["runs"]] == ["pass_kv", "pass_q"]
-    payload = json.loads(file.read_text(encoding="utf-8").split('id="payload">')[1].split("</script>")[0])
+    payload = payload_of(file.read_text(encoding="utf-8"))
     assert [one["key"] for one in payload["sections"][0]["runs"]] == ["pass-kv", "pass-q"]
 
 

@@ -1,7 +1,7 @@
-"""all-gather: every rank first receives all it will need, then attends it in one go.
+"""all-gather: every rank first receives all blocks it needs, then attends them at once.
 
-Two steps instead of a ring, at the price of memory for all of the other side. Blocks that nobody on a rank sees are not
-sent to it.
+It has two steps instead of a ring, and needs memory for the blocks of all ranks. A block goes only to ranks that need
+it.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ MOST_PLANNED_RANKS = 2048  # with more, every device would hold the K and V of a
 
 
 def build_all_gather(visible: Visible, *, backward: Side | None = None) -> Schedule:
-    """Forward, or backward with the side that is gathered; its gradients go straight home."""
+    """Build the forward schedule, or the backward one with the gathered side; its gradients go straight home."""
     world_size = visible.world_size
     ranks = range(world_size)
     held = whole_blocks(world_size, q_kind(backward))
@@ -45,9 +45,9 @@ def build_all_gather(visible: Visible, *, backward: Side | None = None) -> Sched
 
 
 def all_gather_loads(call: RegularCall) -> Iterator[Load]:
-    """All of K and V first, then one attend; backward the gradients go straight home.
+    """Yield the loads: all of K and V, then one attend; backward, the gradients go straight home.
 
-    Where tiles are joined, a library's collective gathers, and one kernel attends all keys without merges.
+    If the software joins tiles, its collective gathers the blocks, and one kernel attends all keys without merges.
     """
     if call.costs.joins_tiles and call.ring.world_size > 1:
         yield from _gathered_loads(call)
@@ -80,7 +80,7 @@ def _gathered_loads(call: RegularCall) -> Iterator[Load]:
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:
-    """The K and V of all other ranks."""
+    """Count the K and V of all other ranks."""
     return (sizes.world_size - 1) * sizes.kv
 
 

@@ -1,12 +1,11 @@
 """Decode: one new token per sequence against a cache that stays where it is.
 
-With the queries sharded by sequence they go round the ring and their partial results return (arXiv 2411.01783,
-algorithm 4): that is pass-Q. With a query that every rank holds, as `generate()` has it, every rank attends its part of
-the cache at once and one merge leaves the result on all.
+Queries that are sharded by sequence travel round the ring and their partial results return (arXiv 2411.01783,
+algorithm 4): this is pass-Q. If every rank holds the query, as in `generate()`, every rank attends its part of the
+cache at once and one merge leaves the result on all ranks.
 
-There is no direction to choose. A ring's direction matters where the links of its two ways differ, for blocks that take
-long to travel; a decode step sends one token's queries, whose latency is the same either way. Who wants to turn the
-ring of sharded queries round builds it with `build_pass_q`, which this is.
+Decode has no direction option. The direction of a ring matters if its links differ in bandwidth; a decode step sends
+the queries of one token, and its latency is the same either way.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ Query = Literal["sharded", "replicated"]
 
 
 def build_decode(visible: Visible, *, query: Query = "sharded") -> Schedule:
-    """The schedule of one decode step; it depends on who holds queries and keys, not on how many keys there are."""
+    """Build the schedule of one decode step; it depends on who holds queries and keys, not on the number of keys."""
     if query == "sharded":
         return build_pass_q(visible)
     if query != "replicated":
@@ -47,7 +46,7 @@ def _build_all_merge(visible: Visible) -> Schedule:
 
 
 def all_merge_loads(call: RegularCall) -> Iterator[Load]:
-    """Each rank attends its part of the cache with all queries, and one merge leaves the result on all."""
+    """Yield the loads: each rank attends its part of the cache with all queries, then all ranks merge."""
     size, new_tokens = call.ring.world_size, call.sequence.new_tokens
     kv_len = call.keys_seen() / size if call.window else call.kv_len
     yield Load(call.everywhere(call.costs.tile_s(new_tokens, kv_len)))
@@ -57,7 +56,7 @@ def all_merge_loads(call: RegularCall) -> Iterator[Load]:
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:
-    """The partial results of all other ranks."""
+    """Count the partial results of all other ranks."""
     return (sizes.world_size - 1) * sizes.out
 
 

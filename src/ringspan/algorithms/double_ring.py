@@ -1,8 +1,8 @@
 """Double ring: an inner ring inside each node, an outer ring between nodes.
 
-In phase n the ranks of a node pass round, step by step, the blocks that started n nodes before. The block for the next
-phase crosses to the next node in the first step of this one and is read only when the phase is over, so the slow link
-has a whole phase for it. Every block still visits every rank once.
+In phase n, the ranks of a node pass round the blocks that started n nodes before. The block for the next phase crosses
+to the next node in the first step of the phase and is read when the phase is over, so the slow link has a whole phase
+to carry it. Every block still visits every rank once.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from ringspan.schedule import Block, Route, Schedule, Step, Transfer, Visible
 def build_double_ring(
     visible: Visible, *, mesh: Mesh, backward: Side | None = None, route: Route = "follow"
 ) -> Schedule:
-    """Forward, or backward with the side that is to travel and the route of its gradients."""
+    """Build the forward schedule, or the backward one with the side that travels and the route of its gradients."""
     check_mesh(mesh, visible.world_size)
     rings = _DoubleRing(visible, mesh, whole_blocks(visible.world_size, q_kind(backward)), backward or "kv")
     draft = Schedule(visible.world_size, None, rings.num_steps, rings.step)
@@ -37,7 +37,7 @@ class _DoubleRing:
         self.held = held
         self.moving = moving
         self._inner_reach = self._reached_in_node()
-        # The last phase in which anybody needs the block; a block that nobody needs stays at home.
+        # The last phase in which a rank needs the block; 0 if none does.
         phases = np.arange(mesh.outer)[:, None]
         self._outer_reach = np.where(self._inner_reach >= 0, phases, 0).max(axis=0)
         last_phase = int(self._outer_reach.max())
@@ -53,7 +53,7 @@ class _DoubleRing:
         return Step(attends, transfers)
 
     def _owner(self, rank: int, t: int) -> int:
-        """Whose block the rank holds, if it travels that far."""
+        """Return the owner of the block that the rank holds, if it travels that far."""
         phase, hop = divmod(t, self.mesh.inner)
         node, local = divmod(rank, self.mesh.inner)
         return (node - phase) % self.mesh.outer * self.mesh.inner + (local - hop) % self.mesh.inner
@@ -73,7 +73,7 @@ class _DoubleRing:
         return (self.held.kvs if self.moving == "kv" else self.held.qs)[owner][0]
 
     def _reached_in_node(self) -> npt.NDArray[np.int64]:
-        """[phase, owner]: how many inner hops the block travels in that phase; -1 if nobody in that node needs it."""
+        """Return [phase, owner]: the block's inner hops in that phase; -1 if no rank of that node needs it."""
         outer, inner = self.mesh
         sees = self.visible.matrix[:, :-1]
         needs = (sees.T if self.moving == "q" else sees).reshape(outer, inner, outer, inner)
@@ -85,14 +85,14 @@ class _DoubleRing:
 
 
 def double_ring_loads(call: RegularCall) -> Iterator[Load]:
-    """An inner ring in each node; the block of the next phase crosses to the next node in the first step of this one.
+    """Yield the loads: an inner ring in each node; the block of the next phase crosses in the first step of a phase.
 
-    Gradients follow: round the node, and at the end of a phase to the next node, which the last one leaves for home,
-    while own keys are read.
+    Gradients follow round the node, at the end of a phase to the next node, and from the last one home, while each
+    rank attends its own keys.
     """
     size, inner = call.ring.world_size, call.ring.inner
     nbytes, outer = call.kv_len * call.costs.token_bytes("kv"), size // inner
-    # The keys that a window reaches come by in no simple order, so the work is spread over all steps.
+    # A window reaches some owners only, at irregular steps; the work is spread evenly over all steps.
     other_s = call.other_s() * (len(call.seers()) / max(1, size - 1))
     home, later = call.everywhere(call.own_s()), call.everywhere(other_s)
     is_home_last = call.is_backward and size > 1
@@ -116,7 +116,7 @@ def double_ring_loads(call: RegularCall) -> Iterator[Load]:
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:
-    """The K and V that are attended, those that arrive from the neighbour and those from the next node."""
+    """Count the K and V in use, those that arrive from the neighbour and those from the next node."""
     return min(3, sizes.world_size // 2) * sizes.kv
 
 

@@ -1,8 +1,8 @@
 """Hybrid (USP): Ulysses inside, a ring outside.
 
-The mesh is (ring, ulysses), last axis inner: neighbouring ranks exchange tokens for heads, then each passes the blocks
-of its head group round a ring of such groups. It lifts Ulysses beyond the number of heads, and keeps the ring's
-messages small and its exchanges inside a node.
+The mesh is (ring, ulysses), the last axis inner: neighbouring ranks exchange tokens for heads, then each rank passes
+the blocks of its heads round a ring of such groups. So Ulysses is no longer limited by the number of heads, the ring's
+messages are smaller, and the exchanges stay inside a node.
 """
 
 from ringspan.algorithms.mesh import Mesh, check_mesh
@@ -20,7 +20,10 @@ def build_hybrid(
     direction: Direction = "forward",
     backward: Side | None = None,
 ) -> Schedule:
-    """Forward, or backward with the side that is to travel in the outer ring; all sums go straight home."""
+    """Build the forward schedule, or the backward one with the side that travels in the outer ring.
+
+    All sums go straight home.
+    """
     check_mesh(mesh, visible.world_size)
     held, exchange = exchange_heads(visible, heads, mesh.inner, q_kind(backward))
     ring = RingSteps(visible, held, backward or "kv", direction, lanes=mesh.inner)

@@ -1,6 +1,6 @@
-"""What does a step of all ranks cost: seconds of compute by rank, and rounds of messages?
+"""What does one step cost all ranks: seconds of compute by rank, and rounds of messages?
 
-These are the records that an algorithm's `loads` yields and the planner's timeline follows. Seconds and bytes come from
+An algorithm's `loads` yields these records and the planner's timeline follows them. Seconds and bytes come from
 `Costs`, which the planner implements, so that an algorithm can be priced without knowing a device.
 """
 
@@ -31,7 +31,7 @@ class Round(NamedTuple):
     names: Sequence[str] = ()
 
     def only(self, are_sent: npt.NDArray[np.bool_]) -> "Round":
-        """The same round with some of its messages."""
+        """Return the round with only some of its messages."""
         return self._replace(src=self.src[are_sent], dst=self.dst[are_sent], is_far=self.is_far[are_sent])
 
 

@@ -1,4 +1,4 @@
-"""Ranks in two dimensions, for the algorithms that tell near neighbours from far ones."""
+"""Ranks in two dimensions, for algorithms that use links inside a node and between nodes differently."""
 
 import operator
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ class Mesh(NamedTuple):
 
 
 def as_mesh(mesh: Iterable[int] | None) -> Mesh | None:
-    """A mesh given as any pair; None stays None."""
+    """Convert any pair to a Mesh; None stays None."""
     if mesh is None:
         return None
     try:
@@ -26,7 +26,7 @@ def as_mesh(mesh: Iterable[int] | None) -> Mesh | None:
 
 
 def check_mesh(mesh: Mesh, world_size: int) -> None:
-    """Refuse a mesh that does not hold exactly the ranks there are."""
+    """Raise LayoutError unless the mesh has exactly `world_size` ranks."""
     if mesh.outer < 1 or mesh.inner < 1 or mesh.outer * mesh.inner != world_size:
         legal = ", ".join(f"({world_size // n}, {n})" for n in range(1, world_size + 1) if world_size % n == 0)
         raise LayoutError(

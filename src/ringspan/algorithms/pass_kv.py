@@ -1,7 +1,7 @@
 """pass-KV: queries stay, K and V go round the ring (arXiv 2411.01783, algorithm 2).
 
-Every rank keeps its queries and their running output, so nothing has to return. The right choice when many queries
-wait for the keys: full prefill and training.
+Every rank keeps its queries and their running output, so no result has to return. It is the right choice when there are
+many new queries: full prefill and training.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from ringspan.schedule import Route, Schedule, Visible
 def build_pass_kv(
     visible: Visible, *, direction: Direction = "forward", backward: Side | None = None, route: Route = "follow"
 ) -> Schedule:
-    """Forward, or backward with the side that is to travel and the route of its gradients."""
+    """Build the forward schedule, or the backward one with the side that travels and the route of its gradients."""
     return build_ring(visible, "kv", direction, backward, route)
 
 
 def pass_kv_loads(call: RegularCall) -> Iterator[Load]:
-    """KV travels to the next rank; backward its gradient follows, and the last hop home is while own keys are read."""
+    """Yield the loads: KV travels to the next rank; backward, its gradient follows, and own keys hide the last hop."""
     size, ranks, seers = call.ring.world_size, call.ranks, call.seers()
     hops = max(seers, default=0)
     own_s, other_s, unseen_s = call.own_s(), call.other_s(), call.unseen_s()
@@ -37,7 +37,7 @@ def pass_kv_loads(call: RegularCall) -> Iterator[Load]:
         if call.is_uneven and t:
             attend_s = np.where((ranks - t) % size < ranks, other_s, unseen_s)
         if call.is_pruned:
-            # No further than the last rank, which sees all; and what has come round to the first is not seen there.
+            # A block stops at the last rank, because no later queries see it.
             moves = [one.only((ranks >= t) & (ranks < size - 1)) for one in moves]
         if call.is_backward and t - 1 in seers:
             stop = next_stop(seers, t, size)
@@ -48,7 +48,7 @@ def pass_kv_loads(call: RegularCall) -> Iterator[Load]:
 
 
 def _follow_kv(call: RegularCall, t: int, distance: int, reads_at: int) -> Round:
-    """The gradients of what was attended in the step before, to the next rank that adds to them, or home."""
+    """Send the gradients of the previous step to the next rank that adds to them, or home."""
     size, nbytes = call.ring.world_size, call.kv_len * call.costs.token_bytes("dkv")
     if not call.is_uneven:
         return call.ahead(distance, nbytes, reads_at=reads_at)
@@ -57,7 +57,7 @@ def _follow_kv(call: RegularCall, t: int, distance: int, reads_at: int) -> Round
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:
-    """The K and V that are attended and those that arrive."""
+    """Count the K and V in use and those that arrive."""
     return min(2, sizes.world_size - 1) * sizes.kv
 
 

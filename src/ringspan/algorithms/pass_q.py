@@ -1,7 +1,7 @@
 """pass-Q: keys stay, queries go round the ring and their partial results return (arXiv 2411.01783, algorithm 3).
 
-A partial result goes straight to its owner in the step after it was made, while the ring goes on; the paper sends all
-of them in one all-to-all at the end. The right choice when few new queries meet a long cache.
+A partial result goes straight to its owner in the step after it was computed, while the ring goes on; the paper sends
+all of them in one all-to-all at the end. It is the right choice for few new queries against a long cache.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,12 +18,12 @@ from ringspan.schedule import Route, Schedule, Visible
 def build_pass_q(
     visible: Visible, *, direction: Direction = "forward", backward: Side | None = None, route: Route = "follow"
 ) -> Schedule:
-    """Forward, or backward with the side that is to travel and the route of its gradients."""
+    """Build the forward schedule, or the backward one with the side that travels and the route of its gradients."""
     return build_ring(visible, "q", direction, backward, route)
 
 
 def pass_q_loads(call: RegularCall) -> Iterator[Load]:
-    """Queries travel; partial results go home, meanwhile or after the ring; backward dq follows the queries."""
+    """Yield the loads: queries travel, partial results go home during or after the ring; backward, dq follows q."""
     size, ranks = call.ring.world_size, call.ranks
     merging_s = call.merging_s(call.q_len)
     stops = call.seen()
@@ -41,7 +41,7 @@ def pass_q_loads(call: RegularCall) -> Iterator[Load]:
             attend_s = np.where(owners == ranks, own_s, np.where(owners > ranks, other_s, unseen_s))
         moves = [onward] if t < hops else []
         if call.is_pruned:
-            moves = [one.only((ranks - t) % size > 0) for one in moves]  # nobody else is seen by the first rank
+            moves = [one.only((ranks - t) % size > 0) for one in moves]  # the first rank sees only itself
         if t - 1 in stops and not is_after:
             stop = next_stop(stops, t, size) if call.is_backward else size
             distance, is_passed_on = stop - t + 1, stop == t < size
@@ -60,12 +60,12 @@ def pass_q_loads(call: RegularCall) -> Iterator[Load]:
 
 
 def _later(t: int, size: int) -> int:
-    """A sum is waited for two steps later, or at the end."""
+    """Return the step that waits for a sum: two steps later, or the end."""
     return t + 2 if t + 2 <= size else END
 
 
 def _merges(call: RegularCall, stops: Collection[int], t: int, merging_s: float) -> Seconds:
-    """Merge the parts that were computed three steps before and sent home two steps before."""
+    """Return the seconds to merge the parts that were computed three steps earlier and sent home two steps earlier."""
     made, size = t - 3, call.ring.world_size
     if made not in stops:
         return call.none
@@ -75,7 +75,7 @@ def _merges(call: RegularCall, stops: Collection[int], t: int, merging_s: float)
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:
-    """Queries that are attended, arrive and leave, and partial results on their way."""
+    """Count the queries in use, arriving and leaving, and the partial results under way."""
     return min(3, sizes.world_size - 1) * sizes.q + min(3, sizes.world_size) * sizes.out
 
 

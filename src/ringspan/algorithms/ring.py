@@ -1,8 +1,8 @@
 """The ring itself: blocks travel from rank to rank while every rank attends what it holds.
 
-pass_kv, pass_q and hybrid are this one loop with different blocks: KV moves past resting queries, queries move past
-resting KV, or either does so one head group at a time. Rank r at step t holds what started at the rank t hops before
-it; a block travels no further than the last rank that needs it.
+pass_kv, pass_q and hybrid use this loop with different blocks: KV travels and queries stay, queries travel and KV
+stays, or one of the two travels for one group of heads at a time. At step t, rank r holds the blocks that started t
+hops before it. A block travels no further than the last rank that needs it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Direction = Literal["forward", "reverse"]
 
 
 class Holdings(NamedTuple):
-    """The blocks every rank holds when the ring starts, by rank; replicated keys stay where they are."""
+    """The blocks that each rank holds when the ring starts; replicated keys do not travel."""
 
     qs: Sequence[tuple[Block, ...]]
     kvs: Sequence[tuple[Block, ...]]
@@ -27,7 +27,7 @@ class Holdings(NamedTuple):
 
 
 class RingSteps:
-    """Ranks in rings of `size`: the ranks u, u + lanes, u + 2·lanes, … form one, for every u below `lanes`."""
+    """The steps of `lanes` rings side by side: ranks u, u + lanes, u + 2·lanes, … form ring u."""
 
     def __init__(self, visible: Visible, held: Holdings, moving: Side, direction: Direction, lanes: int = 1) -> None:
         self.visible = visible
@@ -41,7 +41,7 @@ class RingSteps:
         self.num_steps = int(self._reach.max(initial=0)) + 1
 
     def step(self, t: int) -> Step:
-        """Attends and transfers of ring step t."""
+        """Return the attends and transfers of ring step t."""
         ranks = range(self.visible.world_size)
         return Step(
             [attends_at(self.visible, self.held, self.moving, rank, self._origin(rank, t), t) for rank in ranks],
@@ -58,7 +58,7 @@ class RingSteps:
         return (rank - t * self.hop) % self.visible.world_size
 
     def _needed(self) -> npt.NDArray[np.bool_]:
-        """[ring position, owner]: whether the ranks of that position need the moving block of that owner."""
+        """Return [ring position, owner]: whether a rank at that position needs the moving block of that owner."""
         sees = self.visible.matrix[:, :-1]
         if self.moving == "q":
             sees = sees.T
@@ -66,7 +66,7 @@ class RingSteps:
         return needs
 
     def _reached(self) -> npt.NDArray[np.int64]:
-        """[owner]: how many hops its block travels; 0 if nobody else needs it."""
+        """Return [owner]: how many hops its block travels; 0 if no other rank needs it."""
         position = np.arange(self.size)[:, None]
         owner = np.arange(self.visible.world_size)[None, :] // self.lanes
         hops = (position - owner) * np.sign(self.hop) % self.size
@@ -75,7 +75,7 @@ class RingSteps:
 
 
 def attends_at(visible: Visible, held: Holdings, moving: Side, rank: int, origin: int, t: int) -> list[Attend]:
-    """What a rank attends with the blocks that started at `origin`, and in step 0 the keys that every rank holds."""
+    """Return what a rank attends with the blocks that started at `origin`; in step 0 also with the replicated keys."""
     pair = (held.qs[rank], held.kvs[origin]) if moving == "kv" else (held.qs[origin], held.kvs[rank])
     attends = [visible.prune(Attend(*pair))]
     if t == 0:
@@ -84,23 +84,23 @@ def attends_at(visible: Visible, held: Holdings, moving: Side, rank: int, origin
 
 
 def build_ring(visible: Visible, moving: Side, direction: Direction, backward: Side | None, route: Route) -> Schedule:
-    """One ring over all ranks. Forward, `moving` travels; backward, the side that `backward` names."""
+    """Build one ring over all ranks. Forward, `moving` travels; backward, the side that `backward` names."""
     ring = RingSteps(visible, whole_blocks(visible.world_size, q_kind(backward)), backward or moving, direction)
     return bring_home(Schedule(visible.world_size, None, ring.num_steps, ring.step), visible, moving, backward, route)
 
 
 def bring_home(draft: Schedule, visible: Visible, moving: Side, backward: Side | None, route: Route) -> Schedule:
-    """Gradients take their route; outputs made abroad go straight home; those made at home stay."""
+    """Add the transfers of sums: gradients take `route`, and outputs computed on other ranks go straight home."""
     if backward is not None:
         return complete(_home_last(draft) if backward == "kv" else draft, visible, route)
     return complete(draft, visible) if moving == "q" else draft
 
 
 def _home_last(draft: Schedule) -> Schedule:
-    """What a rank attends without having received anything moves behind all else.
+    """Move the attends of a rank's own keys from the first step to the last.
 
-    There it covers the last hop instead of the first: that of dkv, which has at least the bytes of kv, and whose last
-    part is made by a rank that may be late.
+    They need no message. At the end they hide the last hop of dkv, which is at least as large as the hop of kv that
+    they would hide at the start, and which may come from a late rank.
     """
     if draft.num_steps == 1:
         return draft
@@ -111,7 +111,7 @@ def _home_last(draft: Schedule) -> Schedule:
 
 
 def whole_blocks(world_size: int, q_kind: Kind) -> Holdings:
-    """Every rank with its own q and kv, all heads."""
+    """Return the holdings in which each rank has its own q and kv with all heads."""
     return Holdings(
         qs=[(Block(q_kind, rank),) for rank in range(world_size)],
         kvs=[(Block("kv", rank),) for rank in range(world_size)],
@@ -120,12 +120,12 @@ def whole_blocks(world_size: int, q_kind: Kind) -> Holdings:
 
 
 def q_kind(backward: Side | None) -> Kind:
-    """What a query block carries: q alone, or all that the gradients need of it."""
+    """Return the kind of a query block: q alone, or q with all that its gradients need."""
     return "q" if backward is None else "q_grad"
 
 
 def hop_of(direction: Direction) -> int:
-    """+1 to the next rank, -1 to the previous one."""
+    """Return +1 for the next rank and -1 for the previous one."""
     if direction not in ("forward", "reverse"):
         raise UnsupportedError(
             f'direction={direction!r}: blocks move to the next rank ("forward") or to the previous one ("reverse")'

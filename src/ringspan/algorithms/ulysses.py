@@ -1,7 +1,7 @@
 """Ulysses: tokens are exchanged for heads, so that each rank attends all tokens for its share of the heads.
 
-One exchange before and one after, whatever the number of ranks. It needs head counts that divide: query heads by the
-ranks, and KV heads by the ranks or the ranks by the KV heads (several ranks then receive the same KV head).
+There is one exchange before and one after, for any number of ranks. The ranks must divide the query heads, and divide
+the KV heads or be a multiple of them (several ranks then receive the same KV head).
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from ringspan.algorithms.ring import Holdings, Side, q_kind
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, Attend, Block, Heads, Kind, Schedule, Step, Transfer, Visible, complete
 
-MOST_LISTED = 1024  # ranks that a refusal proposes; it takes no longer for a number of heads that no model has
+MOST_LISTED = 1024  # a refusal proposes at most so many ranks, which bounds its time
 
 
 def build_ulysses(visible: Visible, *, heads: Heads, backward: Side | None = None) -> Schedule:
-    """Forward or backward; both sides travel anyway, so `backward` says only that gradients are wanted."""
+    """Build the forward or the backward schedule; both sides travel, so "kv" and "q" give the same one."""
     world_size = visible.world_size
     held, exchange = exchange_heads(visible, heads, world_size, q_kind(backward))
     attends = []
@@ -31,7 +31,7 @@ def build_ulysses(visible: Visible, *, heads: Heads, backward: Side | None = Non
 
 
 def exchange_heads(visible: Visible, heads: Heads, degree: int, kind: Kind) -> tuple[Holdings, list[Transfer]]:
-    """What each rank holds once every `degree` neighbours have exchanged tokens for heads, and how it got there."""
+    """Return what each rank holds after groups of `degree` neighbours exchanged tokens for heads, and the transfers."""
     check_heads(heads, degree)
     world_size = visible.world_size
     asks, is_asked = visible.matrix.max(axis=1), visible.matrix.max(axis=0)
@@ -47,13 +47,13 @@ def exchange_heads(visible: Visible, heads: Heads, degree: int, kind: Kind) -> t
 
 
 def head_range(num_heads: int, degree: int, rank: int) -> range:
-    """The heads of a rank among `degree` neighbours; where heads are fewer than ranks, several ranks share one."""
+    """Return the heads of a rank among `degree` neighbours; with fewer heads than ranks, several ranks share one."""
     part = rank % degree
     return range(part * num_heads // degree, max(1, num_heads // degree) + part * num_heads // degree)
 
 
 def check_heads(heads: Heads, degree: int) -> None:
-    """Refuse a Ulysses degree the heads cannot be split by."""
+    """Raise UnsupportedError if the heads cannot be split over `degree` ranks."""
     if not _divides(heads, degree):
         legal = [size for size in range(1, min(heads.num_heads, MOST_LISTED) + 1) if _divides(heads, size)]
         raise UnsupportedError(
@@ -73,9 +73,10 @@ def _one_of(sizes: list[int]) -> str:
 
 
 def exchange_loads(call: RegularCall) -> Iterator[Load]:
-    """Heads are exchanged inside, KV goes round outside, results go straight home. Ulysses is the ring of one.
+    """Yield the loads of hybrid: heads are exchanged inside, KV goes round outside, results go straight home.
 
-    Where tiles are joined, what goes home is whole: it travels in the type of the inputs and is not merged.
+    Ulysses is a hybrid with one group. If the software joins tiles, results travel in the type of the inputs and are
+    not merged.
     """
     degree, costs = call.ring.inner, call.costs
     is_whole = costs.joins_tiles
@@ -111,7 +112,7 @@ def exchange_loads(call: RegularCall) -> Iterator[Load]:
 
 
 def _neighbour(call: RegularCall, distance: int, groups_back: int, nbytes: float, reads_at: int = 0) -> Round:
-    """To the rank so many places further in its group of `inner`, or in a group before."""
+    """Send to the rank `distance` places further in its group, or in the group `groups_back` before it."""
     degree = call.ring.inner
 
     def onward(ranks: Ranks) -> Ranks:
@@ -121,9 +122,9 @@ def _neighbour(call: RegularCall, distance: int, groups_back: int, nbytes: float
 
 
 def exchange_buffer_bytes(sizes: BufferSizes) -> float:
-    """Exchanged blocks arrive; results of others are made here and leave.
+    """Count the exchanged blocks that arrive and the results for other ranks that leave.
 
-    Two or more groups pass K and V round, whose first blocks are the ones that arrived.
+    With two or more groups K and V also go round; the first of those blocks are the ones that arrived.
     """
     degree = sizes.inner
     abroad = (degree - 1) / degree
@@ -133,7 +134,7 @@ def exchange_buffer_bytes(sizes: BufferSizes) -> float:
 
 
 def _buffer_bytes(sizes: BufferSizes) -> float:
-    """All ranks are one group."""
+    """Count with all ranks in one group."""
     return exchange_buffer_bytes(sizes._replace(inner=sizes.world_size))
 
 

@@ -9,7 +9,10 @@ from ringspan.program.prepare import ProgramOptions, build
 
 
 def predict_timeline(settings: Settings, device: Device) -> Timeline:
-    """The timeline of one forward call in the default mode; gradients and the reproducible mode are not covered."""
+    """The timeline of one forward call in the default mode, with every step recorded.
+
+    Gradients and the reproducible mode are not covered.
+    """
     problem = settings.problem()
     shapes = problem.shapes
     shard = Shard(
@@ -24,4 +27,4 @@ def predict_timeline(settings: Settings, device: Device) -> Timeline:
         practice=RINGSPAN,
     )
     schedule = build(problem, settings.algorithm, ProgramOptions(settings.mesh, settings.direction))
-    return schedule_timeline(schedule, problem, shard, device, device.node_size)
+    return schedule_timeline(schedule, problem, shard, device, device.node_size, record=True)

@@ -75,12 +75,12 @@ def write_rank(data: Path, rank: int, tensors: Mapping[str, torch.Tensor], block
 
 
 def write_index(folder: Path, contents: str, index: SavedIndex) -> None:
-    """Make the data folder the one that the folder's cache is in. It must be complete, as seen from here."""
+    """Make the index name this data folder. All of its files must be visible to this rank."""
     for rank, expected in enumerate(index.checksums):
         path = folder / index.data / f"rank-{rank}.json"
         if not path.exists() or zlib.crc32(path.read_bytes()) != expected:
             raise CacheError(
-                f"what rank {rank} has written is not to be seen on rank 0",
+                f"rank 0 does not see the files of rank {rank}",
                 argument="folder",
                 value=str(folder),
                 remedy="give a folder that all ranks share",
@@ -103,7 +103,7 @@ def write_index(folder: Path, contents: str, index: SavedIndex) -> None:
 
 
 def read_index(folder: Path, contents: str) -> SavedIndex:
-    """The index of a folder; CacheError if there is none, it is damaged, or it is of a cache that is not like this."""
+    """Read the index; CacheError if it is missing or damaged, or if it is of another kind of cache."""
     with _refusing(folder, INDEX):
         whole = _parse(folder / INDEX)
         version = whole.get("version") if isinstance(whole, dict) else None
@@ -129,7 +129,7 @@ def read_index(folder: Path, contents: str) -> SavedIndex:
 
 
 def read_blocks(folder: Path, index: SavedIndex, rank: int, spec: RowSpec) -> SavedBlocks:
-    """The blocks of one of the ranks that saved; CacheError unless they are all the tokens that the index says."""
+    """Read the list of blocks of one saving rank; CacheError unless it has exactly the tokens of the index."""
     name = f"{index.data}/rank-{rank}.json"
     with _refusing(folder, name):
         text = _read(folder / name)
@@ -155,7 +155,7 @@ def read_blocks(folder: Path, index: SavedIndex, rank: int, spec: RowSpec) -> Sa
 
 
 def check_coverage(folder: Path, index: SavedIndex) -> None:
-    """Every position of every sequence is on one rank. Call it once the tokens are known to have files."""
+    """Raise CacheError unless every position of every sequence is on exactly one rank."""
     with _refusing(folder, INDEX):
         for sequence, placement in index.placements.items():
             held = np.concatenate([placement.positions(rank) for rank in range(len(placement.spans))])
@@ -193,7 +193,7 @@ class RankFile:
 
 @contextmanager
 def _refusing(folder: Path, name: str) -> Iterator[None]:
-    """Whatever is wrong with a file is a CacheError that names it."""
+    """Turn every error about a file into a CacheError that names the file."""
     from safetensors import SafetensorError
 
     try:
@@ -248,7 +248,7 @@ def _placement(ranks: list[list[list[int]]]) -> Placement:
 
 
 def _flush(path: Path) -> None:
-    """Onto the disk, so that no later write is there before."""
+    """Force a file to the disk before anything that is written later."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A cache on disk, and back onto any number of ranks.
+"""How is a cache saved to disk, and loaded onto any number of ranks?
 
 Every rank writes the tokens it holds into a new data folder beside the old one. When all of them have, rank 0 makes the
 index name that folder, by a rename; so at any instant the folder has the old cache or the new one, whole. Loading deals
@@ -40,7 +40,7 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def save(state: CacheState, folder: str | Path, sequences: Sequence[int] | None) -> None:
-    """Write committed tokens; all ranks must, into one folder that all can reach."""
+    """Write committed tokens into a folder that all ranks can reach; a collective call."""
     with state.session.call() as call:
         state.refuse_during_turn("save")
         check_arguments(folder=(PATH, folder), sequences=(optional(LIST), sequences))
@@ -129,7 +129,7 @@ def _fill(turn: Turn, folder: Path, index: SavedIndex, saved: Mapping[int, int])
 
 
 def signature(state: CacheState, what: str, folder: Path) -> Signature:
-    """The ranks are at the same point, with the same history."""
+    """Return the signature by which ranks agree that they are at the same point with the same history."""
     return Signature.of({"call": what, "cache": state.description, "history": state.history, "folder": folder.name})
 
 
@@ -139,7 +139,7 @@ def _gather(state: CacheState, mine: bytes) -> list[bytes]:
 
 
 def _write(state: CacheState, placements: Mapping[int, Placement], data: Path) -> int:
-    """This rank's tokens; nothing of them is left if that fails. Returns the checksum of what was written."""
+    """Write this rank's tokens and return the checksum; a failure leaves no file behind."""
     data.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     blocks: dict[int, tuple[SavedBlock, ...]] = {}
@@ -163,7 +163,7 @@ def _write(state: CacheState, placements: Mapping[int, Placement], data: Path) -
 
 
 def _remove_older(folder: Path, kept: str) -> None:
-    """Free the room of earlier caches, and of saves that were interrupted."""
+    """Remove the data of earlier saves and of interrupted ones."""
     for path in [*folder.glob("data-*"), *folder.glob("cache.json.data-*")]:
         if path.name != kept:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

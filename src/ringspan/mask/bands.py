@@ -1,10 +1,10 @@
-"""Which intervals of keys does a query see under a mask, and how few of them say so?
+"""Which intervals of keys does a query see under a mask, and how are they simplified?
 
-Every basic mask lets a query see ONE interval of key positions, and both ends of that interval never move back as the
-query moves on. Such a family of intervals is a band. `&` of basic masks is the larger start and the smaller end: a band
-again, kept here as an intersection of limits. Every mask is a union of such intersections; those that lie within
-another one are left out, and windows that touch are made one, so that their number grows with what is visible and not
-with how it was written down. A mask that still needs more than `MOST_BANDS` is refused.
+Under every basic mask a query sees ONE interval of key positions, and both ends of the interval never decrease as the
+query position grows. Such a family of intervals is a band. `&` of basic masks takes the larger start and the smaller
+end: a band again, kept here as an intersection of limits. Every mask is a union of such intersections. Intersections
+that lie within another one are dropped and windows that touch are joined, so their number depends on what is visible,
+not on how the mask was written. A mask that still needs more than `MOST_BANDS` is refused.
 """
 
 from bisect import bisect_left
@@ -30,9 +30,9 @@ class Coverage(Enum):
 
 
 class Band(NamedTuple):
-    """Per query the half-open interval [lo, hi) of visible key positions; empty where hi <= lo.
+    """The half-open interval [lo, hi) of visible key positions of each query; empty where hi <= lo.
 
-    Neither `lo` nor `hi` ever falls as the query position rises.
+    Neither `lo` nor `hi` decreases as the query position grows.
     """
 
     lo: Positions
@@ -43,11 +43,11 @@ class HasBand(Protocol):
     """A hashable mask that is one band."""
 
     def band(self, q: Positions) -> Band:
-        """The band at some query positions."""
+        """Return the band at some query positions."""
 
 
 class Intersection(NamedTuple):
-    """What several basic masks all allow; as a default, everything."""
+    """The keys that several basic masks all allow; by default all keys."""
 
     left: int | None = None  # q - left <= kv
     right: int | None = None  # kv <= q + right
@@ -60,16 +60,16 @@ class Intersection(NamedTuple):
         if prefix == 0:
             right, prefix = _least(right, 0), None
         if right is not None and right <= 0:
-            prefix = None  # which such a window lies in
+            prefix = None  # such a window lies within the prefix mask
         return Intersection(_least(self.left, other.left), right, prefix, self.others | other.others)
 
     @property
     def is_empty(self) -> bool:
-        """Whether a window in it has no room."""
+        """Whether its window is empty."""
         return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def is_within(self, other: "Intersection") -> bool:
-        """Whether `other` allows all that this one does; False if the limits alone do not tell."""
+        """Whether `other` allows all keys that this one does; False if the limits alone cannot prove it."""
         return (
             _is_least(self.left, other.left)
             and _is_least(self.right, other.right)
@@ -78,7 +78,7 @@ class Intersection(NamedTuple):
         )
 
     def merged(self, other: "Intersection") -> "Intersection | None":
-        """One window for two that touch or overlap at every query; None if these are not such windows."""
+        """Join two windows that touch or overlap at every query; None for all others."""
         if (self.prefix, self.others) != (None, other.others) or other.prefix is not None:
             return None
         if _have_gap(self.left, other.right) or _have_gap(other.left, self.right):
@@ -86,7 +86,7 @@ class Intersection(NamedTuple):
         return self._replace(left=_most(self.left, other.left), right=_most(self.right, other.right))
 
     def band(self, q: Positions) -> Band:
-        """All limits at once."""
+        """Return the band of all limits together."""
         lo = np.zeros_like(q) if self.left is None else np.maximum(q - self.left, 0)
         hi = np.full_like(q, UNBOUNDED) if self.right is None else q + self.right + 1
         if self.prefix is not None:
@@ -98,11 +98,11 @@ class Intersection(NamedTuple):
 
 
 Union = tuple[Intersection, ...]
-"""What any of some intersections allows; at least one."""
+"""The keys that at least one of these intersections allows; not empty."""
 
 
 def unite(parts: Iterable[Intersection]) -> Union:
-    """As few intersections as is simple; MaskError if there are more than MOST_BANDS."""
+    """Simplify a union of intersections; MaskError if more than MOST_BANDS are left."""
     kept: list[Intersection] = []
     empty = None
     for part in parts:
@@ -122,12 +122,12 @@ def unite(parts: Iterable[Intersection]) -> Union:
 
 
 def intersect(a: Union, b: Union) -> Union:
-    """What both allow."""
+    """Return the keys that both allow."""
     return unite(x & y for x in a for y in b)
 
 
 def band_coverage(bands_at: Callable[[Positions], tuple[Band, ...]], q_span: Span, kv_span: Span) -> Coverage:
-    """Coverage of a tile that has rows and columns, from as few rows as decide it.
+    """Return the coverage of a tile that is not empty, from as few rows as decide it.
 
     Bands are taken in key indices of the tile. They are monotone, so one covers the tile iff it covers the first and
     the last row, and it shows only in the rows from the first with hi > 0 to the last with lo < num_kv.
@@ -156,7 +156,7 @@ def band_coverage(bands_at: Callable[[Positions], tuple[Band, ...]], q_span: Spa
 
 
 def _insert(kept: list[Intersection], part: Intersection) -> None:
-    """Add a part, merged with those it touches; it stands where the first of them stood."""
+    """Add a part, joined with those it touches; it takes the place of the first of them."""
     at = len(kept)
     i = 0
     while i < len(kept):
@@ -171,7 +171,7 @@ def _insert(kept: list[Intersection], part: Intersection) -> None:
 
 
 def _least(a: int | None, b: int | None) -> int | None:
-    """None is without limit."""
+    """Return the smaller limit; None is unbounded."""
     return a if b is None else b if a is None else min(a, b)
 
 

@@ -94,7 +94,7 @@ class Mask(ABC):
         return (Intersection(others=frozenset([self])),)
 
     def band(self, q: Positions) -> Band:
-        """The band of a mask that is one."""
+        """Return the band of a mask that consists of one."""
         raise NotImplementedError
 
     @property
@@ -174,7 +174,7 @@ class _Prefix(Mask):
 @dataclass(frozen=True, slots=True, repr=False)
 class _Documents(Mask):
     lengths: tuple[int, ...]
-    _bounds: Positions = field(init=False, compare=False)  # 0, end of the first document, … end of the last
+    _bounds: Positions = field(init=False, compare=False)  # 0, then the end of each document
 
     def __post_init__(self) -> None:
         bounds = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
@@ -224,7 +224,7 @@ class _FrameCausal(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Combined(Mask):
-    terms: tuple[Mask, ...]  # of a chain, which is not nested, so that a long one is no deep recursion
+    terms: tuple[Mask, ...]  # a chain is stored flat, so that a long one needs no deep recursion
     _union: Union = field(compare=False)
     _depth: int = field(compare=False)
 
@@ -312,7 +312,7 @@ def _combine(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
 
 
 def _chain(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
-    """`a` with one more term, if it is a chain of this kind; else a chain of the two."""
+    """Append `b` to a chain of this kind, or make a chain of the two."""
     continues = type(a) is kind
     depth = max(a.depth, b.depth + 1) if continues else max(a.depth, b.depth) + 1
     if depth > _DEEPEST:

@@ -14,6 +14,7 @@ from ringspan.planner.timeline import Timeline
 Bar = tuple[int, str, float, float, str, str]
 
 COMPUTE, MESSAGE, WAIT = "compute", "message", "wait"
+START = "start"  # of a message: what it costs the sender; only traces have it
 
 
 def describe_timeline(timeline: Timeline, title: str) -> dict[str, Any]:

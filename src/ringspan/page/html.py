@@ -23,29 +23,22 @@ SCRIPTS = (
 MOST_BYTES = 50_000_000  # of a payload; a browser is slow to open more
 
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_POLICY = "default-src 'none'; script-src '{script}'; style-src '{style}'; base-uri 'none'; form-action 'none'"
 
 
 def assemble(payload: dict[str, Any]) -> str:
     """The page of a payload."""
-    style, script = _style(), _script()
     payload = {**payload, "version": version("ringspan")}
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    parts = {
-        "policy": policy,
-        "title": html.escape(payload["title"]),
-        "style": style,
-        "payload": embed_json(payload),
-        "script": script,
-    }
-    page = _read("page.html")
-    for name, part in parts.items():
-        before, after = page.split(f"{{{name}}}", 1)  # once each, and in order, so that no part is searched
-        parts[name] = before + part
-        page = after
-    return "".join(parts.values()) + page
+    return _fill("page.html", payload["title"], _script(), _style(), payload=embed_json(payload))
+
+
+def build_app_page(title: str, script: str, style: str = "") -> str:
+    """A page for a server to send: the shared style sheet and the functions of `dom.js`, and a script of its own.
+
+    `script` fills the element with the id `page`. It may use `h`, `show`, `format` and the other functions of `dom.js`,
+    and may send requests to the server that the page came from, to no other. `style` follows the shared style sheet.
+    """
+    return _fill("app.html", title, _wrap(_read("dom.js"), script), _style() + style, connects="connect-src 'self'; ")
 
 
 def embed_json(value: Any) -> str:
@@ -61,9 +54,28 @@ def embed_json(value: Any) -> str:
     return text
 
 
+def _fill(skeleton: str, title: str, script: str, style: str, *, payload: str = "", connects: str = "") -> str:
+    """The skeleton with its parts put in, once each and in order, so that no part is searched for another."""
+    if "</script" in script.lower() or "<!--" in script or "</style" in style.lower():
+        raise ValueError("a script or style sheet of the package would end its own element")
+    policy = connects + _POLICY.format(script=_hash(script), style=_hash(style))
+    parts = {"policy": policy, "title": html.escape(title), "style": style, "payload": payload, "script": script}
+    page, filled = _read(skeleton), []
+    for name, part in parts.items():
+        before, mark, after = page.partition(f"{{{name}}}")
+        if mark:
+            filled += [before, part]
+            page = after
+    return "".join([*filled, page])
+
+
 @lru_cache(maxsize=1)
 def _script() -> str:
-    return "(() => {\n'use strict';\n" + "\n".join(map(_read, SCRIPTS)) + "})();\n"
+    return _wrap(*map(_read, SCRIPTS))
+
+
+def _wrap(*scripts: str) -> str:
+    return "(() => {\n'use strict';\n" + "\n".join(scripts) + "})();\n"
 
 
 @lru_cache(maxsize=1)

@@ -5,11 +5,12 @@ HTML. Every text may come from a hostile file: it is data to the page, never mar
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ringspan.page.html import assemble
 
 Section = dict[str, Any]
+Point = tuple[float, float] | tuple[float, float, float, float]
 FOOT = "This file loads nothing from the network. All numbers were computed when it was written."
 
 
@@ -59,14 +60,39 @@ def curves(key: str, title: str, charts: Iterable[Section], lead: Sequence[str] 
 def chart(
     title: str,
     x: str,
-    lines: Iterable[tuple[str, Sequence[tuple[float, float]]]],
+    lines: Iterable[tuple[str, Sequence[Point]]],
     *,
+    dots: Iterable[tuple[str, Sequence[Point]]] = (),
     mark: float | None = None,
     band: tuple[float, float] = (1.0, 1.0),
 ) -> Section:
-    """Seconds against a count, both logarithmic; `band` is the uncertainty, as factors of each value."""
-    drawn = [{"name": name, "points": [list(point) for point in points]} for name, points in lines]
-    return {"title": title, "x": x, "lines": drawn, "mark": mark, "low": band[0], "high": band[1]}
+    """Seconds against a count, both logarithmic.
+
+    A point is (x, seconds) or (x, seconds, low, high). `band` is the uncertainty of points without their own, as
+    factors of each value. `dots` are drawn as single points without a line, such as measurements beside a fitted curve.
+    """
+    return {
+        "title": title,
+        "x": x,
+        "lines": _with_bands(lines, band),
+        "dots": _with_bands(dots, (1.0, 1.0)),
+        "mark": mark,
+    }
+
+
+def measured_point(x: float, median_s: float, fastest_s: float, slowest_s: float) -> Point:
+    """A point whose band reaches from the fastest to the slowest run."""
+    return x, median_s, fastest_s, slowest_s
+
+
+def _with_bands(lines: Iterable[tuple[str, Sequence[Point]]], band: tuple[float, float]) -> list[Section]:
+    return [
+        {
+            "name": name,
+            "points": [[*point[:2], *(point[2:] or [point[1] * factor for factor in band])] for point in line],
+        }
+        for name, line in lines
+    ]
 
 
 def bars(
@@ -75,15 +101,17 @@ def bars(
     parts: Sequence[str],
     rows: Iterable[tuple[str, Sequence[float]]],
     *,
+    unit: Literal["bytes", "seconds"] = "bytes",
     limit: tuple[str, float] | None = None,
     lead: Sequence[str] = (),
 ) -> Section:
-    """Stacked bars of bytes; `limit` is a labelled line across them."""
+    """Stacked bars; `limit` is a labelled line across them."""
     return {
         "kind": "bars",
         "id": key,
         "title": title,
         "lead": list(lead),
+        "unit": unit,
         "parts": list(parts),
         "rows": [{"label": label, "values": list(values)} for label, values in rows],
         "limit": limit and {"label": limit[0], "value": limit[1]},

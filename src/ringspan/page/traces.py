@@ -6,12 +6,14 @@ its size, and every name in it is data.
 
 import json
 import math
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from ringspan.errors import ShapeError
-from ringspan.page.gantt import COMPUTE, MESSAGE, WAIT
-from ringspan.page.report import build_report, facts, gantt, table
+from ringspan.page.gantt import COMPUTE, MESSAGE, START, WAIT
+from ringspan.page.report import Section, build_report, facts, gantt, table
 from ringspan.page.units import format_seconds
 
 MOST_EVENTS = 200_000
@@ -20,6 +22,8 @@ MOST_BYTES = 200_000_000
 LONGEST_NAME = 200  # characters that are kept of a name
 
 Trace = dict[str, Any]
+Chart = dict[str, Any]
+_STEP = re.compile(r"step (\d{1,9})\b")
 
 
 def read_trace(path: Path) -> Trace:
@@ -72,6 +76,7 @@ def describe_trace(trace: Trace, title: str) -> dict[str, Any]:
         ]
         for event, ts, dur in whole
     ]
+    bars += _messages(trace["traceEvents"], lane_of, begin)
     bars.sort(key=lambda bar: bar[2])
     return {
         "title": title,
@@ -82,41 +87,91 @@ def describe_trace(trace: Trace, title: str) -> dict[str, Any]:
 
 
 def build_trace_page(measured: Trace, predicted: Trace | None = None, command: str = "") -> str:
-    """A page of one trace; with a predicted one its bars are outlined on the measured ones."""
-    chart = describe_trace(check_trace(measured), "measured" if predicted else "trace")
-    charts, lead = [chart], ["Point at a bar, or focus the chart and use the arrow keys."]
-    if predicted is not None:
-        other = describe_trace(check_trace(predicted), "predicted")
-        chart["overlay"] = [bar for bar in other["bars"] if bar[1] == COMPUTE and bar[0] < len(chart["lanes"])]
-        chart["total_s"] = max(chart["total_s"], other["total_s"])
-        other["total_s"] = chart["total_s"]
-        charts.append(other)
-        lead.append("The dashed outlines on the measured timeline are the predicted tiles.")
-    about = [
-        (str(key)[:LONGEST_NAME], str(value)[:LONGEST_NAME]) for key, value in measured.get("otherData", {}).items()
-    ]
-    sections = [gantt("time", "Timeline", charts, lead), _spent(charts)]
+    """A page of one trace; with a predicted one, its tiles are outlined on the measured ones and compared with them."""
+    trace = check_trace(measured)
+    other = None if predicted is None else describe_trace(check_trace(predicted), "predicted")
+    sections = timeline_sections(describe_trace(trace, "measured" if other else "trace"), other)
+    about = [(str(key)[:LONGEST_NAME], str(value)[:LONGEST_NAME]) for key, value in trace["otherData"].items()]
     if about:
         sections.append(facts("about", "What was run", about))
     return build_report("A run over time", ["What every rank computed, sent and waited for."], sections, command)
 
 
-def _spent(charts: list[dict[str, Any]]) -> dict[str, Any]:
+def timeline_sections(measured: Chart, predicted: Chart | None = None) -> list[Section]:
+    """A timeline with the seconds of each rank; a predicted one is laid over it and compared step by step."""
+    charts, lead = [measured], ["Point at a bar, or focus the chart and use the arrow keys."]
+    if predicted is not None:
+        measured["overlay"] = [
+            bar for bar in predicted["bars"] if bar[1] == COMPUTE and bar[0] < len(measured["lanes"])
+        ]
+        measured["total_s"] = predicted["total_s"] = max(measured["total_s"], predicted["total_s"])
+        charts.append(predicted)
+        lead.append("The dashed outlines on the measured timeline are the predicted tiles. Both have one scale.")
+    sections = [gantt("time", "Timeline", charts, lead), _spent(charts)]
+    if predicted is not None:
+        sections.append(_compare_steps(measured, predicted))
+    return sections
+
+
+def _spent(charts: list[Chart]) -> Section:
     """Seconds by rank and kind."""
     rows = []
     for chart in charts:
-        totals = [dict.fromkeys((COMPUTE, MESSAGE, WAIT), 0.0) for _ in chart["lanes"]]
+        totals = [dict.fromkeys((COMPUTE, START, WAIT, MESSAGE), 0.0) for _ in chart["lanes"]]
         for lane, kind, start, stop, *_ in chart["bars"]:
             totals[lane][kind] += stop - start
         for lane, total in zip(chart["lanes"], totals, strict=True):
-            rows.append([chart["title"], lane, *((format_seconds(total[kind]), total[kind]) for kind in total)])
-    columns = ["timeline", "rank", ">computing", ">starting messages", ">blocked"]
-    return table("spent", "Where the time goes", columns, rows)
+            kinds = (COMPUTE, START, WAIT)
+            rows.append([chart["title"], lane, *((format_seconds(total[kind]), total[kind]) for kind in kinds)])
+    columns = ["timeline", "rank", ">computing", ">starting messages", ">waiting"]
+    return table("spent", "The timeline in seconds", columns, rows)
+
+
+def _compare_steps(measured: Chart, predicted: Chart) -> Section:
+    """The computing of every rank in every step that both timelines have."""
+    found, expected = _seconds_by_step(measured), _seconds_by_step(predicted)
+    rows = []
+    for lane, step in sorted(found.keys() & expected.keys()):
+        was, should = found[lane, step], expected[lane, step]
+        ratio = (f"{was / should:.2f}", was / should) if should else ("", -1.0)
+        shown = [(format_seconds(seconds), seconds) for seconds in (was, should)]
+        rows.append([measured["lanes"][lane], (str(step), step), *shown, ratio])
+    columns = ["rank", ">step", ">measured", ">predicted", ">measured over predicted"]
+    caption = "Computing only; waiting and messages are in the table above. Choose a heading to sort by it."
+    return table("compared", "Step by step: measured over predicted", columns, rows, caption)
+
+
+def _seconds_by_step(chart: Chart) -> dict[tuple[int, int], float]:
+    seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for lane, kind, start, stop, _, note in chart["bars"]:
+        step = _STEP.match(note)
+        if kind == COMPUTE and step:
+            seconds[lane, int(step[1])] += stop - start
+    return dict(seconds)
+
+
+def _messages(events: list[Any], lane_of: dict[Any, int], begin: float) -> list[list[Any]]:
+    """Messages on their way, from the arrows of the trace: on the receiver's lane, from their start to their end."""
+    starts: dict[object, tuple[float, dict[str, Any]]] = {}
+    bars: list[list[Any]] = []
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") not in ("s", "f") or _pid(event) not in lane_of:
+            continue
+        at, key = _number(event, "ts"), f"{event.get('cat')}|{event.get('id')}"
+        if at is None or at < begin:
+            continue
+        if event["ph"] == "s":
+            starts[key] = at, event
+        elif key in starts and starts[key][0] <= at:
+            sent_at, send = starts.pop(key)
+            span = [_short((time - begin) / 1e6) for time in (sent_at, at)]
+            bars.append([lane_of[_pid(event)], MESSAGE, *span, _name(send), f"from rank {_pid(send)}"])
+    return bars
 
 
 def _kind(event: dict[str, Any]) -> str:
     name = str(event.get("name", ""))
-    return WAIT if name.startswith("wait") else MESSAGE if name.startswith("send") else COMPUTE
+    return WAIT if name.startswith("wait") else START if name.startswith("send") else COMPUTE
 
 
 def _name(event: dict[str, Any]) -> str:

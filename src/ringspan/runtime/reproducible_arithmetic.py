@@ -1,19 +1,18 @@
-"""Sums of tensors whose bits do not depend on what else is in a call, nor on the number of threads.
+"""How are tensors summed so that the bits depend neither on the rest of the call nor on the number of threads?
 
-The kernel computes each head and block of rows by itself, so a cell comes out the same whatever stands beside it. Three
-things do not, and are seen to here:
+The kernel computes each head and block of rows by itself, so the result of a cell does not depend on its neighbours.
+Three things would, and this file prevents them:
 
-- Vectorised exp and logaddexp give other bits in the remainder of a loop than in its body. They are applied to
-  contiguous numbers without a remainder, no more at a time than one thread takes (`merge_steadily`).
-- A matrix product in the kernel is cut into as many parts as there are threads, even where one thread computes all of
-  them, and has other bits then. So the kernel is called as if there were one thread, and several threads share out the
-  heads (`on_single_threads`).
-- On some CPUs a matrix product has other bits where a row begins in the midst of a vector. So every head and every row
-  begins at a multiple of ALIGNMENT bytes: what does not is copied, and a head_dim that makes it impossible is filled up
-  with zeros, which add nothing (`_Aligned`).
+- Vectorised exp and logaddexp round differently in the remainder of a loop than in its body. They are applied to
+  contiguous numbers without a remainder, and to no more at a time than one thread takes (`merge_steadily`).
+- The matrix library cuts a product into as many parts as there are threads, which changes its bits. So each kernel call
+  runs with one thread, and several threads take different heads (`on_single_threads`).
+- On some CPUs a matrix product rounds differently if a row does not begin at a vector boundary. So every head and every
+  row begins at a multiple of ALIGNMENT bytes: other tensors are copied, and head_dim is padded with zeros, which add
+  nothing (`_Aligned`).
 
-One call for several tiles of queries is faster, and rows come out the same however many there are; but no library says
-so, and therefore that is tried first (`tiles_at_once`).
+One call for several tiles of queries is faster. Its rows usually have the same bits as in single calls, but no library
+promises this, so it is tried on this machine first (`tiles_at_once`).
 """
 
 import itertools
@@ -37,7 +36,7 @@ from ringspan.runtime.arithmetic import TorchArithmetic
 from ringspan.runtime.scratch import Scratch
 
 ALIGNMENT = 64
-"""Bytes: no vector of a CPU is longer, and torch's own tensors begin so."""
+"""Bytes: the longest vector of a CPU, and the alignment of torch's own tensors."""
 
 
 class SteadyArithmetic(TorchArithmetic):
@@ -47,22 +46,21 @@ class SteadyArithmetic(TorchArithmetic):
 
     def __init__(self, kernel: Kernel, scale: float, like: torch.Tensor, scratch: Scratch | None = None) -> None:
         super().__init__(_Aligned(kernel), scale, like, scratch)
-        self.is_widened = (
-            False  # the length of key runs depends on the number of heads of a rank, and so would the bits
-        )
+        # Runs of keys would be cut by a rank's number of heads, and the bits would depend on it.
+        self.is_widened = False
 
     def begin(self, piece: Piece, q: Value, kv: Value) -> Value:
-        """Attend a piece of all queries; the lse in order, as every merge wants it."""
+        """Attend a piece of all queries; return a contiguous lse, as merges need it."""
         out, lse = super().begin(piece, q, kv)
         return out, lse.contiguous()
 
     def attend_grad(
         self, piece: Piece, q_grad: Value, kv: Value, dq: Value | None, dkv: Value | None
     ) -> tuple[Value, Value]:
-        """Backward: what begins its sums is one call, however many heads there are.
+        """Backward: the piece that begins its sums is computed by one kernel call for all heads.
 
-        The kernel adds up dk and dv over the heads that share a KV head. In slabs of fewer heads they have other bits,
-        and whether there are such would depend on the number of heads that a rank has.
+        The kernel adds up dk and dv over the heads that share a KV head. Slabs of fewer heads would change the bits,
+        and the number of slabs depends on the number of heads that a rank has.
         """
         if dq is not None or dkv is not None:
             return super().attend_grad(piece, q_grad, kv, dq, dkv)
@@ -72,12 +70,12 @@ class SteadyArithmetic(TorchArithmetic):
 
 
 AT_ONCE = 4
-"""From 768 rows on the CPU operator takes larger blocks; with more than 2,048 there is nothing more to gain."""
+"""The CPU operator takes larger blocks from 768 rows on; more than 2,048 rows gain nothing."""
 
 
 @lru_cache(maxsize=64)
 def tiles_at_once(name: str, request: KernelRequest) -> int:
-    """How many tiles of queries one call may attend: several, if on this machine that gives the bits of one by one."""
+    """Return how many tiles of queries one call may attend without changing a bit on this machine."""
     kernel = _Aligned(choose_kernel(name, request))
     dtype = accumulator_dtype(request.dtype)
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +100,7 @@ def tiles_at_once(name: str, request: KernelRequest) -> int:
 
 
 class _Around:
-    """A kernel that is called in another way."""
+    """A kernel that calls another one with changed operands."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -116,7 +114,7 @@ class _Around:
 
 
 class _Aligned(_Around):
-    """A kernel whose operands lie in memory as they would on any rank."""
+    """A kernel whose operands have the same alignment on every rank."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
         out, lse = self.kernel.forward(_aligned(q), _aligned(k), _aligned(v), piece, scale)
@@ -132,7 +130,7 @@ class _Aligned(_Around):
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel converts to another type it copies anyway, but no dim of it becomes longer."""
+    """Align the start of every row; a tensor that the kernel converts is copied by the conversion."""
     dtype = accumulator_dtype(x.dtype)
     if x.device.type != "cpu":
         return x
@@ -145,10 +143,10 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 class _OneThread:
-    """While a thread is inside, PyTorch and its matrix library use one thread for it.
+    """A context in which PyTorch and its matrix library use one thread.
 
-    Some versions of PyTorch set the library's number for the whole process, so ranks that are threads of one process go
-    in and out together: the last one sets the number back. A thread that leaves earlier stays at one thread.
+    Some versions of PyTorch set the library's number for the whole process. So if several ranks are threads of one
+    process, the last one to leave restores the number; a thread that leaves earlier stays at one thread.
     """
 
     def __init__(self) -> None:
@@ -158,7 +156,7 @@ class _OneThread:
 
     @contextmanager
     def __call__(self) -> Iterator[int]:
-        """Gives the number of threads this one had."""
+        """Yield the number of threads that were in use."""
         with self._lock:
             num_threads = torch.get_num_threads()
             if not self._num_inside:
@@ -178,7 +176,7 @@ _ONE_THREAD = _OneThread()
 
 
 class Threads(NamedTuple):
-    """So many threads, and a `map` over them, without autograd."""
+    """A number of threads, and a `map` over them without autograd."""
 
     number: int
     map: Callable[..., Iterator[Any]]
@@ -186,27 +184,27 @@ class Threads(NamedTuple):
 
 @contextmanager
 def single_threads(device: torch.device) -> Iterator[Threads]:
-    """Threads that compute what they are given with the bits of a single one; other devices want just this one."""
+    """Yield threads that each compute with the bits of a single thread; one thread for devices other than the CPU."""
     with _ONE_THREAD() as num_threads:
         if num_threads == 1 or device.type != "cpu":
             yield Threads(1, map)
             return
-        # OpenMP and MKL keep a number for each thread. A new thread has the default, all cores, until PyTorch asks for
-        # it, and a matrix product does not ask: it would be shared out, with its sums split.
+        # OpenMP and MKL keep a number of threads for each thread. A new thread starts with the default, all cores,
+        # and a matrix product would use them and split its sums; so every thread sets it to one.
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            # Each thread records gradients unless it is told not to.
+            # Whether gradients are recorded is a setting of each thread.
             yield Threads(num_threads, lambda compute, *items: pool.map(torch.no_grad()(compute), *items))
 
 
 @contextmanager
 def on_single_threads(kernel: Kernel, device: torch.device) -> Iterator[Kernel]:
-    """The kernel with the bits it has on one thread, on as many as there are."""
+    """Yield a kernel that uses all threads and gives the bits of one thread."""
     with single_threads(device) as threads:
         yield kernel if threads.number == 1 else _SharedOut(kernel, threads)
 
 
 class _SharedOut(_Around):
-    """A kernel that attends some of the batch rows or KV heads on each thread."""
+    """A kernel that attends a part of the batch rows or KV heads on each thread."""
 
     def __init__(self, kernel: Kernel, threads: Threads) -> None:
         super().__init__(kernel)
@@ -229,7 +227,7 @@ class _SharedOut(_Around):
     def _share_out(
         self, compute: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What `compute` makes of all of the tensors, by parts of their heads, or of the batch if it has more rows."""
+        """Apply `compute` to parts of the KV heads, or of the batch if it is larger, and concatenate the results."""
         batch, kv_heads = tensors[1].shape[:2]
         dim, size = (0, batch) if batch > kv_heads else (1, kv_heads)
         num_parts = min(self.threads.number, size)
@@ -243,6 +241,6 @@ class _SharedOut(_Around):
 
 
 def _part(x: torch.Tensor, dim: int, size: int, first: int, last: int) -> torch.Tensor:
-    """Those from first to last of the `size` equal groups of rows or heads."""
+    """Return the groups `first` to `last` of `size` equal groups of rows or heads."""
     group = x.shape[dim] // size
     return x.narrow(dim, first * group, (last - first) * group)

@@ -267,7 +267,7 @@ def _answers(link: socket.socket, limit_s: float) -> bool:
 
 
 def acknowledges(since_s: float, limit_s: float) -> bool:
-    """Whether a machine answers whose last acknowledgement came so long ago, while its process was silent for the limit.
+    """Whether a machine with a silent process answers, when its last acknowledgement came so long ago.
 
     One that answers acknowledges every beat. One that was cut off may have acknowledged a beat of this rank's after
     the last that it sent itself, so its last acknowledgement can be a beat younger than the limit.

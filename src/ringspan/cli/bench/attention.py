@@ -10,7 +10,16 @@ from ringspan import __version__
 from ringspan.algorithms import Direction, Mesh
 from ringspan.bench.result import Measured
 from ringspan.bench.settings import Job, Settings
-from ringspan.cli.bench.options import ModelSizes, RunPlace, Runs, json_option, rank_options, run_options, size_options
+from ringspan.cli.bench.options import (
+    ModelSizes,
+    RunPlace,
+    Runs,
+    html_option,
+    json_option,
+    rank_options,
+    run_options,
+    size_options,
+)
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
@@ -78,7 +87,7 @@ Examples:
 @click.option("--backward", "has_backward", is_flag=True, help="Measure the gradients as well.")
 @click.option("--reproducible", is_flag=True, help="Use the mode whose bits do not depend on the ranks; compare them.")
 @click.option("--trace", type=OutputFile(), help="Write what every rank did, and when, as a trace for ui.perfetto.dev.")
-@click.option("--html", type=OutputFile(".html"), help="Write the same as an interactive page.")
+@html_option
 @click.option(
     "--predict",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
@@ -132,14 +141,19 @@ def attention(
         measured: Measured | None = run_on_ranks(job, place.launched, progress)
     if measured is None:
         return  # not rank 0
+    predicted = None
     if device is not None:
-        measured = _with_prediction(measured, settings, device)
+        from ringspan.bench.predict import predict_timeline
+
+        predicted = predict_timeline(settings, device)
+        result = dataclasses.replace(measured.result, predicted_s=predicted.makespan_s)
+        measured = measured._replace(result=result)
     if trace is not None:
         write_json(trace, _trace(measured))
     if html is not None:
-        from ringspan.page import build_trace_page
+        from ringspan.cli.bench.attention_page import build_attention_page
 
-        write_text(html, build_trace_page(_trace(measured), command=command_line(ctx)))
+        write_text(html, build_attention_page(measured, _trace(measured), predicted, command_line(ctx)))
     if as_json:
         print_json({"is_verified": measured.result.is_verified} | dataclasses.asdict(measured.result))
     else:
@@ -164,13 +178,6 @@ def _load_device(path: Path, has_backward: bool, reproducible: bool) -> Device:
         return load_device(str(path))
     except RingspanError as error:
         raise click.UsageError(f"--predict: {error}") from error
-
-
-def _with_prediction(measured: Measured, settings: Settings, device: Device) -> Measured:
-    from ringspan.bench.predict import predict_timeline
-
-    predicted_s = predict_timeline(settings, device).makespan_s
-    return measured._replace(result=dataclasses.replace(measured.result, predicted_s=predicted_s))
 
 
 def _trace(measured: Measured) -> dict[str, Any]:

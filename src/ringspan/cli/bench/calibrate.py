@@ -7,11 +7,12 @@ import click
 
 from ringspan.bench.calibration import Calibration, format_calibration
 from ringspan.bench.settings import CalibrationSettings, Job
-from ringspan.cli.bench.options import ModelSizes, RunPlace, json_option, rank_options, size_options
+from ringspan.cli.bench.options import ModelSizes, RunPlace, html_option, json_option, rank_options, size_options
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_text
+from ringspan.cli.page_command import command_line
 
 EXAMPLES = """\b
 Examples:
@@ -25,8 +26,12 @@ Examples:
 @click.argument("file", type=OutputFile(".toml"))
 @rank_options
 @size_options(tokens="8192", batch=4, heads=1, about_tokens="Longest tile")
+@html_option
 @json_option
-def calibrate(*, file: Path, place: RunPlace, sizes: ModelSizes, as_json: bool) -> None:
+@click.pass_context
+def calibrate(
+    ctx: click.Context, *, file: Path, place: RunPlace, sizes: ModelSizes, html: Path | None, as_json: bool
+) -> None:
     """Measure this machine as a device for ringspan plan.
 
     Writes the speed of tiles and messages to FILE, a .toml file. All ranks work at the same time, since
@@ -39,6 +44,10 @@ def calibrate(*, file: Path, place: RunPlace, sizes: ModelSizes, as_json: bool) 
         job = Job("calibrate", place.carrier, place.world_size, place.timeout_s, calibration=settings)
         calibration: Calibration = run_on_ranks(job, None, progress)
     write_text(file, format_calibration(calibration))
+    if html is not None:
+        from ringspan.cli.bench.calibration_page import build_calibration_page
+
+        write_text(html, build_calibration_page(calibration, settings, file, command_line(ctx)))
     if as_json:
         print_json(
             {"file": str(file)} | dataclasses.asdict(calibration) | {"attention": calibration.attention._asdict()}

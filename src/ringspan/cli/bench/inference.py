@@ -2,17 +2,27 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from ringspan.bench.inference_result import InferenceResult
 from ringspan.bench.settings import InferenceSettings, Job
-from ringspan.cli.bench.options import ModelSizes, RunPlace, Runs, json_option, rank_options, run_options, size_options
+from ringspan.cli.bench.options import (
+    ModelSizes,
+    RunPlace,
+    Runs,
+    html_option,
+    json_option,
+    rank_options,
+    run_options,
+    size_options,
+)
 from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_text
+from ringspan.cli.page_command import command_line
 
 PREFILL_EXAMPLE = """\b
 Example:
@@ -23,6 +33,15 @@ Example:
   ringspan bench decode --tokens 64K --heads 8 --kv-heads 2 --batch 8
 """
 
+
+class Shown(NamedTuple):
+    """What becomes of a result, besides or instead of the report on the terminal."""
+
+    plot: Path | None
+    html: Path | None
+    as_json: bool
+
+
 plot_option = click.option("--plot", type=OutputFile(".svg"), help="Write a diagram, an SVG file.")
 
 
@@ -31,16 +50,24 @@ plot_option = click.option("--plot", type=OutputFile(".svg"), help="Write a diag
 @size_options(tokens="16384", batch=None, heads=1, about_tokens="New and cached tokens together")
 @run_options(repeats=5)
 @plot_option
+@html_option
 @json_option
 @click.pass_context
 def prefill(
-    ctx: click.Context, *, place: RunPlace, sizes: ModelSizes, runs: Runs, plot: Path | None, as_json: bool
+    ctx: click.Context,
+    *,
+    place: RunPlace,
+    sizes: ModelSizes,
+    runs: Runs,
+    plot: Path | None,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Time the first token, by the share that is cached.
 
     Compares pass-KV, pass-Q and the automatic choice at miss rates from 1 to 100 %, for one layer.
     """
-    _measure(ctx, InferenceSettings("prefill", **sizes._asdict(), **runs._asdict()), place, plot, as_json)
+    _measure(ctx, InferenceSettings("prefill", **sizes._asdict(), **runs._asdict()), place, Shown(plot, html, as_json))
 
 
 @click.command(cls=Command, epilog=DECODE_EXAMPLE, context_settings={"show_default": True})
@@ -48,27 +75,37 @@ def prefill(
 @size_options(tokens="16384", batch=4, heads=1, about_tokens="Longest context")
 @run_options(repeats=5)
 @plot_option
+@html_option
 @json_option
 @click.pass_context
 def decode(
-    ctx: click.Context, *, place: RunPlace, sizes: ModelSizes, runs: Runs, plot: Path | None, as_json: bool
+    ctx: click.Context,
+    *,
+    place: RunPlace,
+    sizes: ModelSizes,
+    runs: Runs,
+    plot: Path | None,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Time one new token, by context length.
 
     Measures batches of 1 and of --batch sequences, for one layer: whole steps, and their parts alone.
     """
-    _measure(ctx, InferenceSettings("decode", **sizes._asdict(), **runs._asdict()), place, plot, as_json)
+    _measure(ctx, InferenceSettings("decode", **sizes._asdict(), **runs._asdict()), place, Shown(plot, html, as_json))
 
 
-def _measure(
-    ctx: click.Context, settings: InferenceSettings, place: RunPlace, plot: Path | None, as_json: bool
-) -> None:
+def _measure(ctx: click.Context, settings: InferenceSettings, place: RunPlace, shown: Shown) -> None:
     with show_progress() as progress:
         job = Job("inference", place.carrier, place.world_size, place.timeout_s, inference=settings)
         result: InferenceResult | None = run_on_ranks(job, place.launched, progress)
     if result is None:
         return  # not rank 0
-    show_inference(result, plot, as_json, new_console())
+    if shown.html is not None:
+        from ringspan.cli.bench.inference_page import build_inference_page
+
+        write_text(shown.html, build_inference_page(result, command_line(ctx)))
+    show_inference(result, shown.plot, shown.as_json, new_console())
     if not result.is_verified:
         ctx.exit(1)
 

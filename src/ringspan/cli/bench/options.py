@@ -15,6 +15,7 @@ import click
 from ringspan.bench.launch import Launched, find_launcher
 from ringspan.bench.settings import CARRIERS, DTYPES, SHORT_DTYPES, Carrier
 from ringspan.cli.bench.ranks import count_ranks, default_carrier, require_torch
+from ringspan.cli.files import OutputFile
 from ringspan.cli.values import Spelled, parse_seconds, parse_tokens, parsed_by
 from ringspan.simulate.lesson import MAX_HEADS
 
@@ -61,6 +62,8 @@ timeout_option = click.option(
     default="600",
     help="How long to wait for ranks that do not answer.",
 )
+
+html_option = click.option("--html", type=OutputFile(".html"), help="Write the report as an interactive page.")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 
 import click
 
@@ -11,10 +12,12 @@ from ringspan import __version__
 from ringspan.bench.launch import Launched, count_cores, count_gpus, find_launcher
 from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job
-from ringspan.cli.bench.options import json_option, timeout_option
+from ringspan.cli.bench.options import html_option, json_option, timeout_option
 from ringspan.cli.bench.ranks import default_carrier, print_json, require_torch, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
+from ringspan.cli.files import write_text
+from ringspan.cli.page_command import command_line
 
 EXAMPLES = """\b
 Examples:
@@ -25,9 +28,10 @@ Examples:
 
 @click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
 @timeout_option
+@html_option
 @json_option
 @click.pass_context
-def selfcheck(ctx: click.Context, *, timeout_s: float, as_json: bool) -> None:
+def selfcheck(ctx: click.Context, *, timeout_s: float, html: Path | None, as_json: bool) -> None:
     """Check every kernel and transport of this machine.
 
     Checks both passes, forward and backward. Prints a Markdown table to paste into an issue; a path that
@@ -37,6 +41,10 @@ def selfcheck(ctx: click.Context, *, timeout_s: float, as_json: bool) -> None:
     launched = find_launcher(os.environ)
     paths = _check(launched, timeout_s)
     if launched is None or launched.rank == 0:
+        if html is not None:
+            from ringspan.cli.bench.selfcheck_page import build_selfcheck_page
+
+            write_text(html, build_selfcheck_page(paths, _machine(), command_line(ctx)))
         _print_paths(paths, as_json)
     if any(path.status == "failed" for path in paths):
         ctx.exit(1)
@@ -54,11 +62,15 @@ def _check(launched: Launched | None, timeout_s: float) -> list[PathCheck]:
         return paths
 
 
-def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
+def _machine() -> str:
     versions = (
         f"ringspan {__version__}, torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
     )
-    machine = f"{versions}, {platform.platform()}, {count_cores()} cores, {count_gpus()} GPUs"
+    return f"{versions}, {platform.platform()}, {count_cores()} cores, {count_gpus()} GPUs"
+
+
+def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
+    machine = _machine()
     if as_json:
         print_json({"machine": machine, "paths": [dataclasses.asdict(path) for path in paths]})
         return

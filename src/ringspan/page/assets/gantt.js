@@ -1,7 +1,7 @@
 // Bars over time on a canvas, for a handful of bars or for tens of thousands: hover, arrow keys, zoom.
 
 const LANE = { label: 64, axis: 24 };
-const KIND_NAMES = { compute: 'computes', message: 'receives', wait: 'waits' };
+const KIND_NAMES = { compute: 'computes', message: 'receives', wait: 'waits', start: 'starts a message:' };
 
 function buildGantt({ title, lanes, bars, totalS, summary, overlay }) {
   const laneHeight = lanes.length > 32 ? 12 : lanes.length > 12 ? 20 : 32;
@@ -62,7 +62,7 @@ function paintsOf(context) {
   const colour = (name) => style.getPropertyValue(name).trim();
   const looks = Array.from({ length: NUM_LOOKS }, (_, look) => colour(`--look-${look}`));
   return { looks, ink: colour('--ink'), muted: colour('--muted'), line: colour('--line'), onLook: colour('--on-look'),
-    message: hatch(context, colour('--message'), 'M'), wait: hatch(context, colour('--wait'), 'W') };
+    message: hatch(context, colour('--message'), 'M'), start: colour('--message'), wait: hatch(context, colour('--wait'), 'W') };
 }
 
 // Stripes for messages, dots for waits: told apart without colour.
@@ -94,7 +94,7 @@ function placeBar([lane, kind, start, stop], at) {
 
 function drawLane(context, bars, lane, at) {
   const { paints, view } = at;
-  const reach = { compute: -1, message: -1, wait: -1 };
+  const reach = { compute: -1, message: -1, wait: -1, start: -1 };
   context.font = `${Math.min(12, at.laneHeight - 2)}px system-ui, sans-serif`;
   context.textBaseline = 'middle';
   if (at.laneHeight > 11) {
@@ -159,7 +159,7 @@ function nextBar(key, [lane, , start], byLane) {
 }
 
 function describeBar([lane, kind, start, stop, label, note], lanes) {
-  const what = kind === 'wait' ? 'waits' : `${KIND_NAMES[kind]} ${label}`;
+  const what = kind === 'wait' ? (label.startsWith('wait ') ? label.replace('wait', 'waits') : 'waits') : `${KIND_NAMES[kind]} ${label}`;
   return `${lanes[lane]} ${what}: ${format.seconds(stop - start)}, from ${format.seconds(start)} to ${format.seconds(stop)}${note ? ` (${note})` : ''}`;
 }
 
@@ -177,9 +177,9 @@ function zoomControls(view, totalS, changed) {
   return h('div', { class: 'zoom' }, h('label', { class: 'slider' }, 'zoom', zoom), h('label', { class: 'slider' }, 'position', place));
 }
 
-const ganttLegend = () => h('p', { class: 'legend' }, h('span', { class: 'key bar-compute' }, 'computing'), h('span', { class: 'key bar-message' }, 'a message on its way (striped)'), h('span', { class: 'key bar-wait' }, 'waiting (dotted)'));
+const ganttLegend = (hasStarts = false) => h('p', { class: 'legend' }, h('span', { class: 'key bar-compute' }, 'computing'), h('span', { class: 'key bar-message' }, 'a message on its way (striped)'), h('span', { class: 'key bar-wait' }, 'waiting (dotted)'), hasStarts ? h('span', { class: 'key bar-start' }, 'starting a message') : null);
 
 function ganttSection(section) {
   const charts = section.charts.map((chart) => buildGantt({ title: chart.title, lanes: chart.lanes, bars: chart.bars, totalS: chart.total_s, overlay: chart.overlay }));
-  return { element: h('div', {}, ganttLegend(), charts.map((chart) => chart.element)), render: () => charts.forEach((chart) => chart.ask()) };
+  return { element: h('div', {}, ganttLegend(section.charts.some((chart) => chart.bars.some(([, kind]) => kind === 'start'))), charts.map((chart) => chart.element)), render: () => charts.forEach((chart) => chart.ask()) };
 }

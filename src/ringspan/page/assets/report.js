@@ -42,17 +42,18 @@ function tableSection(section) {
 const DASHES = ['', '7 3', '2 3', '9 3 2 3', '14 4', '5 2 1 2', '4 5', '1 4'];
 
 function curvesSection(section) {
-  const names = [...new Set(section.charts.flatMap((chart) => chart.lines.map((line) => line.name)))];
+  const names = [...new Set(section.charts.flatMap((chart) => [...chart.lines, ...chart.dots].map((line) => line.name)))];
   return { element: h('div', { class: 'two' }, section.charts.map((chart) => drawCurves(chart, (line) => names.indexOf(line.name)))), render() {} };
 }
 
 // A name looks the same in every chart of the section.
 function drawCurves(chart, lookOfLine) {
   const [width, height, left, right, top, bottom] = [520, 340, 64, 16, 14, 44];
-  const xs = chart.lines.flatMap((line) => line.points.map(([x]) => x));
-  const ys = chart.lines.flatMap((line) => line.points.map(([, y]) => y));
+  const all = [...chart.lines, ...chart.dots].flatMap((line) => line.points);
+  const xs = all.map(([value]) => value);
   const [x0, x1] = [Math.log2(Math.min(...xs)), Math.log2(Math.max(...xs, 2 * Math.min(...xs)))];
-  const [y0, y1] = [Math.floor(Math.log10(Math.min(...ys) * chart.low)), Math.ceil(Math.log10(Math.max(...ys) * chart.high))];
+  const lowest = Math.floor(Math.log10(Math.min(...all.map(([, , low]) => low))));
+  const [y0, y1] = [lowest, Math.max(lowest + 1, Math.ceil(Math.log10(Math.max(...all.map(([, , , high]) => high)))))];
   const x = (value) => left + ((Math.log2(value) - x0) / (x1 - x0)) * (width - left - right);
   const y = (value) => height - bottom - ((Math.log10(value) - y0) / (y1 - y0)) * (height - top - bottom);
   const every = Math.max(1, Math.ceil((x1 - x0) / 6));
@@ -66,38 +67,63 @@ function drawCurves(chart, lookOfLine) {
   ];
   chart.lines.forEach((line) => {
     const i = lookOfLine(line);
-    const upper = line.points.map(([px, py]) => `${x(px)},${y(py * chart.high)}`);
-    const lower = line.points.map(([px, py]) => `${x(px)},${y(py * chart.low)}`).reverse();
+    const upper = line.points.map(([px, , , high]) => `${x(px)},${y(high)}`);
+    const lower = line.points.map(([px, , low]) => `${x(px)},${y(low)}`).reverse();
     parts.push(s('polygon', { points: [...upper, ...lower].join(' '), class: `band ink-${i % NUM_LOOKS}` }));
   });
   chart.lines.forEach((line) => {
     const i = lookOfLine(line);
     parts.push(s('polyline', { points: line.points.map(([px, py]) => `${x(px)},${y(py)}`).join(' '), class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null }));
-    line.points.forEach(([px, py]) => parts.push(s('circle', { cx: x(px), cy: y(py), r: 3, class: `spot ink-${i % NUM_LOOKS}` }, s('title', {}, `${line.name}, ${chart.x} ${format.tokens(px)}: ${format.seconds(py)} (${format.seconds(py * chart.low)} to ${format.seconds(py * chart.high)})`))));
+    line.points.forEach((point) => parts.push(s('circle', { cx: x(point[0]), cy: y(point[1]), r: 3, class: `spot ink-${i % NUM_LOOKS}` }, s('title', {}, tellPoint(line, chart, point)))));
   });
+  chart.dots.forEach((line) => line.points.forEach((point) => parts.push(
+    s('circle', { cx: x(point[0]), cy: y(point[1]), r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` }, s('title', {}, tellPoint(line, chart, point))))));
+  const dots = chart.dots.map((line) => h('li', {}, s('svg', { width: 34, height: 12, 'aria-hidden': 'true' }, s('circle', { cx: 17, cy: 6, r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` })), `${line.name}, measured`));
   const legend = chart.lines.map((line) => [line, lookOfLine(line)]).map(([line, i]) => h('li', {}, s('svg', { width: 34, height: 10, 'aria-hidden': 'true' }, s('path', { d: 'M0 5H34', class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null })), line.name));
   const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `${chart.title}: ${chart.lines.map((line) => `${line.name} ${format.seconds(line.points.at(-1)[1])} at ${format.tokens(line.points.at(-1)[0])}`).join(', ')}` }, ...parts.filter(Boolean));
-  return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend));
+  return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend, dots));
 }
+
+function tellPoint(line, chart, [x, y, low, high]) {
+  const range = low === high ? '' : ` (${format.seconds(low)} to ${format.seconds(high)})`;
+  return `${line.name}, ${chart.x} ${format.tokens(x)}: ${format.seconds(y)}${range}`;
+}
+
+const NUM_PIECES = 9;
 
 function barsSection(section) {
-  return { element: stackedBars(section.parts, section.rows, section.limit), render() {} };
+  const used = section.parts.map((_, i) => i).filter((i) => section.rows.some((row) => row.values[i] > 0));
+  const rows = section.rows.map((row) => ({ label: row.label, values: used.map((i) => row.values[i]) }));
+  const parts = used.map((i) => section.parts[i]);
+  const write = format[section.unit];
+  return { element: h('div', {}, stackedBars(parts, rows, section.limit, write), barNumbers(parts, rows, section.title, write)), render() {} };
 }
 
-// A table whose bars are made of parts; the numbers stand beside them.
-function stackedBars(parts, rows, limit) {
-  const most = Math.max(limit ? limit.value : 0, ...rows.map((row) => row.values.reduce((a, b) => a + b, 0)));
+// A table whose bars are made of parts; the sums stand beside them.
+function stackedBars(parts, rows, limit, write = format.bytes) {
+  const sum = (row) => row.values.reduce((a, b) => a + b, 0);
+  const most = Math.max(limit ? limit.value : 0, ...rows.map(sum)) || 1;
   const lines = rows.map((row) => {
-    const total = row.values.reduce((a, b) => a + b, 0);
     const pieces = row.values.map((value, i) => {
-      const piece = h('span', { class: `piece piece-${i % 6}`, title: `${parts[i]}: ${format.bytes(value)}` });
+      const piece = h('span', { class: `piece piece-${i % NUM_PIECES}`, title: `${parts[i]}: ${write(value)}` });
       piece.style.width = `${(100 * value) / most}%`;
       return piece;
     });
-    return h('tr', {}, h('th', { scope: 'row' }, row.label), h('td', { class: 'bar-cell' }, h('div', { class: 'stack', role: 'img', 'aria-label': row.values.map((value, i) => `${parts[i]} ${format.bytes(value)}`).join(', ') }, pieces, limit ? limitMark(limit, most) : null)), h('td', { class: 'number' }, format.bytes(total)));
+    const told = row.values.map((value, i) => `${parts[i]} ${write(value)}`).join(', ');
+    return h('tr', {}, h('th', { scope: 'row' }, row.label),
+      h('td', { class: 'bar-cell' }, h('div', { class: 'stack', role: 'img', 'aria-label': told }, pieces, limit ? limitMark(limit, most) : null)),
+      h('td', { class: 'number' }, write(sum(row))));
   });
-  return h('div', {}, h('p', { class: 'legend' }, parts.map((part, i) => h('span', { class: `key piece-${i % 6}` }, part)), limit ? h('span', { class: 'key limit' }, limit.label) : null),
+  return h('div', {}, h('p', { class: 'legend' }, parts.map((part, i) => h('span', { class: `key piece-${i % NUM_PIECES}` }, part)), limit ? h('span', { class: 'key limit' }, limit.label) : null),
     h('table', { class: 'bars' }, h('tbody', {}, lines)));
+}
+
+// The same in numbers, for those who cannot point at a piece.
+function barNumbers(parts, rows, title, write) {
+  const head = h('tr', {}, h('td', {}), parts.map((part) => h('th', { scope: 'col', class: 'number' }, part)));
+  const lines = rows.map((row) => h('tr', {}, h('th', { scope: 'row' }, row.label), row.values.map((value) => h('td', { class: 'number' }, write(value)))));
+  return h('details', {}, h('summary', {}, 'The same in numbers'),
+    h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': `${title}, in numbers` }, h('table', {}, h('thead', {}, head), h('tbody', {}, lines))));
 }
 
 function limitMark(limit, most) {
@@ -114,7 +140,8 @@ function memorySection(section) {
     const chosen = section.algorithms.find(({ key }) => key === get('memory'));
     buttons.forEach((button) => button.setAttribute('aria-pressed', String(button.dataset.key === chosen.key)));
     const rows = section.ranks.map((ranks, i) => ({ label: format.plural(ranks, 'rank'), values: chosen.bytes[i] }));
-    show(body, stackedBars(['own queries', 'own keys and values', 'output and buffers'], rows));
+    const parts = ['own queries', 'own keys and values', 'output and buffers'];
+    show(body, stackedBars(parts, rows), barNumbers(parts, rows, chosen.label, format.bytes));
   }
   onChange(render);
   return { element: h('div', {}, h('div', { role: 'group', 'aria-label': 'Algorithm', class: 'choices' }, buttons), body), render };
