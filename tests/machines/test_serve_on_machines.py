@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.machines import Machines, needs_machines
-from support.tiny_model import greedy, make_model
+from support.tiny_model import greedy, make_model, tokens_of_text, words
 
 pytestmark = [pytest.mark.slow, needs_machines, pytest.mark.xdist_group("machines"), pytest.mark.timeout(500)]
 
@@ -86,8 +86,8 @@ def test_two_machines_answer_as_one_process_and_end_together_when_one_is_lost(tm
         served.wait_until_ready()
         text, held = "w1 w2 w3", 0
         for _ in range(3):
-            tokens = [int(word[1:]) + 4 for word in text.split()]
-            wanted = " ".join(f"w{token - 4}" for token in greedy(model, tokens, 6))
+            tokens = tokens_of_text(text)
+            wanted = words(greedy(model, tokens, 6))
             status, answered = served.ask(
                 "/v1/completions", {"model": "tiny", "prompt": text, "max_tokens": 6, "temperature": 0}
             )
