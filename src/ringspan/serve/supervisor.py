@@ -1,8 +1,9 @@
 """Who starts the ranks, notices that one is lost, and starts them anew?
 
-The front holds a pipe to every rank. A rank is lost if its process ends, if it reports an error, or if it is silent for
-too long: stopped, or caught in a command. Then all ranks end, since a group that has lost one is of no more use, and
-all are started again. A fourth loss within a minute is the end, with the reason.
+The front holds a pipe to every rank that it has started. A rank is lost if its process ends, if it reports an error,
+or if it is silent for too long: stopped, or caught in a command. Then all ranks end, since a group that has lost one is
+of no more use, and all are started again. A fourth loss within a minute is the end, with the reason. Under torchrun the
+first loss is the end, because torchrun starts the ranks.
 """
 
 import asyncio
@@ -69,6 +70,7 @@ class Supervisor:
 
     def __init__(self, settings: ServeSettings, heard: Callable[[Frame], None], lost: Callable[[str], None]) -> None:
         self._settings = settings
+        self._num_started = 1 if settings.is_under_torchrun else settings.num_ranks
         self._heard_message = heard
         self._lost = lost
         self._processes: list[Process] = []
@@ -101,7 +103,7 @@ class Supervisor:
             now = time.monotonic()
             losses = [then for then in losses if now - then < WITHIN_S] + [now]
             log.error("ranks lost: %s", loss.text)
-            if loss.is_refusal and not self._has_been_ready:
+            if self._settings.is_under_torchrun or (loss.is_refusal and not self._has_been_ready):
                 self.failure = loss.text
             elif len(losses) > MAX_RESTARTS:
                 self.failure = f"ranks were lost {len(losses)} times within {WITHIN_S:g} s, the last time: {loss.text}"
@@ -117,7 +119,7 @@ class Supervisor:
         tasks: list[asyncio.Task[None]] = []
         with tempfile.TemporaryDirectory(prefix="ringspan-serve-") as folder:
             try:
-                for rank in range(self._settings.num_ranks):
+                for rank in range(self._num_started):
                     self._processes.append(await self._start(rank, Path(folder) / "store"))
                 self._last_heard = [time.monotonic()] * len(self._processes)
                 tasks = [asyncio.create_task(self._listen(rank)) for rank in range(len(self._processes))]
@@ -157,18 +159,9 @@ class Supervisor:
             env={name: value for name, value in os.environ.items() if name not in _SECRETS} | _ENVIRONMENT,
             start_new_session=True,  # Ctrl-C in a terminal is for the front
         )
-        _keep_to_own_cores(process.pid, rank, settings.num_ranks)
-        task = {
-            "folder": str(settings.folder.resolve()),
-            "num_ranks": settings.num_ranks,
-            "dtype": settings.dtype,
-            "verify": settings.verify and not self._has_been_ready,
-            "prefill_chunk": settings.prefill_chunk,
-            "storage": settings.storage,
-            "save_dir": None if settings.save_dir is None else str(settings.save_dir.resolve()),
-            "cache_bytes": settings.cache_bytes,
-            "rank_timeout_s": settings.rank_timeout_s,
-        }
+        if not settings.is_under_torchrun:
+            _keep_to_own_cores(process.pid, rank, settings.num_ranks)
+        task = settings.task(verify=settings.verify and not self._has_been_ready)
         assert process.stdin is not None
         process.stdin.write(pack(task))
         return process

@@ -1,0 +1,241 @@
+"""How fast does `ringspan serve` answer, against plain transformers in one process with one thread?
+
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only cold
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only turns
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only decode
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only batch
+
+Each part is interleaved: every round measures all that is compared, one after the other. `decode` compares with two
+independent processes that run at the same time, because two ranks on one machine share its memory bandwidth as well.
+"""
+
+import argparse
+import http.client
+import itertools
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PARTS = ("cold", "turns", "decode", "batch")
+WORDS = ("the", "old", "house", "of", "stone", "and", "wood", "stands", "near", "a", "river", "where", "people", "meet")
+
+
+class ServedModel:
+    """`ringspan serve` on a free port."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.name = folder.resolve().name
+        self._log: list[str] = []
+        command = [sys.executable, "-m", "ringspan", "serve", str(folder), "--port", "0", "--no-verify"]
+        self._process = subprocess.Popen(
+            [*command, "--ranks", str(ranks), "--prefill-chunk", "8192"], stderr=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        while not any("ready:" in line for line in self._log):
+            if self._process.poll() is not None:
+                sys.exit("\n".join(self._log))
+            time.sleep(0.1)
+        self._port = int(re.search(r"listening on http://\S+:(\d+)", "\n".join(self._log))[1])
+
+    def _read(self) -> None:
+        for line in self._process.stderr:
+            self._log.append(line)
+
+    def ask(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+        """Seconds to the first token and per token, the text, the prompt's tokens and those reused."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        body = {"model": self.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        start, times, text, usage = time.perf_counter(), [], "", {}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            usage = chunk.get("usage") or usage
+            if chunk["choices"] and chunk["choices"][0]["text"]:
+                times.append(time.perf_counter() - start)
+                text += chunk["choices"][0]["text"]
+        connection.close()
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        return {
+            "first_s": times[0],
+            "token_s": statistics.median(gaps) if gaps else None,
+            "text": text,
+            "prompt": usage["prompt_tokens"],
+            "cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "generated": usage["completion_tokens"],
+        }
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+class PlainModel:
+    """transformers in a process of its own, one thread, pinned to one core as a rank is."""
+
+    def __init__(self, folder: Path, core: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder), "--plain", str(core)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._process.stdout.readline()
+
+    def start(self, what: str, count: int) -> None:
+        self._process.stdin.write(f"{what} {count}\n".encode())
+        self._process.stdin.flush()
+
+    def result(self) -> float:
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def plain(folder: Path, core: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [cores[core % len(cores)]])
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        what, count = line.split()[0], int(line.split()[1])
+        cache, ids = DynamicCache(), torch.randint(100, 20000, (1, count))
+        start = time.perf_counter()
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        times = [time.perf_counter() - start]
+        for _ in range(24 if what == "decode" else 0):
+            start = time.perf_counter()
+            model(ids[:, :1], past_key_values=cache, logits_to_keep=1)
+            times.append(time.perf_counter() - start)
+        print(statistics.median(times[1:] or times), flush=True)
+
+
+def prompt_of(tokenizer: Any, count: int, rng: random.Random) -> str:
+    """About `count` tokens that begin as no other prompt does."""
+    words = [str(rng.randrange(10**9))]
+    while len(tokenizer.encode(" ".join(words))) < count - 3:
+        words += [rng.choice(WORDS) for _ in range(max(1, (count - len(words)) // 8))]
+    return " ".join(words)
+
+
+def cold(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+    served, alone = ServedModel(folder, 2), PlainModel(folder, 0)
+    found = []
+    for _ in range(rounds):
+        answer = served.ask(prompt_of(tokenizer, 4096, rng), 1)
+        alone.start("prefill", answer["prompt"])
+        one_s = alone.result()
+        found.append({"one process": one_s, "2 ranks": answer["first_s"], "ratio": one_s / answer["first_s"]})
+    served.close()
+    alone.close()
+    return found
+
+
+def turns(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+    served = ServedModel(folder, 2)
+    found = []
+    for _ in range(rounds):
+        prompt = prompt_of(tokenizer, 1024, rng)
+        first = served.ask(prompt, 8)
+        second = served.ask(f"{prompt}{first['text']} And what do people do there in winter?", 8)
+        found.append(
+            {
+                "cold": first["first_s"],
+                "turn 2": second["first_s"],
+                "share": second["first_s"] / first["first_s"],
+                "tokens cached": second["cached"],
+                "tokens computed": second["prompt"] - second["cached"],
+            }
+        )
+    served.close()
+    return found
+
+
+def decode(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+    served, both = ServedModel(folder, 2), [PlainModel(folder, 0), PlainModel(folder, 1)]
+    found = []
+    for _ in range(rounds):
+        answer = served.ask(prompt_of(tokenizer, 1000, rng), 25)
+        for each in both:
+            each.start("decode", 1000)
+        alone_s = statistics.mean(each.result() for each in both)
+        found.append({"two processes": alone_s, "2 ranks": answer["token_s"], "ratio": answer["token_s"] / alone_s})
+    served.close()
+    for each in both:
+        each.close()
+    return found
+
+
+def batch(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+    served = ServedModel(folder, 2)
+    found = []
+    for _ in range(rounds):
+        rates = []
+        for at_once in (False, True):
+            prompts = [prompt_of(tokenizer, 32, rng) for _ in range(8)]
+            for prompt in prompts:
+                served.ask(prompt, 1)  # so that decode is measured, not prefill
+            answers: list[dict[str, Any]] = []
+            work = [threading.Thread(target=lambda p=p, to=answers: to.append(served.ask(p, 24))) for p in prompts]
+            start = time.perf_counter()
+            for thread in work:
+                thread.start()
+                if not at_once:
+                    thread.join()
+            for thread in work:
+                thread.join()
+            rates.append(sum(answer["generated"] for answer in answers) / (time.perf_counter() - start))
+        found.append({"one by one, tokens/s": rates[0], "8 at once, tokens/s": rates[1], "ratio": rates[1] / rates[0]})
+    served.close()
+    return found
+
+
+MEASURES: dict[str, Callable[..., list[dict[str, float]]]] = {
+    "cold": cold,
+    "turns": turns,
+    "decode": decode,
+    "batch": batch,
+}
+
+
+def show(part: str, found: list[dict[str, float]]) -> None:
+    print(f"\n{part}: {len(found)} rounds; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+    print("| | " + " | ".join(found[0]) + " |\n|---|" + "---|" * len(found[0]))
+    for name, pick in (("median", statistics.median), ("least", min), ("most", max)):
+        print(f"| {name} | " + " | ".join(f"{pick(each[key] for each in found):.3g}" for key in found[0]) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plain", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.plain is not None:
+        plain(args.model, args.plain)
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer, rng = AutoTokenizer.from_pretrained(args.model), random.Random()
+    for part in args.only or PARTS:
+        show(part, MEASURES[part](args.model, tokenizer, args.rounds, rng))
+
+
+if __name__ == "__main__":
+    main()
