@@ -61,8 +61,8 @@ def report(rounds: int) -> tuple[str, bool]:
         f"`python benchmarks/calibrated.py --rounds {rounds}`\n\n{describe_machine()}, torch {torch.__version__}.\n\n"
         f"{WORLD_SIZE} gloo processes with one thread each; causal, zigzag, {HEADS} heads of {HEAD_DIM}, float32. In "
         f"each round `ringspan bench calibrate` measures tiles of up to {LONGEST_TILE:,} tokens and messages, and then "
-        f"every call is timed. Times are the median (smallest – largest) of {rounds} rounds, the error the median of each "
-        "round's predicted / measured - 1.\n\n"
+        f"every call is timed. Times are the median (smallest – largest) of {rounds} rounds, the error the median of "
+        "each round's predicted / measured - 1.\n\n"
         + format_table(["algorithm", "tokens", "pass", "measured, ms", "predicted, ms", "error"], rows)
         + f"\n\nAt least {LEAST_KEPT} of {len(rows)} within {100 * MOST_ERROR:.0f} %: {num_kept} are, "
         f"{'yes' if is_kept else 'NO'}."

@@ -64,11 +64,20 @@ def test_a_command_ends_with_one_line_and_exit_code_2() -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", "Error: --kv-heads 3: the rule; use 8\n")
 
 
+@pytest.mark.parametrize("words", [["a\nb"], ["--tokens", "1\n2"], ["--mask", "\x1b[31m"], ["--\r"]])
+def test_an_error_about_odd_characters_is_one_line_that_can_be_printed(words: list[str]) -> None:
+    result = CliRunner().invoke(main, ["simulate", *words])
+    assert result.exit_code == 2
+    assert result.stderr.endswith("\n")
+    assert result.stderr[:-1].isprintable()
+
+
 def test_nothing_in_the_library_names_an_option() -> None:
     package = ROOT / "src" / "ringspan"
     writes_command_lines = {
         *("planner/plan/settings.py", "bench/paths.py", "planner/plan/caveats.py", "planner/accuracy.py"),
         "verify/pytest_plugin.py",  # an option of pytest
+        "serve/torchrun.py",  # an option of torchrun
     }
     sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
     library = {name: text for name, text in sources.items() if not name.startswith(("cli/", "page/"))}

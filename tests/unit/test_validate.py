@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import ringspan as rs
-from ringspan.schedule import Attend, Block, Step, Transfer, compile_rank, validate
+from ringspan.schedule import Attend, Block, Step, Transfer, validate
+from ringspan.schedule.compile import _compile_rank
 from support.faults import FAULTS, Draft, Sample, harm, inject, make_samples
 
 FULL = ((1, 1), (1, 1))
@@ -339,7 +340,7 @@ def test_faults(samples, monkeypatch):
     counts: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
     wrong = []
     for name, sample, mutant in mutants(samples):
-        compile_rank.cache_clear()  # mutants are many, alike, and used once
+        _compile_rank.cache_clear()  # mutants are many, alike, and used once
         counts[name]["injected"] += 1
         message = verdict(mutant, sample.visible)
         if message is None:

@@ -15,14 +15,17 @@ from ringspan.algorithms.loads import EXCHANGE_ROUNDS, Load
 from ringspan.algorithms.pass_q import PASS_Q, build_pass_q
 from ringspan.algorithms.record import Algorithm, BufferSizes
 from ringspan.algorithms.regular import RegularCall
+from ringspan.arguments import TEXT, check_arguments
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, AllMerge, Attend, Block, Schedule, Step, Visible
+from ringspan.schedule.visible import A_VISIBLE
 
 Query = Literal["sharded", "replicated"]
 
 
 def build_decode(visible: Visible, *, query: Query = "sharded") -> Schedule:
     """Build the schedule of one decode step; it depends on who holds queries and keys, not on the number of keys."""
+    check_arguments(visible=(A_VISIBLE, visible), query=(TEXT, query))
     if query == "sharded":
         return build_pass_q(visible)
     if query != "replicated":

@@ -21,8 +21,10 @@ from ringspan.algorithms.pass_q import PASS_Q
 from ringspan.algorithms.record import Algorithm
 from ringspan.algorithms.ring import Direction, Side
 from ringspan.algorithms.ulysses import ULYSSES
+from ringspan.arguments import TEXT, WHOLE, Kind, check_arguments, list_of, optional
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import Heads, Route, Schedule, Visible
+from ringspan.schedule.visible import A_VISIBLE
 
 BUILT_IN = (PASS_KV, PASS_Q, ALL_GATHER, ULYSSES, HYBRID, DOUBLE_RING)
 OPTIONS = frozenset({"direction", "heads", "mesh", "route"})
@@ -58,6 +60,13 @@ def unregister(name: str) -> None:
     del _records[name]
 
 
+_HEADS = Kind(
+    "two whole numbers",
+    "give (query heads, KV heads)",
+    lambda value: list_of(WHOLE).holds(value) and len(value) == 2,
+)
+
+
 def register_entry_points() -> None:
     """Register the algorithms that installed packages offer as entry points."""
     for point in entry_points(group=ENTRY_POINTS):
@@ -75,6 +84,7 @@ def register_entry_points() -> None:
 
 def find_algorithm(name: str) -> Algorithm:
     """The record of a name; `all_merge`, which only decode uses, has one too."""
+    check_arguments(name=(TEXT, name))
     if name == ALL_MERGE.name:
         return ALL_MERGE
     check_algorithm(name, ALGORITHMS)
@@ -112,6 +122,14 @@ def build_schedule(
     `heads` (query heads, KV heads) is needed where heads are exchanged; `mesh` and `direction` are refused where the
     algorithm has no use for them.
     """
+    check_arguments(
+        algorithm=(TEXT, algorithm),
+        visible=(A_VISIBLE, visible),
+        heads=(optional(_HEADS), heads),
+        direction=(optional(TEXT), direction),
+        backward=(optional(TEXT), backward),
+        route=(TEXT, route),
+    )
     check_algorithm(algorithm, ALGORITHMS)
     if backward not in (None, "kv", "q"):
         raise UnsupportedError(f'backward={backward!r}: the side that travels is "kv" or "q"; None builds the forward')

@@ -1,7 +1,8 @@
 """Measured curves in the planner's form, and the file they are kept in. Needs no torch.
 
 Seconds of a full tile: a·n² + b·n + c, hence the limit, the ramp and the cost of a call; a causal tile has the same
-limit and a ramp of its own. Backward tiles have their own limit and ramps. Seconds of a message: latency + bytes / rate.
+limit and a ramp of its own. Backward tiles have their own limit and ramps. Seconds of a message:
+latency + bytes / rate.
 """
 
 from collections.abc import Sequence

@@ -25,23 +25,14 @@ from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.mask import Mask
 from ringspan.runtime.calibrate import measure_machine
+from ringspan.runtime.checks import DEVICE
 from ringspan.runtime.codec import Quantized
 from ringspan.runtime.quantize import find_format
 from ringspan.runtime.session import session_of
 from ringspan.schedule import Heads
 
 _ALGORITHMS = ("auto", *RINGS)
-
-
-def _is_device(value: Any) -> bool:
-    try:
-        return torch.empty(0, device=value).device is not None
-    except (RuntimeError, TypeError, AssertionError, ValueError):
-        return False
-
-
 _DTYPE = instance_of(torch.dtype, "torch.float32")
-_DEVICE = Kind("a device of this machine", 'give "cpu", or one that torch finds here', _is_device)
 _MASKS = Kind("a mask", "give one, or a list of one for each layer", lambda v: isinstance(v, Mask | list | tuple))
 
 
@@ -83,7 +74,7 @@ class KVCache:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         counts = {"num_layers": num_layers, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         check_arguments(dtype=(_DTYPE, dtype), storage=(optional(TEXT), storage), kernel=(TEXT, kernel))
-        check_arguments(mask=(optional(_MASKS), mask), device=(_DEVICE, device))
+        check_arguments(mask=(optional(_MASKS), mask), device=(DEVICE, device))
         for name, value in (counts | {"head_dim": head_dim, "v_head_dim": v_head_dim}).items():
             whole_number(name, value, 1)
         if max_tokens is not None:

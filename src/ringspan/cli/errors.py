@@ -34,6 +34,9 @@ class BadInput(click.ClickException):
 
     exit_code = 2
 
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+
 
 class Command(click.Command):
     """A command that renders library errors with its own option names."""

@@ -252,7 +252,10 @@ def blocks(spans: Iterable[tuple[int, int]]) -> Mask:
 
 
 def _span(i: int, span: Iterable[SupportsIndex]) -> tuple[int, int]:
-    ends = tuple(span) if isinstance(span, Iterable) else ()
+    try:
+        ends = tuple(span)
+    except TypeError:
+        ends = ()
     if len(ends) != 2:
         raise MaskError(f"blocks(spans[{i}]={span!r}): a block is (start, stop); pass two numbers")
     start = _integer("blocks", f"spans[{i}][0]", ends[0], at_least=0)

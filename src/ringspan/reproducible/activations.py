@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ringspan.arguments import CALLABLE, check_arguments
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.reproducible.backward import differentiable_once
 from ringspan.runtime.arithmetic import without_autocast
@@ -30,6 +31,7 @@ def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torc
             over tokens.
         tensors: Tensors with the shape and dtype of the result.
     """
+    check_arguments(fn=(CALLABLE, fn))
     if not tensors:
         raise ShapeError("tensors=(): fn needs at least one tensor; pass tensors after fn")
     for number, x in enumerate(tensors):

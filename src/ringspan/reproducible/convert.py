@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ringspan.arguments import Kind, check_arguments, instance_of, optional
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
@@ -46,6 +47,8 @@ def convert(
         UnsupportedError: The model has an unknown module with weights, an unknown module of torch, or a module with an
             option that the replacement does not have.
     """
+    is_map = Kind("a dict", "give functions by the type of module", lambda value: isinstance(value, Mapping))
+    check_arguments(model=(instance_of(nn.Module, "nn.Linear(4, 4)"), model), others=(optional(is_map), others))
     found = [(module, _find(name or "the model", module, others or {})) for name, module in model.named_modules()]
     for module, forward in found:
         if forward is not None:

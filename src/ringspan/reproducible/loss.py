@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from ringspan.arguments import TEXT, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
@@ -39,6 +40,7 @@ def cross_entropy(
     """
 
     def check(shard_len: int) -> None:
+        check_arguments(reduction=(TEXT, reduction))
         check_tokens("logits", logits, shard_len)
         check_can_be_ignored(labels)
         if logits.ndim != 3 or not logits.is_floating_point() or labels.shape != logits.shape[:2]:

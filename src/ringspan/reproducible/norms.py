@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import NUMBER, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
@@ -66,6 +67,7 @@ def _norm(
     timeout_s: float | None,
 ) -> torch.Tensor:
     def check(shard_len: int) -> None:
+        check_arguments(eps=(NUMBER, kind.eps))
         check_tokens("x", x, shard_len)
         check_tensor("weight", weight)
         check_weights(x, weight=weight, bias=bias)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from ringspan.algorithms.choose import RingMachine
+from ringspan.arguments import WHOLE, check_arguments, instance_of
 from ringspan.errors import ShapeError
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import KernelRequest
 from ringspan.program.pieces import Piece, PieceKind
+from ringspan.runtime.checks import DEVICE, DTYPE
 from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import Session, session_of
 from ringspan.transports.base import Receive, Send
@@ -36,16 +38,21 @@ def measure_machine(
     device: torch.device | str = "cpu",
 ) -> RingMachine:
     """The figures of a group for one dtype, head_dim and device, measured at the first call; a collective call."""
+    check_arguments(dtype=(DTYPE, dtype), head_dim=(WHOLE, head_dim), device=(DEVICE, device))
+    if head_dim < 1:
+        raise ShapeError("a head has elements", argument="head_dim", value=head_dim, remedy="use 1 or more")
     session = group if isinstance(group, Session) else session_of(group)
-    key = (torch.device(device).type, dtype, head_dim)
+    device = torch.empty(0, device=device).device
+    key = (device.type, dtype, head_dim)
     figures: RingMachine | None = session.measured.get(key) or session.measured.get(None)
     if figures is None:
-        figures = session.measured[key] = _measure(session, torch.device(device), dtype, head_dim)
+        figures = session.measured[key] = _measure(session, device, dtype, head_dim)
     return figures
 
 
 def use_machine(machine: RingMachine, group: Any = None) -> None:
     """Use these figures from now on instead of measuring. All ranks must pass the same."""
+    check_arguments(machine=(instance_of(RingMachine, "that of rs.measure_machine"), machine))
     if min(machine.compute_flops_per_s, machine.link_bytes_per_s) <= 0 or machine.latency_s < 0:
         raise ShapeError(
             "rates are above 0 and a latency is not below 0",

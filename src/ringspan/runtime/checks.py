@@ -4,10 +4,11 @@ The checks depend on shapes, dtypes and devices only, not on contents, so a repe
 """
 
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import Kind
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
@@ -15,6 +16,21 @@ from ringspan.program.problem import Problem, Shapes, check_is_layout
 from ringspan.schedule import Heads
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return torch.empty(0, device=value).device is not None
+    except (TypeError, RuntimeError, AssertionError, ValueError):
+        return False
+
+
+DEVICE = Kind("a device of this machine", 'give "cpu", or one that torch finds here', _is_device)
+DTYPE = Kind(
+    "a floating-point dtype",
+    "give torch.float32, or another one of attention",
+    lambda value: isinstance(value, torch.dtype) and value in _DTYPES,
+)
 
 
 class Look(NamedTuple):

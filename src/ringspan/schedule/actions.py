@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from ringspan.arguments import instance_of
 from ringspan.schedule.picture import draw_schedule
 
 ALL = -1  # the owner of a block that every rank holds
@@ -221,3 +222,6 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"<Schedule: {self.world_size} ranks, {self.num_steps} steps, heads {self.heads}>"
+
+
+A_SCHEDULE = instance_of(Schedule, "that of rs.schedule.build_schedule")

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from ringspan.schedule.actions import Attend, Block, Schedule, Transfer
+from ringspan.arguments import WHOLE, check_arguments
+from ringspan.errors import ShapeError
+from ringspan.schedule.actions import A_SCHEDULE, Attend, Block, Schedule, Transfer
 
 
 class Post(NamedTuple):
@@ -68,9 +70,17 @@ Instruction = Post | Arrived | AllMerged | Sent | Do | Drop
 Program = tuple[Instruction, ...]
 
 
-@lru_cache(maxsize=1024)
 def compile_rank(schedule: Schedule, rank: int) -> Program:
     """Compile the program of one rank of a valid schedule."""
+    check_arguments(schedule=(A_SCHEDULE, schedule), rank=(WHOLE, rank))
+    if not 0 <= rank < schedule.world_size:
+        remedy = f"use 0 to {schedule.world_size - 1}"
+        raise ShapeError("the schedule has no such rank", argument="rank", value=rank, remedy=remedy)
+    return _compile_rank(schedule, rank)
+
+
+@lru_cache(maxsize=1024)
+def _compile_rank(schedule: Schedule, rank: int) -> Program:
     return _Compiler(schedule, rank).program()
 
 
@@ -169,9 +179,14 @@ def _count_readers(schedule: Schedule, rank: int) -> dict[Block, int]:
     return counts
 
 
-@lru_cache(maxsize=64)
 def first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
     """Return, for each transfer of an input, the step in which its receiver first attends it or forwards it."""
+    check_arguments(schedule=(A_SCHEDULE, schedule))
+    return _first_reads(schedule)
+
+
+@lru_cache(maxsize=64)
+def _first_reads(schedule: Schedule) -> dict[tuple[int, Transfer], int]:
     waiting: dict[tuple[int, Block], tuple[int, Transfer]] = {}
     first: dict[tuple[int, Transfer], int] = {}
     for t, step in enumerate(schedule.steps):

@@ -11,16 +11,22 @@ nodes no more often than the block itself.
 """
 
 from collections import defaultdict
-from typing import Literal
+from typing import Literal, get_args
 
-from ringspan.schedule.actions import ALL, Block, Schedule, Step, Transfer
-from ringspan.schedule.visible import Visible
+from ringspan.arguments import TEXT, check_arguments
+from ringspan.errors import UnsupportedError
+from ringspan.schedule.actions import A_SCHEDULE, ALL, Block, Schedule, Step, Transfer
+from ringspan.schedule.visible import A_VISIBLE, Visible
 
 Route = Literal["straight", "follow"]
 
 
 def complete(draft: Schedule, visible: Visible, route: Route = "straight") -> Schedule:
     """Add the transfers of sums to a draft that has only attends and transfers of inputs."""
+    check_arguments(draft=(A_SCHEDULE, draft), visible=(A_VISIBLE, visible), route=(TEXT, route))
+    if route not in get_args(Route):
+        remedy = f"use one of {', '.join(get_args(Route))}"
+        raise UnsupportedError("gradients get home another way", argument="route", value=route, remedy=remedy)
     sums: defaultdict[int, list[Transfer]] = defaultdict(list)
     for block, made in _parts_abroad(draft, visible).items():
         sent = 0

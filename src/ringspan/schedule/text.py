@@ -8,8 +8,21 @@ merge (`out*↔all`). `*` is a block that every rank holds, `[0:4]` a range of h
 import re
 from collections.abc import Iterable
 
-from ringspan.errors import ScheduleError
-from ringspan.schedule.actions import ALL, INPUTS, SUMS, AllMerge, Attend, Block, Heads, Schedule, Step, Transfer
+from ringspan.arguments import TEXT, WHOLE, check_arguments, list_of, optional
+from ringspan.errors import ScheduleError, ShapeError
+from ringspan.schedule.actions import (
+    A_SCHEDULE,
+    ALL,
+    INPUTS,
+    SUMS,
+    AllMerge,
+    Attend,
+    Block,
+    Heads,
+    Schedule,
+    Step,
+    Transfer,
+)
 
 _BLOCK = re.compile(r"(?P<kind>[a-z_]+)(?P<owner>\d+|\*)(?:\[(?P<start>\d+):(?P<stop>\d+)\])?")
 _HEADER = re.compile(r"(?P<ranks>\d+) ranks?(?:, heads (?P<heads>\d+)/(?P<kv_heads>\d+))?")
@@ -23,6 +36,12 @@ def format_schedule(schedule: Schedule, steps: range | None = None, marked: int 
         steps: The steps to write; all by default.
         marked: A step to mark with an arrow.
     """
+    check_arguments(
+        schedule=(A_SCHEDULE, schedule), steps=(optional(list_of(WHOLE)), steps), marked=(optional(WHOLE), marked)
+    )
+    if steps is not None and not all(0 <= t < schedule.num_steps for t in steps):
+        remedy = f"use some of range({schedule.num_steps})"
+        raise ShapeError("the schedule has no such step", argument="steps", value=steps, remedy=remedy)
     heads = "" if schedule.heads is None else f", heads {schedule.heads.num_heads}/{schedule.heads.num_kv_heads}"
     shown = range(schedule.num_steps) if steps is None else steps
     rows = [["step", *(f"rank {rank}" for rank in range(schedule.world_size))]]
@@ -41,6 +60,7 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ScheduleError: The text is not a complete grid; the message names the line and the expected form.
     """
+    check_arguments(text=(TEXT, text))
     lines = [line for line in text.strip().splitlines() if line.strip()]
     world_size, heads = _parse_header(lines[0] if lines else "")
     columns = [cell.strip() for cell in lines[1].split("│")] if len(lines) > 1 else []

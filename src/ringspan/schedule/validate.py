@@ -9,11 +9,12 @@ input that is received twice or never read, and a sum that is sent in several pa
 from collections import defaultdict
 from typing import NoReturn
 
+from ringspan.arguments import check_arguments
 from ringspan.errors import ScheduleError
-from ringspan.schedule.actions import ALL, SUMS, Attend, Block, Kind, Schedule, Step, Transfer
+from ringspan.schedule.actions import A_SCHEDULE, ALL, SUMS, Attend, Block, Kind, Schedule, Step, Transfer
 from ringspan.schedule.segments import Segments
 from ringspan.schedule.text import format_schedule
-from ringspan.schedule.visible import Visible
+from ringspan.schedule.visible import A_VISIBLE, Visible
 
 _CONTEXT = 2  # steps shown before and after the failing step
 
@@ -29,6 +30,7 @@ def validate(schedule: Schedule, visible: Visible) -> None:
     Raises:
         ScheduleError: It does not; the message shows the failing step.
     """
+    check_arguments(schedule=(A_SCHEDULE, schedule), visible=(A_VISIBLE, visible))
     if schedule.world_size != visible.world_size:
         raise ScheduleError(
             f"the schedule has {schedule.world_size} ranks and visible has {visible.world_size}; build both for "

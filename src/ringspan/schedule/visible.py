@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ringspan.arguments import check_arguments, instance_of, optional
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -118,9 +119,18 @@ def visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout | None = None) 
         layout: Who holds which query.
         kv_layout: Who holds which key; by default `layout`.
     """
-    return _visible_blocks(mask, layout, kv_layout or layout)
+    is_layout = instance_of(Layout, "rs.zigzag(seq_len, world_size)")
+    check_arguments(
+        mask=(instance_of(Mask, "rs.causal()"), mask),
+        layout=(is_layout, layout),
+        kv_layout=(optional(is_layout), kv_layout),
+    )
+    return _visible_blocks(mask, layout, layout if kv_layout is None else kv_layout)
 
 
 @lru_cache(maxsize=256)
 def _visible_blocks(mask: Mask, layout: Layout, kv_layout: Layout) -> Visible:
     return Visible.of(layout.count_pairs(mask, kv_layout) > 0)
+
+
+A_VISIBLE = instance_of(Visible, "that of rs.schedule.visible_blocks")

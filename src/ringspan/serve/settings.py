@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringspan.arguments import FLAG, NUMBER, PATH, TEXT, WHOLE, check_arguments, optional
 from ringspan.errors import ShapeError, UnsupportedError
 
 STORAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3")
@@ -71,6 +72,7 @@ class ServeSettings:
     is_under_torchrun: bool = False
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if not (self.folder / "config.json").is_file():
             raise ShapeError(
                 "a model is a local folder with config.json, safetensors weights and a tokenizer",
@@ -116,6 +118,17 @@ class ServeSettings:
             "cache_bytes": self.cache_bytes,
             "rank_timeout_s": self.rank_timeout_s,
         }
+
+    def _check_kinds(self) -> None:
+        texts = {"name": TEXT, "host": TEXT, "dtype": TEXT, "home_page": TEXT}
+        texts |= {"api_key": optional(TEXT), "storage": optional(TEXT), "save_dir": optional(PATH)}
+        whole = dict.fromkeys(("num_ranks", "port", "prefill_chunk", "batch_size", "max_tokens", "queue_size"), WHOLE)
+        limits = {"max_connections": WHOLE, "max_body_bytes": WHOLE, "cache_bytes": optional(WHOLE)}
+        times = ("header_timeout_s", "body_timeout_s", "write_timeout_s", "rank_timeout_s", "grace_s")
+        kinds = {"folder": PATH, **texts, **whole, **limits, **dict.fromkeys(times, NUMBER)}
+        kinds |= {"verify": FLAG, "is_under_torchrun": FLAG}
+        check_arguments(**{name: (kind, getattr(self, name)) for name, kind in kinds.items()})
+        object.__setattr__(self, "folder", Path(self.folder))
 
     def _check_key(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):

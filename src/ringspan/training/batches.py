@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringspan.arguments import FLAG, check_arguments, optional
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
 from ringspan.program.problem import local_rows
-from ringspan.runtime.checks import check_tensor, check_world_size
+from ringspan.runtime.checks import DEVICE, check_tensor, check_world_size
 from ringspan.runtime.compiled import outside_of_programs
 from ringspan.runtime.contract import Signature, describe
 from ringspan.runtime.session import RankCall, session_of
@@ -60,6 +61,7 @@ def position_ids(
 
     With `document_lengths`, positions begin at 0 in each document.
     """
+    check_arguments(device=(optional(DEVICE), device))
     session = session_of(group)
     check_world_size(layout, session.transport.world_size)
     positions = layout.positions(session.transport.rank)
@@ -136,6 +138,7 @@ def shard_batch(
         This rank's part. `labels[i]` belongs to `logits[i]`: do not pass the labels to a model that shifts them again.
         The label of a replicated token counts on rank 0 only.
     """
+    check_arguments(contract=(FLAG, contract))
     session = session_of(group)
     rank = session.transport.rank
     with session.call(contract=contract) as call:
@@ -245,7 +248,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
     if not isinstance(batch, Mapping):
         raise ShapeError(f"batch is a {type(batch).__name__}: give tensors by name, input_ids (…, seq) among them")
     if "input_ids" not in batch:
-        raise ShapeError(f"batch has {', '.join(batch) or 'nothing'}; it needs input_ids, (…, seq)")
+        raise ShapeError(f"batch has {', '.join(map(str, batch)) or 'nothing'}; it needs input_ids, (…, seq)")
     for name, x in batch.items():
         if not isinstance(x, torch.Tensor):
             raise ShapeError(f"batch[{name!r}] is a {type(x).__name__}: give tensors, as return_tensors='pt' does")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ringspan.arguments import TEXT, WHOLE, check_arguments, optional
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous
 from ringspan.mask import frame_causal
@@ -44,6 +45,12 @@ class FrameCache:
             pinned_frames: How many of the first frames are never evicted; they count among `max_frames`.
             algorithm: As in `rs.attention`.
         """
+        check_arguments(
+            tokens_per_frame=(WHOLE, tokens_per_frame),
+            max_frames=(optional(WHOLE), max_frames),
+            pinned_frames=(WHOLE, pinned_frames),
+            algorithm=(TEXT, algorithm),
+        )
         if tokens_per_frame < 1:
             raise ShapeError("a frame has at least one token", argument="tokens_per_frame", value=tokens_per_frame)
         if max_frames is not None and not 0 <= pinned_frames < max_frames:

@@ -34,6 +34,7 @@ from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.sizes import check_sizes
 from ringspan.adapters.transformers.temperature import switch_off
 from ringspan.adapters.transformers.wiring import Wiring, tell_positions
+from ringspan.arguments import FLAG, TEXT, check_arguments
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
 
@@ -213,6 +214,7 @@ def parallelize(
     options = ShardOptions(group, layout, algorithm, kernel)
     session = options.session
     with session.call():
+        check_arguments(kernel=(TEXT, kernel), verify=(FLAG, verify))
         check_options(layout, algorithm)
         check_config(model)
         with torch.autocast(model.device.type, enabled=False):  # the threads of `verify` do not inherit it

@@ -21,6 +21,7 @@ from ringspan.adapters.transformers.layers import AttentionLayer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, first_columns, padding_mask
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.algorithms import ALGORITHMS
+from ringspan.arguments import TEXT, check_arguments
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.mask import Mask, full
@@ -268,6 +269,7 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.T
 
 
 def check_options(layout: str, algorithm: str) -> None:
+    check_arguments(layout=(TEXT, layout), algorithm=(TEXT, algorithm))
     known = ("auto", *ALGORITHMS)
     if algorithm not in known:
         meant = str(algorithm).replace("-", "_")

@@ -2,7 +2,7 @@
 
 from typing import TypedDict, Unpack
 
-from ringspan.arguments import TEXT, WHOLE, check_arguments, instance_of, optional
+from ringspan.arguments import FLAG, TEXT, WHOLE, check_arguments, instance_of, optional
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog import Cluster, Model, load_model, parse_devices
 from ringspan.planner.plan.build import Plan, build_plan
@@ -109,6 +109,19 @@ def make_request(
         model=(TEXT if not isinstance(model, Model) else instance_of(Model, "that of load_model"), model),
         devices=(TEXT if not isinstance(devices, Cluster) else instance_of(Cluster, "that of parse_devices"), devices),
         tokens=(optional(WHOLE), tokens),
+        phase=(optional(TEXT), phase),
+        wire=(TEXT, wire),
+        weights=(TEXT, weights),
+        kv_cache=(TEXT, kv_cache),
+        recomputes=(FLAG, recomputes),
+        shards_weights=(FLAG, shards_weights),
+        is_resident=(FLAG, is_resident),
+        kernel=(optional(TEXT), kernel),
+        network=(optional(TEXT), network),
+        link=(optional(TEXT), link),
+        pipeline_parallel=(WHOLE, pipeline_parallel),
+        expert_parallel=(WHOLE, expert_parallel),
+        offload=(FLAG, offload),
         cached_tokens=(WHOLE, cached_tokens),
         batch=(optional(WHOLE), batch),
         tp=(optional(WHOLE), tp),
