@@ -67,9 +67,9 @@ def measure(
     import torch
     import torch.distributed as dist
 
+    from ringspan.bench.settings import VideoSettings
     from ringspan.bench.video import error_of, sharing_weights
     from ringspan.bench.video_models import build_video_model, draw_call
-    from ringspan.bench.video_settings import VideoSettings
 
     settings = VideoSettings("wan2.1-1.3b", frames, height, width, layers, 1, "float32", "pass_kv", rounds, 0, 600.0)
     cpu = torch.device("cpu")

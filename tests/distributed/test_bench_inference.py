@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ringspan import run_in_process
 from ringspan.bench import inference
-from ringspan.bench.inference_result import MISS_RATES, PARTS, WAYS
+from ringspan.bench.result import MISS_RATES, PARTS, WAYS
 from ringspan.bench.settings import InferenceSettings, Job
 from ringspan.cache import Turn
 from ringspan.cli import main

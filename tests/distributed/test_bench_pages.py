@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from test_bench_cli import run
 
-from ringspan.bench.inference_result import PARTS, WAYS
-from ringspan.bench.transformer_result import PHASES
+from ringspan.bench.result import PARTS, PHASES, WAYS
 from support.page import payload_of
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]

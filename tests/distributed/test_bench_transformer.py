@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
 from ringspan.bench import model_runs
+from ringspan.bench.result import ANSWER, PHASES, TransformerResult
 from ringspan.bench.settings import Job, TransformerSettings
 from ringspan.bench.transformer import measure_transformer
-from ringspan.bench.transformer_result import ANSWER, PHASES, TransformerResult
 from ringspan.cache import Turn
 from ringspan.cli import main
 

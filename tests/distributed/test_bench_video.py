@@ -15,10 +15,9 @@ from click.testing import CliRunner
 from ringspan.adapters.diffusers import run as adapter_run
 from ringspan.bench import video as bench
 from ringspan.bench import video_models
-from ringspan.bench.settings import Job
+from ringspan.bench.settings import VIDEO_MODELS, Job, VideoSettings
 from ringspan.bench.video import error_of, measure_video, sharing_weights
 from ringspan.bench.video_models import build_video_model, draw_call, draw_example, new_transformer
-from ringspan.bench.video_settings import VIDEO_MODELS, VideoSettings
 from ringspan.cli import main
 from ringspan.transports.in_process import run_in_process
 from support.diffused import quiet, whole

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringspan.cli import main
-from ringspan.cli.tables import fit_table, new_table
+from ringspan.cli.page import fit_table, new_table
 
 PLAN = ("plan", "--model", "llama-3.1-8b", "--devices", "8xh100", "--tokens", "128K", "--explain")
 REPORTS = [("simulate", "--lesson"), ("simulate",), PLAN]

@@ -10,8 +10,7 @@ import torch
 from ringspan.bench.breakdown import Interval
 from ringspan.bench.conclude import Dissected
 from ringspan.bench.group import meet
-from ringspan.bench.timed import Watch
-from ringspan.bench.timed_transport import watched
+from ringspan.bench.timed import Watch, watched
 from ringspan.runtime.session import session_of
 from ringspan.transports.base import Transport
 

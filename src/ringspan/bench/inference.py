@@ -13,16 +13,16 @@ import torch
 
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING
-from ringspan.bench.inference_result import (
+from ringspan.bench.launch import Progress
+from ringspan.bench.result import (
     MISS_RATES,
     PARTS,
     WAYS,
     DecodePoint,
     InferenceResult,
     PrefillPoint,
+    Timing,
 )
-from ringspan.bench.launch import Progress
-from ringspan.bench.result import Timing
 from ringspan.bench.settings import InferenceSettings, Job
 from ringspan.cache import KVCache, Turn
 from ringspan.kernels import choose_kernel

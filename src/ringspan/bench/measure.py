@@ -35,7 +35,7 @@ from ringspan.runtime.api import attention
 from ringspan.runtime.engine import run_backward, run_forward
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather
-from ringspan.transports.counting import CountingTransport
+from ringspan.transports.wrapped import CountingTransport
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
 from ringspan.bench.group import sum_over_ranks
 from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
 from ringspan.bench.inputs import Inputs
+from ringspan.bench.result import ANSWER
 from ringspan.bench.settings import DTYPES, TransformerSettings
-from ringspan.bench.transformer_result import ANSWER
 from ringspan.cache import KVCache
 from ringspan.kernels.base import Kernel
 from ringspan.layout import Layout

@@ -18,17 +18,16 @@ from torch.overrides import TorchFunctionMode
 from ringspan.adapters.diffusers import parallelize
 from ringspan.adapters.diffusers.wiring import SDPA
 from ringspan.bench.clock import record_calls, time_call
-from ringspan.bench.conclude_video import FoundSteps, Learned, conclude_video
+from ringspan.bench.conclude import FoundSteps, Learned, conclude_video
 from ringspan.bench.group import gather_values
 from ringspan.bench.launch import Progress
 from ringspan.bench.measure import Steps
 from ringspan.bench.memory import LiveStorages, measure_peak
-from ringspan.bench.result import ResultCheck
+from ringspan.bench.result import ResultCheck, StepMemory, VideoResult
 from ringspan.bench.settings import Job
 from ringspan.bench.timed import Watch
 from ringspan.bench.video_ideal import MessagelessRun, Pieces
 from ringspan.bench.video_models import build_video_model, draw_call, draw_example
-from ringspan.bench.video_result import StepMemory, VideoResult
 from ringspan.runtime.session import session_of
 
 _RELATIVE = {"float64": 1e-9, "float32": 2e-5}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ringspan.bench.video_settings import VideoSettings
+from ringspan.bench.settings import VideoSettings
 from ringspan.errors import UnsupportedError
 
 try:  # at once, since diffusers cannot be imported by several threads

@@ -1,5 +1,9 @@
-"""Where does a command print its report, and how wide is it?"""
+"""Where does a command print its report, how wide is it, and which characters can the terminal show?
 
+A terminal whose encoding lacks ✓, × or box-drawing characters gets words and ASCII instead of "?".
+"""
+
+import codecs
 import os
 from typing import Any
 
@@ -16,3 +20,40 @@ def new_console() -> Any:
         console.width = FILE_WIDTH
     console.width = max(console.width, LEAST_WIDTH)
     return console
+
+
+HANDLER = "ringspan.plain"
+SPELLED = {
+    "✓": "ok",
+    "✗": "no",
+    "×": "x",
+    "·": ".",
+    "µ": "u",
+    "²": "^2",
+    "→": "->",
+    "↔": "<->",
+    "≤": "<=",
+    "≥": ">=",
+    "≈": "~",
+    "–": "-",
+    "…": "...",
+    "─": "-",
+    "━": "-",
+    "│": "|",
+    "┼": "+",
+    "█": "#",
+    "▏": "|",
+    **{level: str(i) for i, level in enumerate("▁▂▃▄▅▆▇", 1)},
+    "\N{NO-BREAK SPACE}": " ",
+}
+
+
+def spell(error: UnicodeError) -> tuple[str, int]:
+    """Spell the characters that cannot be encoded; those without a spelling become "?"."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(SPELLED.get(letter, "?") for letter in letters), error.end
+
+
+codecs.register_error(HANDLER, spell)

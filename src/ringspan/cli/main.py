@@ -12,8 +12,8 @@ import click
 
 from ringspan import __version__
 from ringspan.algorithms import register_entry_points
-from ringspan.cli import plain_text
 from ringspan.cli.bench import bench
+from ringspan.cli.console import HANDLER
 from ringspan.cli.errors import BadInput, in_one_line
 from ringspan.cli.page_command import page
 from ringspan.cli.plan.command import plan
@@ -64,7 +64,7 @@ def main() -> None:
     """Exact attention over sequences longer than one device can hold."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=plain_text.HANDLER)  # a terminal whose encoding lacks × must not end in an error
+            stream.reconfigure(errors=HANDLER)  # a terminal whose encoding lacks × must not end in an error
     register_entry_points()
 
 

@@ -46,28 +46,35 @@ class Spelled(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no Choic
 
 
 class AlgorithmName(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no ParamType[str]
-    """An algorithm that is registered when the option is read or its help printed."""
+    """An algorithm that is registered when the option is read or its help printed.
+
+    `is_flat` leaves out algorithms that take a mesh.
+    """
 
     name = "algorithm"
 
+    def __init__(self, *, is_flat: bool = False) -> None:
+        self._is_flat = is_flat
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The name as the command line spells it."""
-        return _registered().convert(value, param, ctx)
+        return self._registered().convert(value, param, ctx)
 
     def get_metavar(self, *args: Any, **kwargs: Any) -> str | None:
         """All names; click 8.1 and 8.2 pass other arguments."""
-        return _registered().get_metavar(*args, **kwargs)
+        return self._registered().get_metavar(*args, **kwargs)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Names that begin so."""
-        return _registered().shell_complete(ctx, param, incomplete)
+        return self._registered().shell_complete(ctx, param, incomplete)
 
-
-def _registered() -> Spelled:
-    return Spelled(map(spell_algorithm, ALGORITHMS))
+    def _registered(self) -> Spelled:
+        takers = list_takers("mesh") if self._is_flat else []
+        return Spelled(spell_algorithm(name) for name in ALGORITHMS if name not in takers)
 
 
 ALGORITHM = AlgorithmName()
+FLAT_ALGORITHM = AlgorithmName(is_flat=True)
 
 
 class OptionOfSome(click.Option):

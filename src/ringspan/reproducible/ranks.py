@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.program.reproducible.grid import Strip
-from ringspan.runtime.checks import check_world_size
+from ringspan.runtime.checks import check_tensor, check_world_size
 from ringspan.runtime.contract import Contract, Place, Signature
 from ringspan.runtime.session import Session, session_of
 from ringspan.runtime.tile_sums import Tiling, sum_over_tiles, tile_layout
@@ -118,3 +119,26 @@ def _weight(x: torch.Tensor) -> Weight:
     """Identify a weight by the integer sum of its bits, which is independent of order and cheap next to a product."""
     bits = x.detach().reshape(-1).view(_WHOLE_NUMBERS[x.itemsize])
     return Weight(tuple(x.shape), torch.stack([part.sum() for part in torch.split(bits, _CHUNK)]).sum())
+
+
+def check_tokens(name: str, x: torch.Tensor, shard_len: int) -> None:
+    """Check that x is (batch, seq, …) with this rank's tokens."""
+    check_tensor(name, x)
+    if x.ndim < 2 or x.shape[1] != shard_len or x.shape[0] < 1:
+        raise ShapeError(
+            f"{name}.shape={tuple(x.shape)}: {name} is (batch, seq, …) with a batch of 1 or more, and the layout gives "
+            f"this rank {shard_len} positions along dim 1"
+        )
+
+
+def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
+    """Check that weights are floating point and have the dtype and device of x."""
+    for name, weight in weights.items():
+        if weight is None:
+            continue
+        check_tensor(name, weight)
+        if weight.dtype != x.dtype or weight.device != x.device or not x.is_floating_point():
+            raise ShapeError(
+                f"x is {x.dtype} on {x.device}, {name} is {weight.dtype} on {weight.device}: both need one "
+                "floating-point dtype and device; convert one of them (autocast does not)"
+            )

@@ -1,4 +1,7 @@
-"""A transport around another one, for what watches or counts: everything is passed on unless a subclass says more."""
+"""A transport that passes every call to another transport; subclasses observe or count on the way.
+
+`CountingTransport` counts the messages of `exchange`, which are those that a schedule predicts.
+"""
 
 from collections.abc import Sequence
 
@@ -41,3 +44,19 @@ class WrappedTransport:
     def close(self) -> None:
         """Passed on."""
         self.inner.close()
+
+
+class CountingTransport(WrappedTransport):
+    """`inner`, with the messages and bytes this rank has sent so far to each rank."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.messages_sent = [0] * inner.world_size
+        self.bytes_sent = [0] * inner.world_size
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Count what is sent, then start it."""
+        for dst, tensor in sends:
+            self.messages_sent[dst] += 1
+            self.bytes_sent[dst] += tensor.nbytes
+        return super().exchange(sends, receives)

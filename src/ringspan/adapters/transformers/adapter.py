@@ -21,11 +21,14 @@ from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import (
+    FUSED,
+    FUSED_ROWS,
     ShardOptions,
     ShardPart,
     ShardRun,
     mean_loss,
     shard_inputs,
+    whole_rows,
 )
 from ringspan.adapters.transformers.steps import begin_step, by_sequence, check_step
 from ringspan.adapters.transformers.turns import (
@@ -37,7 +40,6 @@ from ringspan.adapters.transformers.turns import (
     layout_of_positions,
     make_kv,
 )
-from ringspan.adapters.transformers.whole import FUSED, FUSED_ROWS, whole_rows
 from ringspan.adapters.transformers.wiring import RUN, Wiring
 from ringspan.cache import KVCache
 from ringspan.errors import RingspanError, UnsupportedError

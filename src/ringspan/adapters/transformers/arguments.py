@@ -1,20 +1,25 @@
-"""Which arguments of a forward mean the same on ranks? All others are refused by name.
+"""Which arguments of a forward and of generate() mean the same on ranks? All others are refused by name.
 
 Changes to the model after `parallelize`, to its attention or its number of layers, are refused too.
+
+A parallelized model gets a generate() that first refuses two things. A time limit: each rank would stop by its own
+clock while the others wait for it. Padding at the end of a decoder's prompt: the next token would be chosen from the
+padding's logits.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MaxTimeCriteria, PreTrainedConfig, PreTrainedModel
 
 from ringspan.adapters.transformers.layers import AttentionLayer, Side
 from ringspan.adapters.transformers.sequences import BOTH, ENCODED, encoded_by_caller
-from ringspan.adapters.transformers.shards import BY_TOKEN, ShardRun
+from ringspan.adapters.transformers.shards import BY_TOKEN, ShardOptions, ShardRun
 from ringspan.adapters.transformers.wiring import RUN
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.mask import full
@@ -253,3 +258,55 @@ def takes_use_cache(model: PreTrainedModel) -> bool:
 
 def _num_layers(config: PreTrainedConfig) -> int | None:
     return getattr(config, "num_hidden_layers", None)
+
+
+_Check = Callable[[Mapping[str, Any], Any], None]
+
+
+class CheckedGenerate:
+    """A model's generate() that first checks that its options mean the same on all ranks."""
+
+    def __init__(self, model: Any, options: ShardOptions) -> None:
+        def check(given: Mapping[str, Any], default: Any) -> None:
+            try:
+                _check_time(given, default)
+                _check_prompt(given)
+            except UnsupportedError as error:
+                options.refuse(error)
+                raise
+
+        self._model = model
+        self._before = vars(model).get("generate")
+        # deepcopy copies the model inside a partial; a closure would still refer to this model.
+        model.generate = partial(_generate, check, model, model.generate)
+
+    def remove(self) -> None:
+        del self._model.generate
+        if self._before is not None:
+            self._model.generate = self._before
+
+
+def _generate(check: _Check, model: Any, generate: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    given = inspect.signature(generate).bind_partial(*args, **options).arguments
+    check({**given, **given.get("kwargs", {})}, model.generation_config)
+    return generate(*args, **options)
+
+
+def _check_time(given: Mapping[str, Any], default: Any) -> None:
+    criteria = [x for x in given.get("stopping_criteria") or () if isinstance(x, MaxTimeCriteria)]
+    limits = [given.get("max_time"), *(getattr(x, "max_time", None) for x in (given.get("generation_config"), default))]
+    for limit in (*limits, *(x.max_time for x in criteria)):
+        if limit is not None:
+            raise UnsupportedError(
+                f"max_time={limit}: each rank would stop by its own clock while the others wait; leave it out, "
+                "also in a generation_config, and set max_new_tokens"
+            )
+
+
+def _check_prompt(given: Mapping[str, Any]) -> None:
+    mask = given.get("decoder_attention_mask")
+    if mask is not None and not mask[:, -1].all():
+        raise UnsupportedError(
+            "decoder_attention_mask has padding in its last column, and the next token would be chosen there: logits "
+            "of padding are not computed; put padding before the tokens"
+        )

@@ -10,7 +10,7 @@
 The model's modules are not replaced. The model looks attention up under a name that is registered for it (`wiring.py`).
 A hook takes this rank's part before a forward, and another handles the outputs afterwards (`adapter.py`). Everything
 that cannot be exact is refused before a message is sent: models by `parallelize` (`examine.py`, `reference.py`),
-arguments at the call (`arguments.py`, and `generating.py` for generate()).
+arguments at the call (`arguments.py`).
 """
 
 import hashlib
@@ -23,10 +23,9 @@ from transformers import PreTrainedModel
 
 from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.adapter import Adapter, LastTurn, encoder_adapter
-from ringspan.adapters.transformers.arguments import check_random
+from ringspan.adapters.transformers.arguments import CheckedGenerate, check_random
 from ringspan.adapters.transformers.by_name import NAME
 from ringspan.adapters.transformers.examine import check_config, examine
-from ringspan.adapters.transformers.generating import CheckedGenerate
 from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.sharded_cache import ShardedCache

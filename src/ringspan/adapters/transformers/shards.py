@@ -3,6 +3,9 @@
 Sequences are sharded along their tokens; every rank has all rows. The sequences of an encoder and of its decoder are
 sharded separately. Padding and packed documents become part of the mask, which every rank knows because it gets the
 whole batch. Labels are shifted before they are sharded.
+
+A training forward on a whole batch returns the rows of all ranks on every rank, and each rank computes the same loss
+from them. The gradient of a row goes once, to the rank that computed the row.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +33,7 @@ from ringspan.runtime.api import attention
 from ringspan.runtime.contract import describe
 from ringspan.runtime.session import Session, session_of
 from ringspan.span import Span
-from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, next_token_labels
+from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, gather, next_token_labels
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}
 BY_TOKEN = (
@@ -277,3 +280,16 @@ def check_options(layout: str, algorithm: str) -> None:
         raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; {hint}")
     if layout not in LAYOUTS:
         raise LayoutError(f"layout={layout!r}: there is no such layout; use one of {', '.join(LAYOUTS)}")
+
+
+FUSED = "fused_lm_head"  # with this argument a model of TRL's trainers returns these rows, and no logits
+FUSED_ROWS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+
+
+def whole_rows(part: torch.Tensor, layout: Layout, group: Any) -> torch.Tensor:
+    """Return the rows of all ranks, (batch, seq, …); this rank's rows keep their gradient."""
+    whole = gather(part.detach(), layout, group, dim=1)
+    if not part.requires_grad:
+        return whole
+    positions = torch.from_numpy(layout.positions(session_of(group).transport.rank)).to(part.device)
+    return whole.index_copy(1, positions, part)

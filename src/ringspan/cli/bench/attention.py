@@ -152,13 +152,13 @@ def attention(
     if trace is not None:
         write_json(trace, _trace(measured))
     if html is not None:
-        from ringspan.cli.bench.attention_page import build_attention_page
+        from ringspan.cli.bench.attention_report import build_attention_page
 
         write_text(html, build_attention_page(measured, _trace(measured), predicted, command_line(ctx)))
     if as_json:
         print_json({"is_verified": measured.result.is_verified} | dataclasses.asdict(measured.result))
     else:
-        from ringspan.cli.bench.attention_text import print_bench
+        from ringspan.cli.bench.attention_report import print_bench
 
         print_bench(measured.result, new_console())
     if not measured.result.is_verified:

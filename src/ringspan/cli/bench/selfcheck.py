@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import write_text
 from ringspan.cli.page_command import command_line
+from ringspan.page.report import build_report, facts, table
 
 EXAMPLES = """\b
 Examples:
@@ -42,8 +44,6 @@ def selfcheck(ctx: click.Context, *, timeout_s: float, html: Path | None, as_jso
     paths = _check(launched, timeout_s)
     if launched is None or launched.rank == 0:
         if html is not None:
-            from ringspan.cli.bench.selfcheck_page import build_selfcheck_page
-
             write_text(html, build_selfcheck_page(paths, _machine(), command_line(ctx)))
         _print_paths(paths, as_json)
     if any(path.status == "failed" for path in paths):
@@ -74,6 +74,22 @@ def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
     if as_json:
         print_json({"machine": machine, "paths": [dataclasses.asdict(path) for path in paths]})
         return
-    from ringspan.cli.bench.attention_text import print_paths
+    from ringspan.cli.bench.attention_report import print_paths
 
     print_paths(paths, machine, new_console())
+
+
+def build_selfcheck_page(paths: Sequence[PathCheck], machine: str, command: str) -> str:
+    """One HTML file."""
+    count = {status: sum(path.status == status for path in paths) for status in ("ok", "failed", "not available")}
+    verdict = f"✗ {count['failed']} failed" if count["failed"] else f"✓ all {count['ok']} that can run here are right"
+    rows = [
+        (it.path, it.status, ("" if it.max_error is None else f"{it.max_error:.1e}", it.max_error or 0.0), it.note)
+        for it in paths
+    ]
+    columns = ["path", "status", ">largest error", "note"]
+    sections = [
+        facts("summary", "The verdict", [("paths", verdict), ("not available here", count["not available"])]),
+        table("paths", "Every path", columns, rows, "Choose a heading to sort by it."),
+    ]
+    return build_report("Self-check of kernels and transports", [machine], sections, command)

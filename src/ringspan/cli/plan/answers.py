@@ -7,10 +7,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.cli.formats import format_seconds
-from ringspan.cli.page import Page
+from ringspan.cli.page import Page, new_table
 from ringspan.cli.plan.as_json import as_plain, option_as_json
 from ringspan.cli.plan.text import describe, describe_cost, describe_devices, format_range, gigabytes
-from ringspan.cli.tables import new_table
 from ringspan.planner.plan import Answer, Request, cost_of
 from ringspan.planner.plan.questions import MOST_DEVICES
 

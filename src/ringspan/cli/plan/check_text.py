@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.cli.formats import format_percent
-from ringspan.cli.page import Page
-from ringspan.cli.tables import new_table
+from ringspan.cli.page import Page, new_table
 from ringspan.planner.catalog.constants import priors
 from ringspan.planner.published import (
     COVERAGE_LIMITS,

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
-from ringspan.cli.page import Page
-from ringspan.cli.tables import new_table
+from ringspan.cli.page import Page, new_table
 from ringspan.program.reproducible.tree import TILE
 from ringspan.simulate.lesson import Lesson, Prefill
 

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from ringspan.algorithms import find_algorithm
-from ringspan.cli.page import Page, explain_grid
+from ringspan.cli.page import Page, explain_grid, new_table
 from ringspan.cli.simulate.text import (
     RANK_LETTERS,
     format_check,
@@ -11,7 +11,6 @@ from ringspan.cli.simulate.text import (
     print_verdict,
     token_strip,
 )
-from ringspan.cli.tables import new_table
 from ringspan.simulate.lesson import Lesson
 
 NEXT = (

@@ -6,8 +6,7 @@ from ringspan.errors import UnsupportedError
 from ringspan.planner.accuracy import Parts
 from ringspan.planner.catalog import Constants, Device, load_device
 from ringspan.planner.cost import Shard, attention_flops_per_s, host_s, message_s, tile_s
-from ringspan.planner.published.predicted import Predicted
-from ringspan.planner.published.rows import Fields
+from ringspan.planner.published.rows import Fields, Predicted
 from ringspan.planner.software import MEGATRON, PAPER, RING_FLASH, USP, Software
 from ringspan.planner.timeline import Ring, Sequence, Timeline, attention_timeline
 

@@ -19,10 +19,8 @@ from ringspan.errors import RingspanError
 from ringspan.planner.accuracy import Z80, is_tie
 from ringspan.planner.catalog import fitted, fitted_without
 from ringspan.planner.catalog.constants import MOST_CONSTANTS
-from ringspan.planner.published.pairs import set_up
 from ringspan.planner.published.predict import predict_row
-from ringspan.planner.published.predicted import Predicted
-from ringspan.planner.published.rows import Row, Use, read_rows
+from ringspan.planner.published.rows import Predicted, Row, Use, read_rows
 
 MEDIAN_LIMIT = 0.12
 SOURCE_LIMIT = 0.30
@@ -222,3 +220,28 @@ def _winners(rows: list[Row], predicted: dict[str, Predicted]) -> Iterator[Winne
             if max(ratio, 1 / ratio) > 1 + LEAST_DIFFERENCE:
                 is_tied = is_tie(ours[0].parts, ours[1].parts, ours[0].device)
                 yield Winner(key[0], first.id, second.id, ratio, guess, is_tied)
+
+
+ITERATIONS = ("device_id", "n_gpus", "pass", "mask", "batch", "seq_len_tokens", "heads_q", "heads_kv", "head_dim")
+
+
+def set_up(row: Row) -> tuple[str, ...] | None:
+    """The choice in question, and what must be equal for two rows to be compared."""
+    f = row.fields
+    match row.table:
+        case "prefill_ttft" if f["variant"].startswith("pass-"):
+            return "pass-KV or pass-Q", row.source, f["new_tokens"], f["cached_tokens"]
+        case "cp_attention_iters":
+            same = tuple(f[key] for key in ITERATIONS)
+            if f["library"].startswith("USP"):
+                return "ring or Ulysses", row.source, f["source"], *same, f["scheme"], f["packing"]
+            return "layout", row.source, f["device"], *same
+        case "cp_attention_throughput" if f["library"].startswith("Magi"):
+            return "ring, all-gather or Ulysses", row.source, f["n_gpus"], f["pass"], f["mask"], f["seq_len_tokens"]
+        case "dit_step_time":
+            return "ring or Ulysses", row.source, f["source"], f["n_gpus"], f["cfg_degree"]
+        case "training_step":
+            return "tensor parallelism, ring or Ulysses", row.source, f["model"], f["n_gpus"], f["seq_len_tokens"]
+        case "generation_time":
+            return "merge or ring in decode", row.source, f["model"], f["n_gpus"], f["seq_len_tokens"], f["device_id"]
+    return None

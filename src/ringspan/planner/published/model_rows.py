@@ -8,8 +8,7 @@ from ringspan.planner.catalog import Cluster, Constants, Device, Model, load_dev
 from ringspan.planner.plan.predict import Prediction, predict
 from ringspan.planner.plan.request import Request, Setup
 from ringspan.planner.plan.video import fixed_s
-from ringspan.planner.published.predicted import Predicted
-from ringspan.planner.published.rows import Fields
+from ringspan.planner.published.rows import Fields, Predicted
 from ringspan.planner.software import MEGATRON, PAPER, RING_FLASH, RINGSPAN, USP, Software
 
 SIZES = {"480P": (81, 480, 832), "720P": (81, 720, 1280)}  # of Wan2.1, as its configs have them

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from ringspan.errors import UnsupportedError
 from ringspan.planner.catalog import Constants, fitted
 from ringspan.planner.published import attention_rows, model_rows
-from ringspan.planner.published.predicted import Predicted
-from ringspan.planner.published.rows import Fields, Row
+from ringspan.planner.published.rows import Fields, Predicted, Row
 
 
 def predict_row(row: Row, constants: Constants | None = None) -> Predicted:

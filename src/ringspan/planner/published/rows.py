@@ -11,6 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ringspan.planner.accuracy import Parts, spread_of
+from ringspan.planner.catalog import Device
+
 Use = Literal["judged", "apart", "unused"]
 Fields = dict[str, str]
 RATES = ("iters_per_s", "tflops_per_gpu")  # more is faster
@@ -118,3 +121,16 @@ _TABLES = {
     "cp_speedup": (("measured_speedup",), _ratio),
     "ring_min_block": (("min_block_tokens",), _formula),
 }
+
+
+class Predicted(NamedTuple):
+    """`value` in the unit of the row; seconds by what they are spent on."""
+
+    value: float
+    parts: Parts
+    device: Device
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm."""
+        return spread_of(self.parts, self.device)

@@ -20,8 +20,7 @@ from ringspan.errors import ScheduleError, UnsupportedError
 from ringspan.mask import Coverage
 from ringspan.program.bind import BoundProgram, Compute, Exchange, Message
 from ringspan.program.problem import Problem
-from ringspan.program.reproducible.cells import Cell, GridTile, Rise, Sibling
-from ringspan.program.reproducible.grid import check_grid, grid_of
+from ringspan.program.reproducible.grid import Cell, GridTile, Rise, Sibling, check_grid, grid_of
 from ringspan.program.reproducible.tree import Node
 from ringspan.schedule import (
     ALL,

@@ -6,7 +6,7 @@ order, `bind.py` works it out for a program; this file follows it.
 
 from ringspan.program.execute import Arithmetic, BlockSizes, RankState, Value
 from ringspan.program.reproducible.bind import Growth
-from ringspan.program.reproducible.cells import Cell, GridTile, Rise
+from ringspan.program.reproducible.grid import Cell, GridTile, Rise
 from ringspan.program.reproducible.tree import TILE
 from ringspan.schedule import Block, Transfer
 
