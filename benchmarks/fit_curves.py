@@ -18,7 +18,7 @@ import numpy as np
 import ringspan.planner.catalog
 from ringspan.planner.catalog import Constants
 from ringspan.planner.catalog.constants import priors
-from ringspan.planner.published.predict import predict_row
+from ringspan.planner.published.check import predict_row
 from ringspan.planner.published.rows import Row, read_rows
 
 FOLDER = Path(ringspan.planner.catalog.__file__).parent / "data"

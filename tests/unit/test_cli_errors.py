@@ -75,7 +75,7 @@ def test_an_error_about_odd_characters_is_one_line_that_can_be_printed(words: li
 def test_nothing_in_the_library_names_an_option() -> None:
     package = ROOT / "src" / "ringspan"
     writes_command_lines = {
-        *("planner/plan/settings.py", "bench/paths.py", "planner/plan/caveats.py", "planner/accuracy.py"),
+        *("planner/plan/settings.py", "bench/paths.py", "planner/plan/explain.py", "planner/accuracy.py"),
         "verify/pytest_plugin.py",  # an option of pytest
         "serve/torchrun.py",  # an option of torchrun
     }

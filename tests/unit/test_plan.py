@@ -213,7 +213,7 @@ def test_settings_say_where_a_library_cannot_express_the_choice():
     diffusers = {recipe.library: recipe for recipe in list_recipes(request, [predict(request, way) for way in ways])}
     assert "ring_degree=2, ulysses_degree=4" in diffusers["diffusers"].settings
     pattern = (
-        r"has no setting for ulysses beside tensor parallelism 2; this is hybrid 2×4 over 8 ranks, -?\d+\.\d% slower"
+        r"has no setting for ulysses beside tensor parallelism 2; this is hybrid 2×4 over 8 ranks, -?\d+\.\d % slower"
     )
     assert re.match(pattern, diffusers["diffusers"].caveat)
 

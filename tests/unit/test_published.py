@@ -23,7 +23,7 @@ from ringspan.planner.published import (
     WINNERS_LIMIT,
     run_check,
 )
-from ringspan.planner.published.predict import predict_row
+from ringspan.planner.published.check import predict_row
 from ringspan.planner.published.rows import read_rows
 
 

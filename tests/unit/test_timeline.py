@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.algorithms import RegularCall, build_schedule, find_algorithm
 from ringspan.planner.catalog import Link, fitted, load_device
-from ringspan.planner.cost import Shard, attention_flops, tile_s
+from ringspan.planner.cost import DeviceCosts, Shard, attention_flops, tile_s
 from ringspan.planner.software import PAPER, RINGSPAN
 from ringspan.planner.timeline import (
     END,
@@ -23,7 +23,6 @@ from ringspan.planner.timeline import (
     schedule_loads,
     schedule_timeline,
 )
-from ringspan.planner.timeline.costs import DeviceCosts
 from ringspan.program.problem import Problem, Shapes
 from ringspan.schedule import Arrived, Heads, Post, compile_rank, visible_blocks
 

@@ -16,11 +16,14 @@ from ringspan.cli.page_command import command_line
 from ringspan.cli.plan.options import (
     device_options,
     output_options,
+    parse_price,
+    parse_sweep,
+    parse_time,
     question_options,
+    request_of,
     split_options,
     work_options,
 )
-from ringspan.cli.plan.question import parse_price, parse_sweep, parse_time, request_of
 from ringspan.errors import RingspanError
 
 if TYPE_CHECKING:

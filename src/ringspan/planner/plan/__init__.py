@@ -1,13 +1,12 @@
 """Will it fit, how long will it take, which algorithm, and why?"""
 
 from ringspan.planner.plan.ask import make_request, plan
-from ringspan.planner.plan.build import Option, Plan, build_plan
+from ringspan.planner.plan.build import BreakEven, Option, Plan, build_plan
 from ringspan.planner.plan.candidates import Illegal
 from ringspan.planner.plan.explain import ExplainedTerm
-from ringspan.planner.plan.lengths import BreakEven
 from ringspan.planner.plan.memory import Memory, count_memory
 from ringspan.planner.plan.passes import Pass, timeline_of
-from ringspan.planner.plan.predict import Prediction, predict
+from ringspan.planner.plan.predict import Prediction, WholeVideo, predict
 from ringspan.planner.plan.questions import (
     Answer,
     Cost,
@@ -19,7 +18,6 @@ from ringspan.planner.plan.questions import (
 )
 from ringspan.planner.plan.request import PHASES, Phase, Request, Setup
 from ringspan.planner.plan.settings import Recipe
-from ringspan.planner.plan.video import WholeVideo
 
 __all__ = [
     "PHASES",

@@ -1,23 +1,25 @@
 """The whole answer: every way to split the work, ranked, with what else one would ask about the best.
 
 Ways that fit into memory come before those that do not; of the former the faster first, of the latter those that lack
-least. Ways whose times are closer to the fastest than their common uncertainty are tied with it.
+least. Ways whose times are closer to the fastest than their common uncertainty are tied with it. Lengths are found by
+halving: the longest that fits, and those from which on another way is better.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ringspan.planner.accuracy import is_tie, range_of
-from ringspan.planner.plan.candidates import Illegal, list_setups, usual_tps
-from ringspan.planner.plan.caveats import late_s, list_caveats
-from ringspan.planner.plan.explain import ExplainedTerm, explain
-from ringspan.planner.plan.lengths import BreakEven, break_even, crossing, longest
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING, Q_RING, RINGS
+from ringspan.planner.accuracy import BETWEEN, is_tie, range_of
+from ringspan.planner.plan.candidates import MANY_RANKS, Illegal, list_setups, usual_tps
+from ringspan.planner.plan.explain import ExplainedTerm, explain, late_s, list_caveats
 from ringspan.planner.plan.memory import Memory, count_memory
+from ringspan.planner.plan.passes import shown_window, timeline_of
 from ringspan.planner.plan.picture import draw_plan
-from ringspan.planner.plan.predict import Prediction, predict
-from ringspan.planner.plan.request import Request, Setup, legal_tps
+from ringspan.planner.plan.predict import Prediction, WholeVideo, predict, whole_video
+from ringspan.planner.plan.request import MOST_TOKENS, Request, Setup, legal_tps
 from ringspan.planner.plan.settings import Recipe, list_recipes
-from ringspan.planner.plan.video import WholeVideo, whole_video
+from ringspan.planner.timeline import is_quick
 
 
 class Option(NamedTuple):
@@ -33,6 +35,17 @@ class Option(NamedTuple):
     def setup(self) -> Setup:
         """How the work is split."""
         return self.prediction.setup
+
+
+class BreakEven(NamedTuple):
+    """Where pass-KV and pass-Q take the same time, the number of keys held: below `new_tokens`, pass-Q is faster.
+
+    None where one of them, named by `always`, is as fast or faster throughout.
+    """
+
+    num_keys: int
+    new_tokens: int | None
+    always: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +131,74 @@ def _tied(request: Request, options: list[Option]) -> list[Option]:
         return []
     parts = best.prediction.parts
     return [option for option in options[1:] if option.fits and is_tie(parts, option.prediction.parts, device)]
+
+
+def longest(request: Request, setup: Setup) -> int | None:
+    """The most tokens that fit, cached ones as asked; None if not even one does."""
+
+    def fits(tokens: int) -> bool:
+        memory = count_memory(replace(request, tokens=tokens), setup)
+        return memory.fits(request.cluster.device.memory_bytes)
+
+    return last_that(fits, MOST_TOKENS - request.cached_tokens)
+
+
+def last_that(holds: Callable[[int], bool], most: int) -> int | None:
+    """The largest number for which it holds, if it holds up to some number and then no longer."""
+    if not holds(1):
+        return None
+    low, high = 1, most
+    if holds(high):
+        return high
+    while high - low > max(1, low // 2**20):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def break_even(request: Request, setup: Setup) -> int | None:
+    """The length from which the best way is faster than the same group alone by more than their uncertainty."""
+    if not 1 < setup.cp <= MANY_RANKS or request.phase == "decode" or not is_quick(setup.algorithm, setup.cp):
+        return None
+    alone = Setup(DEFAULT_ALGORITHM, "contiguous", setup.tp, 1, setup.copies)
+
+    def is_unclear(tokens: int) -> bool:
+        asked = replace(request, tokens=tokens, cached_tokens=0, chunk_tokens=None)
+        ours, theirs = predict(asked, setup), predict(asked, alone)
+        is_slower = ours.total_s >= theirs.total_s
+        return is_slower or is_tie(ours.parts, theirs.parts, request.cluster.device)
+
+    lengths = [1 << k for k in range(24, -1, -1)]
+    last = next((length for length in lengths if is_unclear(length)), None)
+    if last is None:
+        return 1
+    low, high = last, 2 * last
+    while high - low > low // 16 + 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_unclear(middle) else (low, middle)
+    return high
+
+
+def crossing(request: Request, setup: Setup) -> BreakEven | None:
+    """For the same number of keys, how many may be new for pass-Q to win."""
+    if request.phase != "prefill" or not 1 < setup.cp <= MANY_RANKS:
+        return None
+    num_keys = request.tokens + request.cached_tokens
+    window = shown_window(request.model)
+    kv, q = (setup._replace(algorithm=name, layout="zigzag", inner=1) for name in RINGS)
+
+    def q_wins(new: int) -> bool:
+        asked = replace(request, tokens=new, cached_tokens=num_keys - new)
+        q_s, kv_s = (timeline_of(asked, way, window=window).makespan_s for way in (q, kv))
+        return q_s < (1 - BETWEEN) * kv_s
+
+    least = min(setup.cp, num_keys)
+    if q_wins(num_keys):
+        return BreakEven(num_keys, None, Q_RING)
+    if not q_wins(least):
+        return BreakEven(num_keys, None, KV_RING)
+    low, high = least, num_keys
+    while high - low > low // 32 + 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if q_wins(middle) else (low, middle)
+    return BreakEven(num_keys, high, "")

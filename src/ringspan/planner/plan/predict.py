@@ -1,24 +1,29 @@
 """How long does it take, and where does the time go, if the work is split so?
 
 A training step is the forward pass, a second one where activations are computed anew, and a backward pass whose dense
-part costs twice the forward's. A prefill in chunks is a forward pass of each, over what is cached by then.
+part costs twice the forward's. A prefill in chunks is a forward pass of each, over what is cached by then. A whole
+video is its steps, and a part that does not shrink with the number of devices.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from ringspan.planner.catalog import Device
 from ringspan.planner.cost import Dense
 from ringspan.planner.plan.passes import (
     NO_PASS,
     Pass,
     cross_attention_s,
     dense_of,
+    gathering_s,
     logits_s,
+    reduce_gradients_s,
     run_pass,
+    scattering_s,
     shown_window,
     timeline_of,
 )
 from ringspan.planner.plan.request import Request, Setup
-from ringspan.planner.plan.sharing import gathering_s, reduce_gradients_s, scattering_s
 
 MOST_CHUNKS = 9  # that are worked out; the time of those between is interpolated
 PARTS = (
@@ -142,3 +147,33 @@ def _predict_chunks(request: Request, setup: Setup) -> Prediction:
         inner = (j - i - 1) / 2  # the mean of both ends for each chunk between them
         forward = forward.plus(first.forward.scaled(1 + inner)).plus(second.forward.scaled(inner))
     return replace(predictions[-1], forward=forward)
+
+
+def fixed_s(device: Device, frames: int, height: int, width: int) -> float:
+    """Seconds of text encoder and VAE, which run on one device: bytes per pixel of output over the memory's rate."""
+    pixels = frames * height * width
+    return pixels * device.constants.video_bytes_per_pixel / device.memory_bytes_per_s
+
+
+class WholeVideo(NamedTuple):
+    """Seconds of a video by what they are spent on; only denoising is shared among the devices."""
+
+    steps: int
+    denoising_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it, one after the other."""
+        return self.denoising_s + self.fixed_s
+
+
+def whole_video(request: Request, step_s: float) -> WholeVideo | None:
+    """A video of as many steps as its pipeline takes; None where they or its size are not known."""
+    video = request.model.video
+    if request.phase != "denoise" or video is None or video.steps is None:
+        return None
+    size = request.size or video.usual
+    if size is None:
+        return None
+    return WholeVideo(video.steps, video.steps * step_s, fixed_s(request.cluster.device, *size))

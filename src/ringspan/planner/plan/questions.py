@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from ringspan.errors import RingspanError, ShapeError
 from ringspan.planner.catalog import Cluster
-from ringspan.planner.plan.build import Option, rank_options
+from ringspan.planner.plan.build import Option, last_that, longest, rank_options
 from ringspan.planner.plan.candidates import list_setups
-from ringspan.planner.plan.lengths import last_that, longest
 from ringspan.planner.plan.memory import count_memory
+from ringspan.planner.plan.predict import whole_video
 from ringspan.planner.plan.request import MOST_SEQUENCES, Request, legal_tps
-from ringspan.planner.plan.video import whole_video
 
 MOST_DEVICES = 1024  # that are tried
 SECONDS_PER_HOUR = 3600.0

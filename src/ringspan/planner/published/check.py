@@ -4,23 +4,23 @@ Every row is predicted by constants that were fitted without its source. An erro
 median over sources of each source's median absolute error has a limit. So has the share of winners called right among
 pairs that differ by more than 3 %: a pair that the planner calls a tie counts as neither, or as wrong where the
 published times differ by more than 25 %; ties have a limit too. And the range printed with a time must hold as many
-rows as it says, and not by being wide.
+rows as it says, and not by being wide. A row that no plan expresses is refused, by name.
 """
 
 import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringspan.errors import RingspanError
+from ringspan.errors import RingspanError, UnsupportedError
 from ringspan.planner.accuracy import Z80, is_tie
-from ringspan.planner.catalog import fitted, fitted_without
+from ringspan.planner.catalog import Constants, fitted, fitted_without
 from ringspan.planner.catalog.constants import MOST_CONSTANTS
-from ringspan.planner.published.predict import predict_row
-from ringspan.planner.published.rows import Predicted, Row, Use, read_rows
+from ringspan.planner.published import attention_rows, model_rows
+from ringspan.planner.published.rows import Fields, Predicted, Row, Use, read_rows
 
 MEDIAN_LIMIT = 0.12
 SOURCE_LIMIT = 0.30
@@ -245,3 +245,27 @@ def set_up(row: Row) -> tuple[str, ...] | None:
         case "generation_time":
             return "merge or ring in decode", row.source, f["model"], f["n_gpus"], f["seq_len_tokens"], f["device_id"]
     return None
+
+
+def predict_row(row: Row, constants: Constants | None = None) -> Predicted:
+    """The prediction, in the unit of the row, and where the time goes."""
+    if row.use == "unused":
+        raise UnsupportedError(f"{row.id}: {row.why}")
+    return _PREDICT[row.table](row.fields, constants or fitted())
+
+
+_PREDICT: dict[str, Callable[[Fields, Constants], Predicted]] = {
+    "attention_kernel_throughput": attention_rows.kernel,
+    "ring_step_time": attention_rows.ring_step,
+    "decode_attention_time": attention_rows.decode_attention,
+    "cp_attention_throughput": attention_rows.throughput,
+    "cp_attention_iters": attention_rows.iterations,
+    "ring_min_block": attention_rows.min_block,
+    "dit_latency": model_rows.video_latency,
+    "dit_step_time": model_rows.video_step,
+    "prefill_ttft": model_rows.ttft,
+    "decode_ttit": model_rows.ttit,
+    "generation_time": model_rows.generation,
+    "training_step": model_rows.training_step,
+    "cp_speedup": model_rows.speedup,
+}

@@ -5,9 +5,8 @@ from dataclasses import replace
 from ringspan.errors import UnsupportedError
 from ringspan.planner.accuracy import Parts
 from ringspan.planner.catalog import Cluster, Constants, Device, Model, load_device, load_model
-from ringspan.planner.plan.predict import Prediction, predict
+from ringspan.planner.plan.predict import Prediction, fixed_s, predict
 from ringspan.planner.plan.request import Request, Setup
-from ringspan.planner.plan.video import fixed_s
 from ringspan.planner.published.rows import Fields, Predicted
 from ringspan.planner.software import MEGATRON, PAPER, RING_FLASH, RINGSPAN, USP, Software
 
