@@ -11,6 +11,7 @@ LIGHT := $(VENV)/.light
 demo: $(LIGHT)
 	@$(BIN)/ringspan simulate
 	@$(BIN)/ringspan page --output ringspan-demo.html
+	@echo "Open it in a browser. To use ringspan in this shell: . $(BIN)/activate"
 
 # Tests that start processes of their own share one worker, so that no more than that many run at once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
@@ -70,7 +71,7 @@ $(LIGHT): pyproject.toml constraints/cpu.txt
 	@echo "Creating $(VENV) with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing numpy, rich and click (about 30 MB to download) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt -e .
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints/cpu.txt -e .
 	@touch $@
 
 $(STAMP): $(LIGHT)

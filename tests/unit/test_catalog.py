@@ -167,7 +167,7 @@ def test_a_config_of_diffusers(tmp_path):
     ("change", "message"),
     [
         ({"num_attention_heads": None}, "no num_attention_heads or n_head"),
-        ({"num_attention_heads": -1}, "num_attention_heads=-1 is no whole number"),
+        ({"num_attention_heads": -1}, "num_attention_heads=-1 is not a whole number"),
         ({"vocab_size": None}, "no vocab_size"),
         ({"hidden_size": 4095}, "gives no whole head_dim"),
         ({"num_key_value_heads": 5}, "32 query heads over 5 KV heads"),
@@ -178,9 +178,9 @@ def test_a_config_of_diffusers(tmp_path):
         ({"sliding_window": 4096, "layer_types": ["linear_attention"] * 32}, "layer_types has kinds other"),
         ({"layer_types": ["sliding_attention"] * 32}, "has no sliding_window"),
         ({"sliding_window": 0, "layer_types": ["sliding_attention"] * 32}, "sliding_window=0; a window has"),
-        ({"sliding_window": "4096"}, "sliding_window=.4096. is no whole number"),
-        ({"max_position_embeddings": "131072"}, "max_position_embeddings=.131072. is no whole number"),
-        ({"ssm_cfg": {"d": 1}}, "no plain attention"),
+        ({"sliding_window": "4096"}, "sliding_window=.4096. is not a whole number"),
+        ({"max_position_embeddings": "131072"}, "max_position_embeddings=.131072. is not a whole number"),
+        ({"ssm_cfg": {"d": 1}}, "not plain attention"),
         ({"model_type": "bert"}, "model_type='bert' attends to both sides"),
     ],
 )
@@ -196,11 +196,11 @@ FIRST_DENSE = ["dense"] * 2 + ["sparse"] * 30
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ssm_state_size": 128}, "ssm_state_size=128 means layers that are no plain attention"),
-        ({"mamba_num_heads": 128}, "mamba_num_heads=128 means layers that are no plain attention"),
+        ({"ssm_state_size": 128}, "ssm_state_size=128 means layers that are not plain attention"),
+        ({"mamba_num_heads": 128}, "mamba_num_heads=128 means layers that are not plain attention"),
         ({"hybrid_override_pattern": "M-M*-"}, "hybrid_override_pattern='M-M*-' means layers"),
         ({"layers_block_type": ["mamba", "full_attention"]}, "layers_block_type="),
-        ({"lru_width": 2560}, "lru_width=2560 means layers that are no plain attention"),
+        ({"lru_width": 2560}, "lru_width=2560 means layers that are not plain attention"),
         (
             {"block_types": ["recurrent", "recurrent", "attention"]},
             "block_types=['recurrent', 'recurrent', 'attention']",
@@ -277,19 +277,19 @@ def test_all_experts_and_all_layers_may_be_taken(tmp_path):
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers"])
 def test_a_number_that_no_model_has_is_refused(tmp_path, key):
-    with pytest.raises(RingspanError, match=rf"{key}=1000+\.\.\.0+ is no whole number .* at most 1,000,000,000,000; "):
+    with pytest.raises(RingspanError, match=rf"{key}=1000+\.\.\.0+ is not a whole number .* at most 1,000,000,000,000; "):
         load_model(write(tmp_path, LLAMA | {key: 10**400}))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patch_size": 0}, "patch_size=0 is no whole number of at least 1"),
-        ({"patch_size": [1, 0, 2]}, "patch_size=0 is no whole number of at least 1"),
-        ({"patch_size": [1, 2, 10**400]}, "patch_size=1000.* is no whole number of at least 1"),
-        ({"patch_size": [1, "2", 2]}, "patch_size=.* is no whole number"),
-        ({"patch_size": 2, "patch_size_t": "1"}, "patch_size_t=.1. is no whole number"),
-        ({"max_text_seq_length": "226"}, "max_text_seq_length=.226. is no whole number"),
+        ({"patch_size": 0}, "patch_size=0 is not a whole number of at least 1"),
+        ({"patch_size": [1, 0, 2]}, "patch_size=0 is not a whole number of at least 1"),
+        ({"patch_size": [1, 2, 10**400]}, "patch_size=1000.* is not a whole number of at least 1"),
+        ({"patch_size": [1, "2", 2]}, "patch_size=.* is not a whole number"),
+        ({"patch_size": 2, "patch_size_t": "1"}, "patch_size_t=.1. is not a whole number"),
+        ({"max_text_seq_length": "226"}, "max_text_seq_length=.226. is not a whole number"),
     ],
 )
 def test_a_video_config_with_text_for_numbers_is_refused(tmp_path, change, message):
@@ -299,9 +299,9 @@ def test_a_video_config_with_text_for_numbers_is_refused(tmp_path, change, messa
 
 def test_a_video_config_with_text_for_a_ratio_is_refused(tmp_path):
     without = {key: value for key, value in WAN.items() if key != "ffn_dim"}
-    with pytest.raises(RingspanError, match="mlp_ratio='4' is no number above 0"):
+    with pytest.raises(RingspanError, match="mlp_ratio='4' is not a number above 0"):
         load_model(write(tmp_path, without | {"mlp_ratio": "4"}))
-    with pytest.raises(RingspanError, match=r"mlp_ratio=1e\+308 is no number above 0 and up to"):
+    with pytest.raises(RingspanError, match=r"mlp_ratio=1e\+308 is not a number above 0 and up to"):
         load_model(write(tmp_path, without | {"mlp_ratio": 1e308}))
 
 

@@ -1,7 +1,7 @@
 """The command line: `ringspan COMMAND`.
 
-Exit codes: 0 success, 1 a check failed or a file could not be written, 2 unusable input, 130 interrupted. A command
-imports what only it needs (rich, torch) when it runs, so that `--help` stays quick.
+Exit codes: 0 success, 1 a check failed or a file could not be written, 2 unusable input, 3 nothing fits a plan, 130
+interrupted. A command imports what only it needs (rich, torch) when it runs, so that `--help` stays quick.
 """
 
 import io

@@ -24,9 +24,10 @@ Examples:
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 @click.pass_context
 def page(ctx: click.Context, output: Path, trace: Path | None, predicted: Path | None, opens: bool) -> None:
-    """Write an interactive page: one HTML file that opens from disk and loads nothing from the network.
+    """Write an interactive page about ring attention.
 
-    Without --trace it is the lesson: ring attention stepped through, broken on purpose, timed, and asked about.
+    One HTML file that opens from disk and loads nothing from the network. Without --trace it is the lesson: ring
+    attention stepped through, broken on purpose, timed, and asked about.
     """
     if predicted is not None and trace is None:
         raise click.UsageError("--predicted is laid over a measured trace; add --trace FILE")

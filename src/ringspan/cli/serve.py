@@ -43,9 +43,9 @@ The key of an address that other machines reach is read from the file or from {K
 @click.option("--rank-timeout", "rank_timeout_s", type=float, default=60.0, show_default=True, help="Seconds.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Check the parallelized model first.")
 def serve(model: Path, ranks: int | None, api_key_file: Path | None, **options: Any) -> None:
-    """Serve MODEL, a folder, over ranks that share each conversation's KV cache.
+    """Serve a model over ranks through OpenAI's API.
 
-    The API is OpenAI's: /v1/chat/completions, /v1/completions, /v1/models; /health and /metrics for operators.
+    MODEL is a folder; the ranks share each conversation's KV cache. The API is OpenAI's: /v1/chat/completions, /v1/completions, /v1/models; /health and /metrics for operators.
     """
     try:
         from ringspan.serve import ServeSettings

@@ -38,7 +38,7 @@ def read_trace(path: Path) -> Trace:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise _refusal(str(path), f"the file is no JSON: {error}", "name a Chrome trace") from None
+        raise _refusal(str(path), f"the file is not JSON: {error}", "name a Chrome trace") from None
     return check_trace(found, str(path))
 
 

@@ -205,7 +205,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         body = json.loads(raw)
     if not isinstance(body, dict):
-        raise ApiError("the body is no JSON object")
+        raise ApiError("the body is not a JSON object")
     return body
 
 

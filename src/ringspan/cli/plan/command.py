@@ -84,7 +84,7 @@ def _usable(names: Iterable[str], load: Callable[[str], object]) -> list[str]:
 @click.argument("swept", nargs=-1, metavar="")
 @click.pass_context
 def plan(ctx: click.Context, /, check: bool, rows: str | None, as_json: bool, **options: Any) -> None:
-    """Say what a model will need and how long it will take, before any device is rented.
+    """Predict time and memory before you rent devices.
 
     Memory of a device, time of every algorithm, layout and degree, the bottleneck by name, and where another way would
     win. Times are ranges that hold 80 % of published runs; ways too close to call are called ties. Needs neither GPU

@@ -133,7 +133,7 @@ def simulate(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Run exact attention on simulated devices, step by step, and check it.
+    """Run attention on simulated devices, step by step; check it.
 
     Shows who holds which tokens, and who computes and sends what at which step. Every result is compared with dense
     attention in float64; exit code 1 if one differs. Needs neither GPU nor torch.

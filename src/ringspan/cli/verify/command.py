@@ -65,7 +65,9 @@ def verify(
     junit: Path | None,
     html: Path | None,
 ) -> None:
-    """Run TARGET over a table of cases and compare it with a float64 oracle: outputs, log-sum-exps, gradients.
+    """Compare an attention function with a float64 oracle.
+
+    Runs TARGET over a table of cases and compares outputs, log-sum-exps and gradients.
 
     TARGET is ringspan, another library (torch, ring_attention_pytorch, ring_flash_attn), or module:name of a function
     or of a Target. If a result is wrong, says what kind of mistake it looks like. Exit code 1 if anything is wrong.

@@ -38,7 +38,7 @@ NO_ATTENTION = (  # keys of layers without attention or with another kind of it
     *("lru_width", "linear_num_key_heads", "linear_attn_config", "rwkv_version"),
 )
 REFUSED_KEYS = {  # keys of a language model's config, and what a non-empty value means
-    **dict.fromkeys(NO_ATTENTION, "layers that are no plain attention"),
+    **dict.fromkeys(NO_ATTENTION, "layers that are not plain attention"),
     "is_encoder_decoder": "an encoder beside the decoder",
     "attention_chunk_size": "layers that attend within chunks",
     "attention_window_size": "windows in layers that are not listed",
@@ -68,7 +68,7 @@ def read_config(path: Path) -> Model:
     except OSError as error:
         raise UnsupportedError(f"{path}: {error.strerror}; give the path of a config.json") from None
     except ValueError as error:
-        raise UnsupportedError(f"{path} is no JSON: {error}") from None
+        raise UnsupportedError(f"{path} is not a JSON file: {error}") from None
     except RecursionError:
         raise UnsupportedError(f"{path}: lists or objects nested too deeply; give the path of a config.json") from None
     if not isinstance(config, dict):
@@ -101,7 +101,7 @@ class _Config:
         """Check that a value is a whole number within the limits."""
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
             raise UnsupportedError(
-                f"{self.path}: {name}={reprlib.repr(value)} is no whole number of at least {least} and at most "
+                f"{self.path}: {name}={reprlib.repr(value)} is not a whole number of at least {least} and at most "
                 f"{LARGEST:,}; correct it"
             )
         return value
@@ -160,7 +160,7 @@ class _Config:
                 self._refuse(key, meaning)
         for key, plain_kind in LAYER_KINDS.items():
             if self._has_other(key, plain_kind):
-                self._refuse(key, "layers that are no plain attention")
+                self._refuse(key, "layers that are not plain attention")
 
     def _has_other(self, key: str, usual: object) -> bool:
         """Whether a value, or an element of a list by layer, differs from the usual one; null is ignored."""
@@ -260,7 +260,7 @@ class _Config:
         name = str(self.config["_class_name"])
         if name not in VIDEO_CLASSES:
             raise UnsupportedError(f"{self.path}: {name} is not known; the known ones are {', '.join(VIDEO_CLASSES)}")
-        kin = plain(find(read_data("models.toml")["video_dit"], VIDEO_CLASSES[name], "model"))
+        kin = plain(find(read_data("models.toml")["video_dit"], VIDEO_CLASSES[name], "model", "model"))
         heads, head_dim = self.need("num_attention_heads"), self.need("attention_head_dim")
         hidden = heads * head_dim
         if "num_single_layers" in self.config:
@@ -301,7 +301,7 @@ class _Config:
         ratio = self.config.get("mlp_ratio", 4)
         if not isinstance(ratio, int | float) or not 0 < ratio <= LARGEST:
             raise UnsupportedError(
-                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is no number above 0 and up to {LARGEST:,}; correct it"
+                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is not a number above 0 and up to {LARGEST:,}; correct it"
             )
         return ratio
 

@@ -120,7 +120,7 @@ def load_device(
 def _load_device(name: str, network: str | None, kernel: str | None, link: str | None, constants: Constants) -> Device:
     data, defaults = read_data("devices.toml"), read_data("defaults.toml")
     name = defaults["alias"].get(name.lower(), name.lower())
-    entry = find([*data["device"], *_aliases(defaults)], name, "device")
+    entry = find([*data["device"], *_aliases(defaults)], name, "device", "devices")
     figures = plain(entry)
     doubtful = unverified(entry)
     peak = figures.get("peak_bf16_dense_flops_per_s", figures.get("peak_fp16_dense_flops_per_s"))

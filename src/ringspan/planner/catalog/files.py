@@ -30,7 +30,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UnsupportedError(f"{path}: {error.strerror}; give a file that exists and can be read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UnsupportedError(f"{path} is no TOML file: {error}") from None
+        raise UnsupportedError(f"{path} is not a TOML file: {error}") from None
     except RecursionError:
         raise UnsupportedError(f"{path}: arrays or tables nested too deeply; give a file with fewer levels") from None
 
@@ -45,11 +45,13 @@ def unverified(entry: Entry) -> tuple[str, ...]:
     return tuple(key for key, value in entry.items() if isinstance(value, dict) and not value.get("verified", True))
 
 
-def find(entries: Iterable[Entry], name: str, what: str) -> Entry:
-    """Return the entry with an id; refuse an unknown id with the nearest ones."""
+def find(entries: Iterable[Entry], name: str, what: str, argument: str) -> Entry:
+    """Return the entry with an id; refuse an unknown id of that argument with the nearest ones."""
     by_id = {entry["id"]: entry for entry in entries}
     if name not in by_id:
-        raise UnsupportedError(f"{name!r} is no {what} of the catalogue; {nearest(name, by_id)}")
+        raise UnsupportedError(
+            f"the catalogue has no such {what}", argument=argument, value=name, remedy=nearest(name, by_id)
+        )
     return by_id[name]
 
 

@@ -52,7 +52,7 @@ class Link(NamedTuple):
 def load_network(name: str, constants: Constants | None = None) -> Link:
     """A network between nodes by id, with what messages reach of its line rate."""
     reached = constants or fitted()
-    entry = _entry(name)
+    entry = _entry(name, "network")
     if entry.get("wiring"):
         raise UnsupportedError(
             "it connects devices inside a node", argument="network", value=name, remedy="use one between nodes"
@@ -72,7 +72,7 @@ def load_scale_up(
     name: str, constants: Constants | None = None, *, rate: float | None = None, together: float | None = None
 ) -> Link:
     """A link inside a node by id; `rate` to one peer, `together` to all, where the device has its own."""
-    entry, reached = _entry(name), constants or fitted()
+    entry, reached = _entry(name, "link"), constants or fitted()
     wiring = entry.get("wiring")
     if wiring not in WIRINGS:
         raise UnsupportedError("it connects nodes", argument="link", value=name, remedy="use one inside a node")
@@ -91,5 +91,5 @@ def load_scale_up(
     )
 
 
-def _entry(name: str) -> dict[str, Any]:
-    return plain(find(read_data("devices.toml")["link"], name, "link"))
+def _entry(name: str, argument: str) -> dict[str, Any]:
+    return plain(find(read_data("devices.toml")["link"], name, "link", argument))

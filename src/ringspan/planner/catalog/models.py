@@ -29,7 +29,7 @@ def load_model(name: str) -> Model:
         return read_config(path / "config.json" if path.is_dir() else path)
     data = read_data("models.toml")
     videos = {entry["id"] for entry in data["video_dit"]}
-    entry = find([*data["llm"], *data["video_dit"]], name.lower(), "model")
+    entry = find([*data["llm"], *data["video_dit"]], name.lower(), "model", "model")
     figures = plain(entry)
     model = _video_model(figures) if entry["id"] in videos else _llm(figures)
     return model_with_notes(model, unverified(entry))
