@@ -277,7 +277,9 @@ def test_all_experts_and_all_layers_may_be_taken(tmp_path):
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers"])
 def test_a_number_that_no_model_has_is_refused(tmp_path, key):
-    with pytest.raises(RingspanError, match=rf"{key}=1000+\.\.\.0+ is not a whole number .* at most 1,000,000,000,000; "):
+    with pytest.raises(
+        RingspanError, match=rf"{key}=1000+\.\.\.0+ is not a whole number .* at most 1,000,000,000,000; "
+    ):
         load_model(write(tmp_path, LLAMA | {key: 10**400}))
 
 

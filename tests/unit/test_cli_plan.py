@@ -147,7 +147,10 @@ def test_the_plot_is_svg_with_a_line_for_every_algorithm(tmp_path):
             ["--model", "dense:layers=1,heads=1,head_dim=8,mlp=8,mlp_matrices=0", "--devices", "1xh100"],
             "mlp_matrices=0",
         ),
-        ([*SMALL, "--network", "carrier-pigeon"], "Error: --network carrier-pigeon: the catalogue has no such link; use one of "),
+        (
+            [*SMALL, "--network", "carrier-pigeon"],
+            "Error: --network carrier-pigeon: the catalogue has no such link; use one of ",
+        ),
         ([*SMALL, "--phase", "denoise"], "--phase denoise: llama-3.1-8b is a model for"),
         ([*SMALL, "--frames", "81"], "--frames: llama-3.1-8b is not a video model"),
         ([*SMALL, "--trace", "/no/such/place/x.json"], "cannot be written"),
