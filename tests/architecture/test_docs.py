@@ -113,9 +113,8 @@ ROOMS = ("schedule", "verify", "compat", "adapters", "adapters.transformers", "a
 def test_the_reference_has_every_public_name(subtests, room):
     pages = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     prefix = f"ringspan.{room}".rstrip(".")
-    rooms = (
-        rf"algorithms\.|{re.escape(room)}\.(\w+\.)*" if room else r"(\w+\.)*"
-    )  # the schedule builders are in algorithms
+    # `rs.schedule` also offers the builders of `rs.algorithms`.
+    rooms = rf"algorithms\.|{re.escape(room)}\.(\w+\.)*" if room else r"(\w+\.)*"
     for name in sorted({*importlib.import_module(prefix).__all__} - {"__version__"}):
         is_error = name.endswith("Error")  # `::: ringspan.errors` shows them all
         with subtests.test(f"{prefix}.{name}"):
