@@ -45,7 +45,8 @@ The key of an address that other machines reach is read from the file or from {K
 def serve(model: Path, ranks: int | None, api_key_file: Path | None, **options: Any) -> None:
     """Serve a model over ranks through OpenAI's API.
 
-    MODEL is a folder; the ranks share each conversation's KV cache. The API is OpenAI's: /v1/chat/completions, /v1/completions, /v1/models; /health and /metrics for operators.
+    MODEL is a folder; the ranks share each conversation's KV cache. The API is OpenAI's:
+    /v1/chat/completions, /v1/completions, /v1/models; /health and /metrics for operators.
     """
     try:
         from ringspan.serve import ServeSettings

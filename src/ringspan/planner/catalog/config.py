@@ -301,7 +301,8 @@ class _Config:
         ratio = self.config.get("mlp_ratio", 4)
         if not isinstance(ratio, int | float) or not 0 < ratio <= LARGEST:
             raise UnsupportedError(
-                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is not a number above 0 and up to {LARGEST:,}; correct it"
+                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is not a number above 0 and up to {LARGEST:,}; "
+                "correct it"
             )
         return ratio
 
