@@ -21,7 +21,7 @@ from ringspan.bench.breakdown import judge
 from ringspan.bench.launch import Done, Ended, Launched, Progress, RanksFailed, _collect, find_launcher
 from ringspan.bench.settings import Job
 from ringspan.cli import main
-from ringspan.cli.bench import ranks as bench_ranks
+from ringspan.cli.bench import options as bench_options
 
 PROGRAM = [
     sys.executable,
@@ -328,7 +328,7 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[Job]:
             raise outcome
         return outcome
 
-    monkeypatch.setattr(bench_ranks, "run_job", run_job)
+    monkeypatch.setattr(bench_options, "run_job", run_job)
     return jobs
 
 
@@ -479,7 +479,7 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
     args: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = fake_run(monkeypatch, a_result())
-    monkeypatch.setattr(bench_ranks, "count_gpus", lambda: 0)
+    monkeypatch.setattr(bench_options, "count_gpus", lambda: 0)
     done = invoke(*args)
     assert (done.exit_code, done.stdout, jobs) == (2, "", [])
     assert says in done.stderr

@@ -197,7 +197,7 @@ def nothing_started() -> Iterator[None]:
         raise RanksFailed(NOT_STARTED)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("ringspan.cli.bench.ranks.run_job", refuse))
+        stack.enter_context(mock.patch("ringspan.cli.bench.options.run_job", refuse))
         stack.enter_context(mock.patch("ringspan.bench.rank.run_here", refuse))
         stack.enter_context(mock.patch("ringspan.bench.paths.check_paths", return_value=[]))
         stack.enter_context(mock.patch("click.launch", return_value=0))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringspan.cli.plan.plot import plot_plan
+from ringspan.cli.plan.files import plot_plan
 from ringspan.errors import RingspanError
 from ringspan.planner.accuracy import is_tie
 from ringspan.planner.catalog import load_model, parse_devices

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from ringspan.cli.formats import format_seconds
+from ringspan.cli.console import format_seconds
 from ringspan.cli.svg import COLOURS, TITLE_LENGTH, Chart, Line, draw_charts
 
 POINTS = [(1.0, 1.0), (2.0, 3.0)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ringspan.bench.result import Activity
-from ringspan.cli.plan.trace import activities_of, trace_plan
+from ringspan.cli.plan.files import activities_of, trace_plan
 from ringspan.cli.trace import build_trace
 from ringspan.planner.catalog import Link, load_model, parse_devices
 from ringspan.planner.plan import Request, Setup, build_plan

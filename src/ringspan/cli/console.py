@@ -1,10 +1,11 @@
-"""Where does a command print its report, how wide is it, and which characters can the terminal show?
+"""Where does a command print its report, how wide is it, and how are numbers and characters written there?
 
 A terminal whose encoding lacks ✓, × or box-drawing characters gets words and ASCII instead of "?".
 """
 
 import codecs
 import os
+from collections.abc import Iterable
 from typing import Any
 
 FILE_WIDTH = 100  # columns, if the output is not a terminal and COLUMNS is not set
@@ -57,3 +58,47 @@ def spell(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(HANDLER, spell)
+
+
+BAR_WIDTH = 16
+LEVELS = "·▁▂▃▄▅▆▇█"
+
+
+def format_bar(value: int, most: int) -> str:
+    """A bar of at most BAR_WIDTH characters; anything above zero shows."""
+    length = round(BAR_WIDTH * value / most) if most else 0
+    return "█" * length or ("▏" if value else "")
+
+
+def format_level(value: int, most: int) -> str:
+    """One character: a dot for nothing, else a block as high as the part of `most`."""
+    return LEVELS[-(-(len(LEVELS) - 1) * value // most)] if value else LEVELS[0]
+
+
+def format_count(number: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_percent(ratio: float, decimals: int = 1) -> str:
+    """0.125 as 12.5 %. What is not nothing, or not all, is not rounded to it."""
+    step = 10**-decimals
+    if 0 < ratio < step / 200:
+        return f"< {step:g} %"
+    if 1 - step / 200 <= ratio < 1:
+        return f"> {100 - step:g} %"
+    return f"{100 * ratio:.{decimals}f} %"
+
+
+def format_list(items: Iterable[object], most: int) -> str:
+    """Items with spaces between, and how many more there are."""
+    words = list(map(str, items))
+    return " ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def format_seconds(seconds: float) -> str:
+    """With three digits, in s, ms or µs; rounded first, so that 999.6 ms are 1 s and nothing is less than 1 ns."""
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    rounded = [(round(float(f"{seconds / size:.3g}"), 3), unit) for unit, size in units]
+    number, unit = next((it for it in rounded if abs(it[0]) >= 1), rounded[-1])
+    return f"{number or 0:,.12g} {unit}"

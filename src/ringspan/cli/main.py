@@ -19,7 +19,7 @@ from ringspan.cli.page_command import page
 from ringspan.cli.plan.command import plan
 from ringspan.cli.serve import serve
 from ringspan.cli.simulate.command import simulate
-from ringspan.cli.verify.command import verify
+from ringspan.cli.verify import verify
 from ringspan.errors import RingspanError
 
 __all__ = ["main"]

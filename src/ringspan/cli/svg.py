@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from ringspan.cli.formats import format_seconds
+from ringspan.cli.console import format_seconds
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 84, 200, 44, 56

@@ -16,11 +16,13 @@ from ringspan.cli.bench.options import (
     Runs,
     html_option,
     json_option,
+    print_json,
     rank_options,
+    run_on_ranks,
     run_options,
+    show_progress,
     size_options,
 )
-from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_json, write_text

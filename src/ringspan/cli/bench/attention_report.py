@@ -18,7 +18,7 @@ from ringspan.bench.result import (
     ResultCheck,
     Timing,
 )
-from ringspan.cli.formats import format_count, format_seconds
+from ringspan.cli.console import format_count, format_seconds
 from ringspan.cli.page import TABLE_RANKS, Page, new_table
 from ringspan.page import describe_timeline, describe_trace, timeline_sections
 from ringspan.page.report import Section, bars, build_report, facts, table

@@ -9,12 +9,20 @@ from rich.text import Text
 
 from ringspan.bench.calibration import Calibration, format_calibration
 from ringspan.bench.settings import DTYPES, CalibrationSettings, Job
-from ringspan.cli.bench.options import ModelSizes, RunPlace, html_option, json_option, rank_options, size_options
-from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
-from ringspan.cli.console import new_console
+from ringspan.cli.bench.options import (
+    ModelSizes,
+    RunPlace,
+    html_option,
+    json_option,
+    print_json,
+    rank_options,
+    run_on_ranks,
+    show_progress,
+    size_options,
+)
+from ringspan.cli.console import format_seconds, new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_text
-from ringspan.cli.formats import format_seconds
 from ringspan.cli.page import Page
 from ringspan.cli.page_command import command_line
 from ringspan.page.report import Section, build_report, chart, curves, facts, text

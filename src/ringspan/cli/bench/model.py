@@ -27,15 +27,16 @@ from ringspan.cli.bench.options import (
     Runs,
     html_option,
     json_option,
+    print_json,
     rank_options,
+    run_on_ranks,
     run_options,
+    show_progress,
     size_options,
 )
-from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
-from ringspan.cli.console import new_console
+from ringspan.cli.console import format_count, format_seconds, new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import write_text
-from ringspan.cli.formats import format_count, format_seconds
 from ringspan.cli.page import TABLE_RANKS, Page, new_table
 from ringspan.cli.page_command import command_line
 from ringspan.page.report import Section, bars, build_report, facts, table

@@ -1,22 +1,35 @@
-"""Which options do the subcommands of `ringspan bench` share?
+"""What do the subcommands of `ringspan bench` share: options, and how ranks are run and shown?
 
 A decorator adds a group of options to a command and passes them on as one value: `@rank_options` as `place`,
 `@size_options(...)` as `sizes`, `@run_options(...)` as `runs`.
 """
 
 import functools
+import importlib.util
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import click
 
-from ringspan.bench.launch import Launched, find_launcher
-from ringspan.bench.settings import CARRIERS, DTYPES, SHORT_DTYPES, Carrier
-from ringspan.cli.bench.ranks import count_ranks, default_carrier, require_torch
+from ringspan import __version__
+from ringspan.bench.launch import (
+    Launched,
+    Progress,
+    RanksFailed,
+    RanksRefused,
+    count_cores,
+    count_gpus,
+    find_launcher,
+    run_job,
+)
+from ringspan.bench.settings import CARRIERS, DTYPES, SHORT_DTYPES, Carrier, Job
 from ringspan.cli.files import OutputFile
 from ringspan.cli.values import Spelled, parse_seconds, parse_tokens, parsed_by
+from ringspan.errors import RingspanError, TransportError
 from ringspan.simulate.lesson import MAX_HEADS
 
 MAX_RANKS = 1024
@@ -149,3 +162,77 @@ def run_options(repeats: int) -> Decorator:
         return with_runs
 
     return decorate
+
+
+def require_torch() -> None:
+    """Refuse to measure without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise click.UsageError(
+            "bench needs torch; install it, for example from a checkout with: pip install '.[torch]'"
+        )
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print the report and the version that made it."""
+    click.echo(json.dumps({"version": __version__} | report, indent=2, allow_nan=False))
+
+
+def default_carrier(launched: Launched | None) -> Carrier:
+    """The transport to use where --transport is not given."""
+    if launched is not None and launched.by == "mpirun":
+        return "mpi"
+    return "nccl" if count_gpus() else "gloo"
+
+
+def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) -> int:
+    """The number of ranks; one that contradicts the launcher or the machine is refused."""
+    if launched is not None:
+        if ranks not in (None, launched.world_size):
+            raise click.UsageError(f"--ranks {ranks}: {launched.by} has started {launched.world_size}; leave it out")
+        if (carrier == "mpi") != (launched.by == "mpirun") or carrier == "threads":
+            fitting = "mpi" if launched.by == "mpirun" else "gloo or nccl"
+            raise click.UsageError(f"--transport {carrier}: ranks that {launched.by} has started use {fitting}")
+        return launched.world_size
+    if carrier == "mpi":
+        raise click.UsageError(
+            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench ..."
+        )
+    if carrier != "nccl":
+        return ranks or count_cores()
+    if not 0 < (ranks or 1) <= count_gpus():
+        raise click.UsageError(f"--transport nccl: {ranks or 1} ranks need as many GPUs; there are {count_gpus()}")
+    return ranks or count_gpus()
+
+
+def run_on_ranks(job: Job, launched: Launched | None, progress: Callable[[Progress], None]) -> Any:
+    """The value of rank 0; None if this process is another rank."""
+    try:
+        if launched is None:
+            return run_job(job, progress)
+        from ringspan.bench.rank import run_here
+
+        return run_here(job, launched, progress)
+    except RanksRefused as error:
+        raise error.refusal from error
+    except (RanksFailed, TransportError) as error:
+        raise click.ClickException(str(error)) from error
+    except RingspanError:
+        raise
+    except Exception as error:
+        from ringspan.bench.rank import describe
+
+        raise click.ClickException(f"rank {launched.rank if launched else 0}: {describe(error)}") from error
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.what)

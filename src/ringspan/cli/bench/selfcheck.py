@@ -13,8 +13,16 @@ from ringspan import __version__
 from ringspan.bench.launch import Launched, count_cores, count_gpus, find_launcher
 from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job
-from ringspan.cli.bench.options import html_option, json_option, timeout_option
-from ringspan.cli.bench.ranks import default_carrier, print_json, require_torch, run_on_ranks, show_progress
+from ringspan.cli.bench.options import (
+    default_carrier,
+    html_option,
+    json_option,
+    print_json,
+    require_torch,
+    run_on_ranks,
+    show_progress,
+    timeout_option,
+)
 from ringspan.cli.console import new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import write_text

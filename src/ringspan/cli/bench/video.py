@@ -11,12 +11,19 @@ from rich.text import Text
 from ringspan.bench.result import Breakdown, PredictedStep, StepMemory, VideoResult
 from ringspan.bench.settings import SHORT_DTYPES, VIDEO_MODELS, Job, VideoSettings
 from ringspan.cli.bench.attention_report import format_spread
-from ringspan.cli.bench.options import RunPlace, Runs, json_option, rank_options, run_options
-from ringspan.cli.bench.ranks import print_json, run_on_ranks, show_progress
-from ringspan.cli.console import new_console
+from ringspan.cli.bench.options import (
+    RunPlace,
+    Runs,
+    json_option,
+    print_json,
+    rank_options,
+    run_on_ranks,
+    run_options,
+    show_progress,
+)
+from ringspan.cli.console import format_count, format_seconds, new_console
 from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_text
-from ringspan.cli.formats import format_count, format_seconds
 from ringspan.cli.page import TABLE_RANKS, Page, new_table
 from ringspan.cli.page_command import command_line
 from ringspan.cli.values import FLAT_ALGORITHM, Spelled, parse_sides, parsed_by

@@ -153,7 +153,7 @@ def _plan(ctx: click.Context, request: "Request", options: dict[str, Any], price
     if options["trace"] is not None:
         _write_trace(found, options["trace"])
     if options["plot"] is not None:
-        from ringspan.cli.plan.plot import plot_plan
+        from ringspan.cli.plan.files import plot_plan
 
         write_text(options["plot"], plot_plan(found))
     if options["html"] is not None:
@@ -161,7 +161,7 @@ def _plan(ctx: click.Context, request: "Request", options: dict[str, Any], price
 
         write_text(options["html"], build_plan_page(found, command_line(ctx)))
     if as_json:
-        from ringspan.cli.plan.as_json import as_plain, plan_as_json
+        from ringspan.cli.plan.answers import as_plain, plan_as_json
 
         more = {"cost": as_plain(cost), "fewest_devices": enough and enough.request.cluster.num_devices}
         _echo_json({**plan_as_json(found), **more})
@@ -196,7 +196,7 @@ def _answer(
             answers = [] if found is None else [found]
     question = next(name for name in QUESTIONS if options[name])
     if options["plot"] is not None:
-        from ringspan.cli.plan.plot import plot_sweep
+        from ringspan.cli.plan.files import plot_sweep
 
         write_text(options["plot"], plot_sweep(answers))
     if as_json:
@@ -214,7 +214,7 @@ def _echo_json(value: dict[str, Any]) -> None:
 
 
 def _write_trace(found: "Plan", path: Path) -> None:
-    from ringspan.cli.plan.trace import trace_plan
+    from ringspan.cli.plan.files import trace_plan
 
     write_json(path, trace_plan(found, {"ringspan": __version__}))
 
@@ -224,11 +224,11 @@ def _run_check(ctx: click.Context, rows: str | None, as_json: bool) -> None:
 
     result = run_check(Path(rows) if rows is not None else None)
     if as_json:
-        from ringspan.cli.plan.as_json import as_plain
+        from ringspan.cli.plan.answers import as_plain
 
         _echo_json({**as_plain(result), "is_passed": result.is_passed})
     else:
-        from ringspan.cli.plan.check_text import print_check
+        from ringspan.cli.plan.answers import print_check
 
         print_check(result, new_console())
     if not result.is_passed:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ringspan.algorithms import find_algorithm
 from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
-from ringspan.cli.formats import format_count, format_percent, format_seconds
+from ringspan.cli.console import format_count, format_percent, format_seconds
 from ringspan.cli.page import Page, new_table
 from ringspan.planner.catalog import Cluster, Model
 from ringspan.planner.plan import Answer, Cost, Option, Plan, Prediction, Request

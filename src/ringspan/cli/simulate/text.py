@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ringspan.algorithms import ALGORITHMS, find_algorithm
 from ringspan.algorithms.choose import KV_RING, Q_RING, RINGS
-from ringspan.cli.formats import format_bar, format_count, format_level, format_list, format_percent
+from ringspan.cli.console import format_bar, format_count, format_level, format_list, format_percent
 from ringspan.cli.page import NO_BREAK, TABLE_RANKS, Page, explain_grid, new_table
 from ringspan.cli.simulate.bits_text import bits_verdict, print_bits
 from ringspan.simulate.lesson import (

@@ -1,11 +1,11 @@
-"""The timeline of a plan's attention as a Chrome trace, in the schema of measured runs.
+"""The files of `ringspan plan`: diagrams, and the timeline of the attention as a Chrome trace.
 
-It is that of the real schedule, which is built for it; so there is a limit to the ranks. A wait is as long as its
-message blocks the rank; for a message that compute hides it takes no time.
+The trace has the schema of measured runs. It follows the real schedule, which is built for it, so the number of ranks
+is limited. A wait is as long as its message blocks the rank; one that compute hides takes no time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,47 @@ import numpy as np
 from ringspan.algorithms import END, Round
 from ringspan.algorithms.loads import Seconds
 from ringspan.bench.result import Activity
+from ringspan.cli.svg import Chart, Line, draw_charts
 from ringspan.cli.trace import build_trace
+from ringspan.page.plan_curves import curves_by_devices, curves_by_length
 from ringspan.page.plan_timeline import setup_timeline
-from ringspan.planner.plan import Plan
+from ringspan.planner.plan import Answer, Plan
 from ringspan.planner.timeline import Timeline
+
+
+def plot_plan(plan: Plan) -> str:
+    """The SVG file."""
+    request = plan.request
+    by_length = [Line(*curve) for curve in curves_by_length(plan)]
+    nodes, per_node, device = request.cluster
+    where = f"{nodes}x{per_node}x{device.id}, {request.software.name}"
+    charts = [Chart(f"{request.model.id}, {request.phase} on {where}", "tokens", "time", by_length, request.tokens)]
+    by_devices = [Line(*curve) for curve in curves_by_devices(plan)]
+    if by_devices:
+        title = f"{request.model.id}, {request.phase} of {request.tokens:,} tokens on {device.id}"
+        charts.append(Chart(title, "devices", "time", by_devices, request.cluster.num_devices))
+    return draw_charts(charts)
+
+
+def plot_sweep(answers: Sequence[Answer]) -> str:
+    """The SVG file of a sweep: time against length, a line for each cluster; or against devices for one length."""
+    request = answers[0].request
+    title = f"{request.model.id}, {request.phase}, the best way for each, {request.software.name}"
+    fitting = [answer for answer in answers if answer.option.fits]
+    if len({answer.request.tokens for answer in answers}) > 1:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for answer in fitting:
+            nodes, per_node, device = answer.request.cluster
+            point = answer.request.tokens, answer.option.prediction.total_s
+            lines.setdefault(f"{nodes}x{per_node}x{device.id}", []).append(point)
+        return draw_charts([Chart(title, "tokens", "time", [Line(name, sorted(at)) for name, at in lines.items()])])
+    lines = {}
+    for answer in fitting:
+        point = answer.request.cluster.num_devices, answer.option.prediction.total_s
+        lines.setdefault(answer.request.cluster.device.id, []).append(point)
+    title = f"{title}, {request.tokens:,} tokens"
+    return draw_charts([Chart(title, "devices", "time", [Line(name, sorted(at)) for name, at in lines.items()])])
+
 
 MOST_RANKS = 64
 

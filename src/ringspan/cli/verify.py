@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,10 @@ from ringspan import __version__
 from ringspan.bench.launch import find_launcher
 from ringspan.cli.files import OutputFile, write_text
 from ringspan.cli.page_command import command_line
+
+if TYPE_CHECKING:
+    from ringspan.page.report import Section
+    from ringspan.verify import VerifyReport
 
 EXAMPLES = """\b
 Examples:
@@ -97,8 +101,6 @@ def verify(
     if junit is not None:
         write_text(junit, report.to_junit())
     if html is not None:
-        from ringspan.cli.verify.page import build_verify_page
-
         write_text(html, build_verify_page(report, command_line(click.get_current_context())))
     click.echo(json.dumps({"version": __version__, **report.to_json()}, indent=2) if as_json else report.to_text())
     if not report.has_passed:
@@ -116,3 +118,25 @@ def _bar() -> Iterator[Callable[[int, int, object], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda done, total, case: bar.update(task, completed=done, total=total, description=str(case))
+
+
+def build_verify_page(report: "VerifyReport", command: str) -> str:
+    """The report as one HTML page: the verdict, what the mistake looks like, and every case."""
+    from ringspan.page.report import build_report
+
+    verdict = "right" if report.has_passed else "NOT right"
+    lead = [f"{report.target} is {verdict}: every case is compared with dense attention in float64."]
+    return build_report(f"Verify: {report.target}", lead, _sections(report), command)
+
+
+def _sections(report: "VerifyReport") -> Iterator["Section"]:
+    from ringspan.page.report import facts, table, text
+
+    yield facts("summary", "The verdict", [*report.counts().items(), ("seconds", f"{report.seconds:.0f}")])
+    if report.diagnosis is not None:
+        yield text("diagnosis", "What the mistake looks like", [str(report.diagnosis)])
+    rows = [
+        (str(one.case), one.status, "yes" if one.has_passed else "no", one.message or ", ".join(one.missing))
+        for one in report.verdicts
+    ]
+    yield table("cases", "Every case", ["case", "status", "passed", "message"], rows, "Choose a heading to sort by it.")
