@@ -32,8 +32,7 @@ from ringspan.runtime.contract import Contract
 from ringspan.runtime.scratch import ScratchPool
 from ringspan.runtime.session import Session, lend_session
 from ringspan.runtime.wire import Buffers
-from ringspan.transports.base import Posted, Receive, Send
-from ringspan.transports.single import Single
+from ringspan.transports.base import Posted, Receive, Send, Single
 
 ALLOWED_US = {2: 60, 4: None, 8: 200}
 TOKENS, HEADS, HEAD_DIM = 32, 2, 8  # of one rank

@@ -100,7 +100,7 @@ def measure(rank: int, rounds: int) -> Measured:  # noqa: ARG001
     import ringspan as rs
     import ringspan.runtime.session
     from ringspan.transports import open_transport
-    from ringspan.transports.wrapped import CountingTransport
+    from ringspan.transports.base import CountingTransport
 
     transports: list[CountingTransport] = []
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import ringspan as rs
 from comparison.case import Case, Contender, Tensors, with_gradients
 from comparison.points import GROWTH, HEADS, IDEALS, OURS, WIDE
-from ringspan.bench.ideal import attend_pieces, own_pieces
-from ringspan.bench.inputs import Inputs
+from ringspan.bench.baselines import Inputs, attend_pieces, own_pieces
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import KernelRequest
 from ringspan.kernels.softmax import accumulator_dtype

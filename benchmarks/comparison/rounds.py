@@ -86,7 +86,7 @@ def _code() -> str:
     source = BENCHMARKS.parent / "src" / "ringspan"
     files = [path for path in source.rglob("*.py") if path.relative_to(source).parts[0] not in _BESIDE]
     files += [BENCHMARKS / "comparison" / f"{name}.py" for name in ("ours", "torch_only", "peers", "case")]
-    files.append(source / "bench" / "ideal.py")
+    files.append(source / "bench" / "baselines.py")
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
 
 

@@ -231,8 +231,7 @@ def test_gradients_of_a_half_type_and_of_a_mask_with_blind_rows_are_checked_agai
 def test_any_wrong_result_is_found(wrong: int) -> None:
     import torch
 
-    from ringspan.bench.inputs import draw
-    from ringspan.bench.one_device import check, one_device
+    from ringspan.bench.baselines import check, draw, one_device
 
     jobs: list[Job] = []
     with pytest.MonkeyPatch.context() as patch:

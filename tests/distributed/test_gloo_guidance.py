@@ -15,7 +15,7 @@ def denoise_by_branches(rank, name, num_inner):
     import torch.distributed as dist
 
     from ringspan.adapters.diffusers import parallelize
-    from ringspan.transports.single import ALONE
+    from ringspan.transports.base import ALONE
     from support.diffused import error_of, quiet
     from support.diffusers_models import PIPELINES, denoise
 

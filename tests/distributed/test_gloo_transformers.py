@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringspan as rs
-from ringspan.adapters.transformers import cross_attention, shards
+from ringspan.adapters.transformers import encoder_decoder, shards
 from support.families import EQUAL, FAMILIES, REFUSED, VOCABULARY, Family
 from support.ranks import run_ranks, values
 
@@ -130,7 +130,7 @@ def break_attention(rank: int) -> Iterator[None]:
 
     with (
         mock.patch.object(shards, "attention", lose(shards.attention)),
-        mock.patch.object(cross_attention, "attention", lose(cross_attention.attention)),
+        mock.patch.object(encoder_decoder, "attention", lose(encoder_decoder.attention)),
         mock.patch.object(rs.Turn, "prefill", lose_in_turn(rs.Turn.prefill)),
         mock.patch.object(rs.Turn, "decode", lose_in_turn(rs.Turn.decode)),
     ):

@@ -6,7 +6,7 @@ import pytest
 
 import ringspan.runtime.session
 from ringspan.transports import open_transport
-from ringspan.transports.wrapped import CountingTransport
+from ringspan.transports.base import CountingTransport
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import ringspan as rs
 import ringspan.runtime.arithmetic
 from ringspan.program.execute import Event
 from ringspan.program.problem import Problem, Shapes
+from ringspan.transports.base import CountingTransport
 from ringspan.transports.in_process import InProcessRank
-from ringspan.transports.wrapped import CountingTransport
 from support import oracle
 from support.attention_cases import (
     Gradients,

@@ -10,8 +10,8 @@ import torch
 
 import ringspan as rs
 import ringspan.runtime.session
+from ringspan.transports.base import CountingTransport
 from ringspan.transports.in_process import InProcessRank
-from ringspan.transports.wrapped import CountingTransport
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 8
 Arguments = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 
 import ringspan as rs
 import ringspan.training.collectives
-from ringspan.transports.all_to_all import all_to_all
+from ringspan.transports.base import all_to_all
 from ringspan.transports.in_process import InProcessRank
 from support.cases import LAYOUTS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.transports.single import ALONE
+from ringspan.transports.base import ALONE
 
 LAYOUT = rs.contiguous(4, 1)
 X = torch.ones(1, 1, 4, 8)

@@ -10,9 +10,8 @@ import torch
 
 from ringspan.errors import ShapeError, TransportError
 from ringspan.transports import in_process
-from ringspan.transports.base import Receive, Send
+from ringspan.transports.base import CountingTransport, Receive, Send
 from ringspan.transports.in_process import run_in_process
-from ringspan.transports.wrapped import CountingTransport
 
 LONG_S = 30.0  # a deadline that no wait may reach
 WORLD_SIZES = (1, 2, 3, 5, 8)

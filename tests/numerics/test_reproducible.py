@@ -20,8 +20,8 @@ from ringspan.program.reproducible.bind import bind_grid
 from ringspan.program.reproducible.state import TreeState
 from ringspan.runtime import modes
 from ringspan.schedule import Block
+from ringspan.transports.base import CountingTransport
 from ringspan.transports.in_process import InProcessRank
-from ringspan.transports.wrapped import CountingTransport
 from support import attention_cases
 from support.cases import make_mask
 from support.reproducible_cases import (

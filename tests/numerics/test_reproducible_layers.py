@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ringspan as rs
 from ringspan.program.reproducible.tree import TILE
-from ringspan.transports.wrapped import CountingTransport
+from ringspan.transports.base import CountingTransport
 from support.reproducible_layers import FEATURES, SEQ_LEN, VOCABULARY, make_inputs, run_layers
 
 LAYOUTS: dict[str, Callable[[int], rs.Layout]] = {

@@ -10,8 +10,7 @@ import torch
 
 import ringspan as rs
 import ringspan.runtime.modes
-from ringspan.transports.all_to_all import all_to_all
-from ringspan.transports.base import Transport
+from ringspan.transports.base import Transport, all_to_all
 from ringspan.transports.in_process import InProcessRank
 from support.attention_cases import dense_sink_gradients, make_dout, make_job
 from support.oracle import MaskSpec

@@ -18,8 +18,8 @@ from ringspan.program.execute import Event
 from ringspan.program.pieces import Piece, PieceKind
 from ringspan.program.problem import Problem, Shapes
 from ringspan.runtime.arithmetic import TorchArithmetic
+from ringspan.transports.base import CountingTransport
 from ringspan.transports.in_process import InProcessRank
-from ringspan.transports.wrapped import CountingTransport
 from support.attention_cases import Job, check_gradients, job_of_case, lse_dtype, make_job, options_of, run, run_both
 from support.cases import ROWS, make_mask, select
 

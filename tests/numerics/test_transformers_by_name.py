@@ -40,15 +40,15 @@ def test_parallelize_takes_such_a_model_and_restore_gives_the_name_back():
 
 
 def test_sinks_and_soft_caps_are_refused_on_one_rank():
-    from ringspan.adapters.transformers.by_name import _attend
+    from ringspan.adapters.transformers.wiring import _attend_alone
 
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(rs.UnsupportedError, match="s_aux"):
-        _attend(torch.nn.Identity(), x, x, x, None, s_aux=torch.zeros(1))
+        _attend_alone(torch.nn.Identity(), x, x, x, None, s_aux=torch.zeros(1))
 
 
 def test_several_ranks_are_refused_until_the_model_is_parallelized(monkeypatch):
-    from ringspan.adapters.transformers import by_name
+    from ringspan.adapters.transformers import wiring
 
     class Pair:
         world_size = 2
@@ -57,6 +57,6 @@ def test_several_ranks_are_refused_until_the_model_is_parallelized(monkeypatch):
         transport = Pair()
 
     model = make("ringspan")
-    monkeypatch.setattr(by_name, "session_of", lambda group: Of())
+    monkeypatch.setattr(wiring, "session_of", lambda group: Of())
     with pytest.raises(rs.UnsupportedError, match="was not parallelized"), torch.no_grad():
         model(input_ids=TOKENS)

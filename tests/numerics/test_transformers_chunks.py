@@ -9,8 +9,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ringspan as rs
 from ringspan.adapters.transformers import Handle, parallelize
+from ringspan.adapters.transformers.layers import QueryScaling, find_scaling
 from ringspan.adapters.transformers.masks import find_mask
-from ringspan.adapters.transformers.temperature import QueryScaling, find_scaling
 from support.adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
 from support.families import MORE
 

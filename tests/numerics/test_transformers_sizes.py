@@ -21,10 +21,9 @@ from transformers import (
 )
 
 import ringspan as rs
-from ringspan.adapters.transformers import Handle, parallelize
-from ringspan.adapters.transformers import sizes as sizes_module
-from ringspan.adapters.transformers.sizes import find_sizes
-from ringspan.adapters.transformers.temperature import QueryScaling
+from ringspan.adapters.transformers import Handle, parallelize, reference
+from ringspan.adapters.transformers.layers import QueryScaling
+from ringspan.adapters.transformers.reference import find_sizes
 from support.adapted import IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
 from support.families import FAMILIES, MORE, Family, _decoder
 
@@ -106,7 +105,7 @@ def test_a_model_that_does_not_run_with_small_sizes(monkeypatch: pytest.MonkeyPa
     def fail(_: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("no copy")
 
-    monkeypatch.setattr(sizes_module, "_shrunk_copy", fail)
+    monkeypatch.setattr(reference, "_shrunk_copy", fail)
     with parallelize(FAMILIES["Mistral"].make(sliding_window=20)) as handle:
         assert {layer.mask for layer in handle.layers} == {rs.sliding_window(19, 0)}
     with pytest.raises(
@@ -117,7 +116,7 @@ def test_a_model_that_does_not_run_with_small_sizes(monkeypatch: pytest.MonkeyPa
 
 def test_a_copy_with_small_sizes_shares_the_weights() -> None:
     model = FAMILIES["Mistral"].make(sliding_window=4096)
-    copied = sizes_module._shrunk_copy(model)
+    copied = reference._shrunk_copy(model)
     assert copied.config.sliding_window == 8
     assert model.config.sliding_window == 4096
     assert all(x is y for x, y in zip(model.parameters(), copied.parameters(), strict=True))

@@ -7,8 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import ringspan as rs
-from ringspan.adapters.transformers import Handle, parallelize
-from ringspan.adapters.transformers import sizes as sizes_module
+from ringspan.adapters.transformers import Handle, parallelize, reference
 from support.adapted import GREEDY, IDS, TOLERANCE, difference, generate, on_ranks, sharded_logits, tokens
 from support.families import FAMILIES
 
@@ -106,7 +105,7 @@ def test_a_softcap_that_changes_later_is_refused() -> None:
 def test_all_sizes_of_the_config_are_crossed() -> None:
     """A window of 4096 is checked with 8 in its place."""
     model = GEMMA.make(sliding_window=4096)
-    assert [size.name for size in sizes_module.find_sizes(model.config)] == ["sliding_window"]
+    assert [size.name for size in reference.find_sizes(model.config)] == ["sliding_window"]
     with parallelize(model) as handle:
         assert {str(layer.mask) for layer in handle.layers} == {"sliding_window(4095, 0)", "causal()"}
 

@@ -11,8 +11,8 @@ import ringspan.runtime.plan
 from ringspan.algorithms.choose import Choice, RingMachine, RingWork, choose_by_time
 from ringspan.program.execute import Event
 from ringspan.runtime.quantize import FORMATS, encode, output_bound
+from ringspan.transports.base import CountingTransport
 from ringspan.transports.in_process import InProcessRank
-from ringspan.transports.wrapped import CountingTransport
 from support import oracle
 from support.attention_cases import make_job
 from support.conversations import Story, attend, live_through

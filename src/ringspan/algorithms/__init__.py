@@ -1,7 +1,7 @@
 """Algorithms: pure functions from a visibility matrix to a Schedule, one file and one record each."""
 
 from ringspan.algorithms.decode import BY_QUERY, Query, build_decode
-from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Costs, Load, Round
+from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Costs, Load, RegularCall, Ring, Round, Sequence
 from ringspan.algorithms.mesh import Mesh, as_mesh
 from ringspan.algorithms.record import Algorithm, BufferSizes
 from ringspan.algorithms.registry import (
@@ -14,7 +14,6 @@ from ringspan.algorithms.registry import (
     register_entry_points,
     unregister,
 )
-from ringspan.algorithms.regular import RegularCall, Ring, Sequence
 from ringspan.algorithms.ring import Direction, Side, attends_at, q_kind, whole_blocks
 
 __all__ = [

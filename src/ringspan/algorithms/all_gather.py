@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Round
+from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, RegularCall, Round
 from ringspan.algorithms.record import Algorithm, BufferSizes
-from ringspan.algorithms.regular import RegularCall
 from ringspan.algorithms.ring import Side, q_kind, whole_blocks
 from ringspan.schedule import Attend, Schedule, Step, Transfer, Visible, complete
 

@@ -11,10 +11,9 @@ the queries of one token, and its latency is the same either way.
 from collections.abc import Iterator
 from typing import Literal
 
-from ringspan.algorithms.loads import EXCHANGE_ROUNDS, Load
+from ringspan.algorithms.loads import EXCHANGE_ROUNDS, Load, RegularCall
 from ringspan.algorithms.pass_q import PASS_Q, build_pass_q
 from ringspan.algorithms.record import Algorithm, BufferSizes
-from ringspan.algorithms.regular import RegularCall
 from ringspan.arguments import TEXT, check_arguments
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, AllMerge, Attend, Block, Schedule, Step, Visible

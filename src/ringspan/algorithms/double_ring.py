@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.algorithms.loads import END, Load, Ranks
+from ringspan.algorithms.loads import END, Load, Ranks, RegularCall
 from ringspan.algorithms.mesh import Mesh, check_mesh
 from ringspan.algorithms.record import Algorithm, BufferSizes
-from ringspan.algorithms.regular import RegularCall
 from ringspan.algorithms.ring import Holdings, Side, attends_at, bring_home, q_kind, whole_blocks
 from ringspan.schedule import Block, Route, Schedule, Step, Transfer, Visible
 

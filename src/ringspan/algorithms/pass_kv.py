@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ringspan.algorithms.loads import END, Load, Round
+from ringspan.algorithms.loads import END, Load, RegularCall, Round, next_stop
 from ringspan.algorithms.record import Algorithm, BufferSizes
-from ringspan.algorithms.regular import RegularCall, next_stop
 from ringspan.algorithms.ring import Direction, Side, build_ring
 from ringspan.schedule import Route, Schedule, Visible
 

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from ringspan.algorithms.loads import END, Load, Seconds
+from ringspan.algorithms.loads import END, Load, RegularCall, Seconds, next_stop
 from ringspan.algorithms.record import Algorithm, BufferSizes
-from ringspan.algorithms.regular import RegularCall, next_stop
 from ringspan.algorithms.ring import Direction, Side, build_ring
 from ringspan.schedule import Route, Schedule, Visible
 

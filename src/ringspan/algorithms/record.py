@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ringspan.algorithms.loads import Load
-from ringspan.algorithms.regular import RegularCall
+from ringspan.algorithms.loads import Load, RegularCall
 from ringspan.schedule import Schedule
 
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Ranks, Round
+from ringspan.algorithms.loads import END, EXCHANGE_ROUNDS, Load, Ranks, RegularCall, Round
 from ringspan.algorithms.record import Algorithm, BufferSizes
-from ringspan.algorithms.regular import RegularCall
 from ringspan.algorithms.ring import Holdings, Side, q_kind
 from ringspan.errors import UnsupportedError
 from ringspan.schedule import ALL, Attend, Block, Heads, Kind, Schedule, Step, Transfer, Visible, complete

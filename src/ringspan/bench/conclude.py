@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ringspan.bench.breakdown import Interval, break_down, judge
-from ringspan.bench.check_model import Checked
 from ringspan.bench.decoder import Decoder
+from ringspan.bench.model_runs import Checked
 from ringspan.bench.result import (
     ANSWER,
     PHASES,

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ringspan.bench.baselines import Drawn, Results, attend_pieces, check, draw, one_device, own_pieces, with_gradients
 from ringspan.bench.breakdown import Interval
 from ringspan.bench.conclude import Conclusion, Dissected, conclude
 from ringspan.bench.group import gather_values, meet
-from ringspan.bench.ideal import attend_pieces, own_pieces
-from ringspan.bench.inputs import Drawn, draw
 from ringspan.bench.launch import Progress
 from ringspan.bench.memory import measure_peak
-from ringspan.bench.one_device import Results, check, one_device, with_gradients
 from ringspan.bench.result import Measured, MeasuredMemory
 from ringspan.bench.settings import Job, Settings
 from ringspan.bench.timed import TimedArithmetic, TimedKernel, TimedSteadyArithmetic, TimedWire, Watch
@@ -35,7 +33,7 @@ from ringspan.runtime.api import attention
 from ringspan.runtime.engine import run_backward, run_forward
 from ringspan.runtime.session import Session, session_of
 from ringspan.training import gather
-from ringspan.transports.wrapped import CountingTransport
+from ringspan.transports.base import CountingTransport
 
 T = TypeVar("T")
 

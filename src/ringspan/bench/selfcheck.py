@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from ringspan.algorithms import ALGORITHMS
+from ringspan.bench.baselines import TOLERANCE, Inputs, largest_error
 from ringspan.bench.group import gather_values
-from ringspan.bench.inputs import Inputs
 from ringspan.bench.launch import Progress
-from ringspan.bench.one_device import TOLERANCE, largest_error
 from ringspan.bench.rank import describe
 from ringspan.bench.result import PathCheck
 from ringspan.bench.settings import Job

@@ -2,17 +2,22 @@
 
 Nothing is added to the runtime for this: it runs any arithmetic on any wire. On a GPU each look at the watch waits for
 the stream that computes, so kernels and messages are timed, not their launches; a run under the watch is slower then.
+`time_call` times a whole call without a watch, after a barrier of all ranks.
 """
 
+import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
+from ringspan.bench.breakdown import Interval
+from ringspan.bench.conclude import Dissected
+from ringspan.bench.group import meet
 from ringspan.bench.result import Activity
 from ringspan.kernels.base import Kernel, KernelGradients, KernelRequest, Merged
 from ringspan.kernels.softmax import Partial
@@ -25,8 +30,7 @@ from ringspan.runtime.scratch import Scratch
 from ringspan.runtime.session import lend_session, session_of
 from ringspan.runtime.wire import TransportWire
 from ringspan.schedule import Block, Transfer
-from ringspan.transports.base import MessageHandle, Posted, Receive, Send, Transport
-from ringspan.transports.wrapped import WrappedTransport
+from ringspan.transports.base import MessageHandle, Posted, Receive, Send, Transport, WrappedTransport
 
 
 class Watch:
@@ -253,3 +257,46 @@ class _TimedHandle:
         start_s = self.transport.watch.now()
         self.inner.wait(timeout_s)
         self.transport.note(self.kind, *self.message, start_s, self.transport.watch.now())
+
+
+T = TypeVar("T")
+
+
+class Timed(NamedTuple, Generic[T]):
+    """What a call returned, and its seconds of wall and processor time."""
+
+    value: T
+    taken_s: float
+    cpu_s: float
+
+
+def time_call(transport: Transport, device: torch.device, timeout_s: float, call: Callable[[], T]) -> Timed[T]:
+    """Time a call that begins after a barrier."""
+    meet(transport, timeout_s)
+    _finish(device)
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    value = call()
+    _finish(device)
+    return Timed(value, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+
+
+def record_calls(
+    group: Any, device: torch.device, timeout_s: float, calls: Sequence[Callable[[Watch], object]]
+) -> list[Dissected]:
+    """Record calls one after the other, each after a barrier."""
+    watch = Watch(session_of(group).transport.rank, device)
+    found = []
+    with watched(group, watch) as transport:
+        for call in calls:
+            meet(transport, timeout_s)
+            watch.activities.clear()
+            start_s = watch.now()
+            call(watch)
+            taken = Interval(start_s, watch.now())
+            found.append(Dissected(socket.gethostname(), taken, tuple(watch.activities), 0))
+    return found
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

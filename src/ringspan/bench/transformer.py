@@ -11,18 +11,16 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ringspan.bench.check_model import Answer, Outcome, check_model
-from ringspan.bench.clock import record_calls, time_call
 from ringspan.bench.conclude import Dissected, GatheredModel, conclude_transformer
 from ringspan.bench.decoder import VOCABULARY, Attend, Decoder
 from ringspan.bench.group import gather_values
 from ringspan.bench.launch import Progress
 from ringspan.bench.measure import Steps
 from ringspan.bench.memory import LiveStorages, measure_peak
-from ringspan.bench.model_runs import Ideal, OneProcess, OnRanks
+from ringspan.bench.model_runs import Answer, Ideal, OneProcess, OnRanks, Outcome, check_model
 from ringspan.bench.result import ANSWER, ModelMemory, Phase, TransformerResult
 from ringspan.bench.settings import Job
-from ringspan.bench.timed import Watch
+from ringspan.bench.timed import Watch, record_calls, time_call
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import KernelRequest
 from ringspan.layout import zigzag

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from ringspan.adapters.diffusers import parallelize
 from ringspan.adapters.diffusers.wiring import SDPA
-from ringspan.bench.clock import record_calls, time_call
 from ringspan.bench.conclude import FoundSteps, Learned, conclude_video
 from ringspan.bench.group import gather_values
 from ringspan.bench.launch import Progress
@@ -25,7 +24,7 @@ from ringspan.bench.measure import Steps
 from ringspan.bench.memory import LiveStorages, measure_peak
 from ringspan.bench.result import ResultCheck, StepMemory, VideoResult
 from ringspan.bench.settings import Job
-from ringspan.bench.timed import Watch
+from ringspan.bench.timed import Watch, record_calls, time_call
 from ringspan.bench.video_ideal import MessagelessRun, Pieces
 from ringspan.bench.video_models import build_video_model, draw_call, draw_example
 from ringspan.runtime.session import session_of

@@ -12,8 +12,7 @@ import torch
 from ringspan.adapters.diffusers.plan import ForwardPlan
 from ringspan.adapters.diffusers.run import RankOptions, TokenShardRun
 from ringspan.adapters.diffusers.wiring import SdpaCall
-from ringspan.bench.ideal import Operands, attend_pieces, own_pieces
-from ringspan.bench.inputs import Inputs
+from ringspan.bench.baselines import Inputs, Operands, attend_pieces, own_pieces
 from ringspan.bench.settings import DTYPES
 from ringspan.kernels import choose_kernel
 from ringspan.kernels.base import Kernel, KernelRequest

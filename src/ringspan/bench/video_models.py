@@ -32,7 +32,7 @@ _POOLED_DIM = 768
 _STEP = 500.0
 
 
-class Family(NamedTuple):
+class VideoFamily(NamedTuple):
     """Models of one class of diffusers."""
 
     build: Callable[..., Any]
@@ -182,15 +182,15 @@ def _ltx_call(_: VideoSettings, draw: Draw, latents: Latents, text: int) -> dict
     }
 
 
-_WAN = Family(WanTransformer3DModel, 16, _wan, _wan_call)
-_COGVIDEOX = Family(CogVideoXTransformer3DModel, 16, _cogvideox, _cogvideox_call)
+_WAN = VideoFamily(WanTransformer3DModel, 16, _wan, _wan_call)
+_COGVIDEOX = VideoFamily(CogVideoXTransformer3DModel, 16, _cogvideox, _cogvideox_call)
 _FAMILIES = {
     "wan2.1-1.3b": _WAN,
     "wan2.1-14b": _WAN,
     "wan2.2-a14b": _WAN,
     "wan2.2-5b": _WAN._replace(channels=48),
-    "hunyuanvideo": Family(HunyuanVideoTransformer3DModel, 16, _hunyuan, _hunyuan_call),
+    "hunyuanvideo": VideoFamily(HunyuanVideoTransformer3DModel, 16, _hunyuan, _hunyuan_call),
     "cogvideox-2b": _COGVIDEOX,
     "cogvideox-5b": _COGVIDEOX,
-    "ltx-video": Family(LTXVideoTransformer3DModel, 128, _ltx, _ltx_call),
+    "ltx-video": VideoFamily(LTXVideoTransformer3DModel, 128, _ltx, _ltx_call),
 }

@@ -2,14 +2,19 @@
 
 A kernel refuses requests that it cannot serve, with the reason, before it computes anything. The next kernel then takes
 the request; no kernel approximates.
+
+With its queries and keys in reverse order, an anticausal piece is causal: `attend_turned` lets a causal operator
+compute it. Reversing takes copies, which cost little next to the products; without it the triangle would be cut into
+dozens of pieces, each with its own merge.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ringspan.kernels.softmax import Partial
-from ringspan.program.pieces import Piece
+from ringspan.program.pieces import Piece, PieceKind
 
 
 class KernelRequest(NamedTuple):
@@ -73,3 +78,40 @@ class Kernel(Protocol):
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
     """Make the last dim contiguous; the fused operators assume it without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+_SEQ = 2  # the dim of queries and of keys
+
+
+def attend_turned(
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Piece, float], Partial],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    piece: Piece,
+    scale: float,
+) -> Partial:
+    part = forward(_turned(q), _turned(k), _turned(v), _as_causal(piece), scale)
+    return Partial(*map(_turned, part))
+
+
+def differentiate_turned(
+    backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Merged, Piece, float], KernelGradients],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    merged: Merged,
+    piece: Piece,
+    scale: float,
+) -> KernelGradients:
+    of_rows = Merged(*map(_turned, merged))
+    part = backward(_turned(q), _turned(k), _turned(v), of_rows, _as_causal(piece), scale)
+    return KernelGradients(*map(_turned, part))
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(_SEQ)
+
+
+def _as_causal(piece: Piece) -> Piece:
+    return piece._replace(kind=PieceKind.CAUSAL)

@@ -31,10 +31,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import pad
 
-from ringspan.kernels.base import KernelGradients, KernelRequest, Merged
+from ringspan.kernels.base import KernelGradients, KernelRequest, Merged, attend_turned, differentiate_turned
 from ringspan.kernels.reference import ReferenceKernel
 from ringspan.kernels.softmax import Partial, accumulator_dtype, merge_steadily
-from ringspan.kernels.turned import attend_turned, differentiate_turned
 from ringspan.program.pieces import Piece, PieceKind
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

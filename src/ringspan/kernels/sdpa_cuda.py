@@ -21,9 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from ringspan.kernels.base import KernelGradients, KernelRequest, Merged, with_unit_stride
+from ringspan.kernels.base import (
+    KernelGradients,
+    KernelRequest,
+    Merged,
+    attend_turned,
+    differentiate_turned,
+    with_unit_stride,
+)
 from ringspan.kernels.softmax import Partial
-from ringspan.kernels.turned import attend_turned, differentiate_turned
 from ringspan.program.pieces import Piece, PieceKind
 
 _aten = torch.ops.aten

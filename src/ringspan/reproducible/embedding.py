@@ -14,10 +14,9 @@ from torch.nn.functional import embedding as look_up
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.reproducible.backward import differentiable_once
-from ringspan.reproducible.ranks import Ranks, check_tokens, open_ranks
+from ringspan.reproducible.ranks import Ranks, check_tokens, differentiable_once, open_ranks
 from ringspan.runtime.checks import check_tensor
-from ringspan.transports.all_to_all import all_to_all
+from ringspan.transports.base import all_to_all
 
 
 def embedding(

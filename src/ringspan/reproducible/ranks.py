@@ -9,17 +9,19 @@ a rank that ran a layer more often (its own checkpoint, a caught error) is soon 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.program.reproducible.grid import Strip
+from ringspan.runtime.arithmetic import without_autocast
 from ringspan.runtime.checks import check_tensor, check_world_size
 from ringspan.runtime.contract import Contract, Place, Signature
+from ringspan.runtime.modes import Tiling, sum_over_tiles, tile_layout
 from ringspan.runtime.session import Session, session_of
-from ringspan.runtime.tile_sums import Tiling, sum_over_tiles, tile_layout
 
 _CHUNK = 1 << 20  # elements whose bits are summed at once
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by element size; sums are exact
@@ -142,3 +144,18 @@ def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
                 f"x is {x.dtype} on {x.device}, {name} is {weight.dtype} on {weight.device}: both need one "
                 "floating-point dtype and device; convert one of them (autocast does not)"
             )
+
+
+_Gradients = TypeVar("_Gradients")
+
+
+def differentiable_once(
+    backward: Callable[[Any, torch.Tensor], _Gradients],
+) -> Callable[[Any, torch.Tensor], _Gradients]:
+    """Make a backward pass that refuses a second derivative and that ignores autocast around `backward()`."""
+
+    def run(ctx: Any, dout: torch.Tensor) -> _Gradients:
+        with without_autocast(dout.device.type):
+            return backward(ctx, dout)
+
+    return once_differentiable(run)

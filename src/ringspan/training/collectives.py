@@ -16,7 +16,7 @@ from ringspan.runtime.checks import check_tensor, check_world_size
 from ringspan.runtime.compiled import outside_of_programs
 from ringspan.runtime.contract import Place, Signature
 from ringspan.runtime.session import Session, session_of
-from ringspan.transports.all_to_all import all_to_all
+from ringspan.transports.base import all_to_all
 
 
 def shard(whole: torch.Tensor, layout: Layout, group: Any = None, *, dim: int) -> torch.Tensor:

@@ -3,12 +3,18 @@
 Sizes are agreed before anything is received (see `contract.py`), so a transport moves tensors into buffers of the right
 size and nothing else. It sees all messages of a step at once and may pick the cheapest call for them. Messages between
 two ranks arrive in the order in which they were sent.
+
+`Single` is the transport of one rank. `WrappedTransport` passes calls on to another transport and `CountingTransport`
+counts the messages of `exchange`, which are those that a schedule predicts.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+from ringspan.errors import TransportError
 
 
 class Send(NamedTuple):
@@ -68,3 +74,111 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of threads and buffers; the group itself belongs to the caller."""
+
+
+def all_to_all(
+    transport: Transport, sends: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], deadline_s: float | None
+) -> list[torch.Tensor]:
+    """Send the r-th tensor to rank r and receive one of the r-th shape from it."""
+    received = [part if peer == transport.rank else part.new_empty(shapes[peer]) for peer, part in enumerate(sends)]
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    outgoing = [Send(peer, sends[peer]) for peer in peers if sends[peer].numel()]
+    incoming = [Receive(peer, received[peer]) for peer in peers if received[peer].numel()]
+    posted = transport.exchange(outgoing, incoming)
+    for (peer, _), handle in zip(incoming, posted.receives, strict=True):
+        _wait(transport, f"waiting for rank {peer}", handle, deadline_s)
+    for (peer, _), handle in zip(outgoing, posted.sends, strict=True):
+        _wait(transport, f"sending to rank {peer}", handle, deadline_s)
+    return received
+
+
+def _wait(transport: Transport, what: str, handle: MessageHandle, deadline_s: float | None) -> None:
+    try:
+        handle.wait(deadline_s)
+    except TransportError as error:
+        raise TransportError(f"rank {transport.rank}, {what}: {error}") from None
+
+
+class Alone:
+    """The group of a process without one."""
+
+
+ALONE = Alone()
+
+
+class Single:
+    """The transport of a group of one."""
+
+    rank = 0
+    world_size = 1
+    timeout_s = math.inf
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """A program for one rank has no messages."""
+        assert not sends
+        assert not receives
+        return Posted([], [])
+
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:  # noqa: ARG002
+        """The payload itself."""
+        return [payload]
+
+    def abort(self, reason: str) -> None:
+        """There are no other ranks to tell."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class WrappedTransport:
+    """`inner` by another name."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    @property
+    def rank(self) -> int:
+        """The inner transport's."""
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """The inner transport's."""
+        return self.inner.world_size
+
+    @property
+    def timeout_s(self) -> float:
+        """The inner transport's."""
+        return self.inner.timeout_s
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Passed on."""
+        return self.inner.exchange(sends, receives)
+
+    def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
+        """Passed on."""
+        return self.inner.all_gather_bytes(payload, timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """Passed on."""
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        """Passed on."""
+        self.inner.close()
+
+
+class CountingTransport(WrappedTransport):
+    """`inner`, with the messages and bytes this rank has sent so far to each rank."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.messages_sent = [0] * inner.world_size
+        self.bytes_sent = [0] * inner.world_size
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        """Count what is sent, then start it."""
+        for dst, tensor in sends:
+            self.messages_sent[dst] += 1
+            self.bytes_sent[dst] += tensor.nbytes
+        return super().exchange(sends, receives)

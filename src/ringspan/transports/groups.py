@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.errors import TransportError, UnsupportedError
-from ringspan.transports.base import Transport
+from ringspan.transports.base import ALONE, Alone, Single, Transport
 from ringspan.transports.in_process import InProcessRank
 from ringspan.transports.mpi import MpiGroup, MpiTransport, is_mpi_comm, mpi_group
-from ringspan.transports.single import ALONE, Alone, Single
 from ringspan.transports.torch_distributed import TorchDistributed
 
 __all__ = ["FoundGroup", "Transport", "find_group", "open_transport"]

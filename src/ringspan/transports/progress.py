@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 
-class Progress:
+class WaitClock:
     """The clock of one wait: `stall_s` without progress end it, or `limit_s` if the awaited rank was busy."""
 
     def __init__(self, stall_s: float, limit_s: float) -> None:

@@ -42,7 +42,7 @@ from ringspan.transports.gloo_wait import GlooMessage, Waiter, cut
 from ringspan.transports.heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
 from ringspan.transports.heartbeat_links import connect_heartbeats
 from ringspan.transports.neighbours import find_peers
-from ringspan.transports.progress import Progress
+from ringspan.transports.progress import WaitClock
 from ringspan.transports.same_host import SameHost, SameHostMessage
 
 _LOG = logging.getLogger("ringspan")
@@ -215,12 +215,12 @@ class TorchDistributed:
         if self._heartbeat is not None:
             self._heartbeat.end_wait()
 
-    def _clock(self, timeout_s: float | None) -> Progress:
+    def _clock(self, timeout_s: float | None) -> WaitClock:
         if timeout_s is None:
-            return Progress(self.timeout_s, self._group_timeout_s)
-        return Progress(timeout_s, timeout_s)
+            return WaitClock(self.timeout_s, self._group_timeout_s)
+        return WaitClock(timeout_s, timeout_s)
 
-    def _time_is_up(self, progress: Progress, handle: "_Handle") -> str | None:
+    def _time_is_up(self, progress: WaitClock, handle: "_Handle") -> str | None:
         limit_s = progress.look(handle.message.bytes_done, partial(self._is_busy_elsewhere, handle))
         if limit_s is not None:
             return f"timed out after {limit_s:g} s without progress{self._who_is_late(handle)}"

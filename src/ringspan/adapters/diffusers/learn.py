@@ -15,7 +15,7 @@ from ringspan.adapters.diffusers.compare import verify
 from ringspan.adapters.diffusers.leaves import SizePlace, numbers_of
 from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan, ForwardPlan, Side, TokenDim
 from ringspan.adapters.diffusers.probe import Draft, Probe
-from ringspan.adapters.diffusers.sizes import Family, combine, make_family
+from ringspan.adapters.diffusers.sizes import CallFamily, combine, make_family
 from ringspan.adapters.diffusers.trace import BlockCall, Origin, Trace
 from ringspan.adapters.diffusers.wiring import BlockWiring
 from ringspan.errors import UnsupportedError
@@ -47,7 +47,7 @@ def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, i
     raise refusal
 
 
-def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Family:
+def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> CallFamily:
     """Small calls like this one."""
     name = type(model).__name__
     family = make_family(arguments, lambda given: dry_call(model, wiring, given))
@@ -69,7 +69,7 @@ def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]
 
 
 def _learn_plan(
-    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], family: Family, sizes: "_SizeTable"
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], family: CallFamily, sizes: "_SizeTable"
 ) -> ForwardPlan:
     drafts = sizes.draft()
     rows = _probe(model, wiring, family.base.arguments, drafts, sizes.tokens[0])
@@ -100,7 +100,7 @@ def dry_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -
 class _SizeTable:
     """The sizes in all dry calls, side by side."""
 
-    def __init__(self, name: str, family: Family) -> None:
+    def __init__(self, name: str, family: CallFamily) -> None:
         self.name = name
         self.traces = [family.base.trace, *(variant.trace for variant in family.variants)]
         self.is_video = [False, *(variant.is_video for variant in family.variants)]

@@ -33,7 +33,7 @@ class Variant(NamedTuple):
     is_video: bool  # did the output change its shape?
 
 
-class Family(NamedTuple):
+class CallFamily(NamedTuple):
     """A small call, and others that differ from it in one size each."""
 
     base: Variant
@@ -45,7 +45,7 @@ class Family(NamedTuple):
         return frozenset().union(*(variant.places for variant in self.variants))
 
 
-def make_family(arguments: dict[str, Any], dry: Dry) -> Family | None:
+def make_family(arguments: dict[str, Any], dry: Dry) -> CallFamily | None:
     """Smaller copies of a call; None if it does not work even without attention."""
     family = _Search(dry, takes_features=False).family(arguments)
     if family is not None and not any(variant.is_video for variant in family.variants):
@@ -53,7 +53,7 @@ def make_family(arguments: dict[str, Any], dry: Dry) -> Family | None:
     return family
 
 
-def combine(family: Family, dry: Dry) -> dict[str, Any]:
+def combine(family: CallFamily, dry: Dry) -> dict[str, Any]:
     """A call in which as many sizes as possible differ from the base."""
     base = family.base.arguments
     own = numbers_of(base)
@@ -75,7 +75,7 @@ class _Search:
         self.dry = dry
         self.takes_features = takes_features
 
-    def family(self, arguments: dict[str, Any]) -> Family | None:
+    def family(self, arguments: dict[str, Any]) -> CallFamily | None:
         """A small call and its variants."""
         arguments = self._shrink(arguments)
         trace = self.dry(arguments)
@@ -85,7 +85,7 @@ class _Search:
         for size in self._sizes(arguments):
             targets = (size - 1, size + 1, size - 2, size + 2, size + 4, size // 2, 2 * size)
             variants += self._variants(arguments, size, targets, trace)
-        return Family(Variant(arguments, trace, frozenset(), False), tuple(variants))
+        return CallFamily(Variant(arguments, trace, frozenset(), False), tuple(variants))
 
     def _shrink(self, arguments: dict[str, Any]) -> dict[str, Any]:
         trace = self.dry(arguments) if max(self._sizes(arguments), default=0) <= _SMALL else None

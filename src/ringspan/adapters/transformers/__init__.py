@@ -1,11 +1,8 @@
 """Run unmodified models of Hugging Face transformers on ranks."""
 
-from ringspan.adapters.transformers.by_name import register_name
 from ringspan.adapters.transformers.handle import Handle, parallelize
 
 __all__ = [
     "Handle",
     "parallelize",
 ]
-
-register_name()

@@ -16,10 +16,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ringspan.adapters.gradients import digest_weights, is_digest_due
 from ringspan.adapters.transformers.arguments import Arguments, Findings
-from ringspan.adapters.transformers.cache import Conversation, open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.cache import Conversation, ShardedCache, open_cache, open_encoder_decoder_cache
+from ringspan.adapters.transformers.encoder_decoder import ENCODED, apart, encoded_by_caller, together
 from ringspan.adapters.transformers.layers import AttentionLayer
-from ringspan.adapters.transformers.sequences import ENCODED, apart, encoded_by_caller, together
-from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import (
     FUSED,
     FUSED_ROWS,

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import MaxTimeCriteria, PreTrainedConfig, PreTrainedModel
 
+from ringspan.adapters.transformers.encoder_decoder import BOTH, ENCODED, encoded_by_caller
 from ringspan.adapters.transformers.layers import AttentionLayer, Side
-from ringspan.adapters.transformers.sequences import BOTH, ENCODED, encoded_by_caller
 from ringspan.adapters.transformers.shards import BY_TOKEN, ShardOptions, ShardRun
 from ringspan.adapters.transformers.wiring import RUN
 from ringspan.errors import ShapeError, UnsupportedError

@@ -1,15 +1,8 @@
-"""How does a cache of transformers hold its keys and values on ranks?
-
-The layers of an empty DynamicCache are replaced by sharded ones, so generate() or the caller goes on using the same
-object. A sharded layer stores nothing itself: `update` tells the run which layer is next, and attention stores and
-attends through one KVCache for all layers. Each row is a sequence of that cache, without padding; `columns` says which
-columns of a row are tokens.
-
-The cross-attention keys and values of a decoder do not grow. Each rank keeps those of the tokens that it encoded, in a
-plain cache.
-"""
+"""Which cache do the layers of a model write, and which one can a caller make, look into and save?"""
 
 import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -224,3 +217,59 @@ def open_encoder_decoder_cache(cache: Cache, make_kv: Any, owner: object, num_la
     elif conversation.whole is not cache:
         raise CacheError("past_key_values: its two halves belong to different caches")
     return conversation
+
+
+class ShardedCache(DynamicCache):
+    """One rank's part of a model's cache; made by `handle.cache`. All ranks make the same calls."""
+
+    def __init__(self, conversation: Conversation, num_layers: int) -> None:
+        super().__init__()
+        self.layers = [ShardedLayer(conversation, index) for index in range(num_layers)]
+        self.conversation = conversation
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """The tokens of each sequence, over all ranks."""
+        return self.conversation.kv.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's part, spare room included."""
+        return self.conversation.kv.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token on the rank that holds it, over all layers."""
+        return self.conversation.kv.bytes_per_token
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Remove the tokens of a sequence behind the first `length`; no message is sent."""
+        self.conversation.as_sequences()
+        self.conversation.kv.truncate(sequence, length)
+
+    def drop(self, sequence: int) -> None:
+        """Remove a sequence and free its memory; no message is sent."""
+        self.conversation.as_sequences()
+        self.conversation.kv.drop(sequence)
+
+    def save(self, folder: str | Path, *, sequences: Sequence[int] | None = None) -> None:
+        """Write sequences, all by default, into a folder that all ranks can reach; a collective call."""
+        columns = self.conversation.columns
+        self.conversation.as_sequences()
+        self.conversation.kv.save(folder, sequences=sequences)
+        self.conversation.columns = columns
+
+    def load(self, folder: str | Path, *, numbers: Mapping[int, int] | None = None) -> None:
+        """Add sequences from a folder, saved from any number of ranks; a collective call.
+
+        Sequences 0, 1, … of one length can be continued as the rows of a batch as well.
+
+        Args:
+            folder: Where `save` wrote them, of the same model: shapes are compared, weights are not.
+            numbers: The number here of each saved sequence to load; by default all, under their own numbers.
+        """
+        self.conversation.as_sequences()
+        self.conversation.kv.load(folder, numbers=numbers)
+        lengths = self.lengths
+        if sorted(lengths) == [*range(len(lengths))] and len({*lengths.values()}) == 1:
+            self.conversation.columns = np.ones((len(lengths), lengths[0]), np.bool_)

@@ -24,15 +24,12 @@ from transformers import PreTrainedModel
 from ringspan.adapters.gradients import digest_weights, reduce_gradients
 from ringspan.adapters.transformers.adapter import Adapter, LastTurn, encoder_adapter
 from ringspan.adapters.transformers.arguments import CheckedGenerate, check_random
-from ringspan.adapters.transformers.by_name import NAME
+from ringspan.adapters.transformers.cache import ShardedCache
 from ringspan.adapters.transformers.examine import check_config, examine
-from ringspan.adapters.transformers.layers import AttentionLayer
-from ringspan.adapters.transformers.reference import compare, find_loss, find_random, make_reference
-from ringspan.adapters.transformers.sharded_cache import ShardedCache
+from ringspan.adapters.transformers.layers import AttentionLayer, switch_off
+from ringspan.adapters.transformers.reference import check_sizes, compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import ShardOptions, check_options
-from ringspan.adapters.transformers.sizes import check_sizes
-from ringspan.adapters.transformers.temperature import switch_off
-from ringspan.adapters.transformers.wiring import Wiring, tell_positions
+from ringspan.adapters.transformers.wiring import NAME, Wiring, tell_positions
 from ringspan.arguments import FLAG, TEXT, check_arguments
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature

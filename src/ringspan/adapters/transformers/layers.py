@@ -2,6 +2,11 @@
 
 The model is called on a few tokens with a recorder in place of attention. The recorder keeps the options that each
 layer passes: heads, mask, window, sinks, scale, softcap. An unknown option is refused by name, never ignored.
+
+Layers of Llama 4 without RoPE multiply a query at column p by 1 + strength · log(1 + floor((p + 1) / floor)). The model
+counts p from the tokens that it was given, which on a rank are a part of the sequence. So its own scaling is switched
+off while it is parallelized, and queries are scaled by their columns in the whole sequence, padding included, as on one
+device. These layers are known by their attributes; `reference.py` compares the results with the unchanged model's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,11 +18,53 @@ import torch
 from torch import nn
 
 from ringspan.adapters.transformers.masks import FoundMask, MaskFunction, chunked, documents_mask, evaluate, find_mask
-from ringspan.adapters.transformers.temperature import QueryScaling, find_scaling
 from ringspan.adapters.transformers.wiring import Asked
 from ringspan.errors import UnsupportedError
 from ringspan.mask import Mask, causal, full
 from ringspan.schedule import Heads
+
+_SWITCH = "attn_temperature_tuning"
+
+
+class QueryScaling(NamedTuple):
+    """The constants of a layer's scaling."""
+
+    floor: float
+    strength: float
+
+    def apply(self, q: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Scale queries (batch, heads, seq, dim) of tokens at `columns` (seq,), in float32 as the model does."""
+        steps = torch.floor((columns.to(q.device).float() + 1.0) / self.floor)
+        scales = torch.log1p(steps) * self.strength + 1.0
+        return (q * scales[:, None]).to(q.dtype)
+
+
+def find_scaling(module: nn.Module) -> QueryScaling | None:
+    """Return the scaling that an attention layer applies to its queries."""
+    layer: Any = module
+    if not getattr(layer, _SWITCH, False) or getattr(layer, "use_rope", True):
+        return None
+    if not hasattr(layer, "floor_scale") or not hasattr(layer, "attn_scale"):
+        return None
+    return QueryScaling(float(layer.floor_scale), float(layer.attn_scale))
+
+
+class ScalingOff:
+    """A layer whose own scaling is switched off until `remove`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        setattr(self._module, _SWITCH, False)
+
+    def remove(self) -> None:
+        """Switch it on again."""
+        setattr(self._module, _SWITCH, True)
+
+
+def switch_off(modules: Iterable[nn.Module]) -> list[ScalingOff]:
+    """Switch off the scaling of the layers that have one."""
+    return [ScalingOff(module) for module in modules if find_scaling(module) is not None]
+
 
 # Options that layers pass and attention does not need: RoPE is applied already, the rest is for outputs or caches.
 _OF_NO_USE = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ringspan.adapters.keys import by_row
-from ringspan.adapters.transformers.cross_attention import Crossing
+from ringspan.adapters.transformers.encoder_decoder import Crossing
 from ringspan.adapters.transformers.layers import AttentionLayer, Side
 from ringspan.adapters.transformers.masks import Tokens, documents_mask, first_columns, padding_mask
 from ringspan.adapters.transformers.wiring import Asked

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ringspan.adapters.transformers.cache import Conversation
+from ringspan.adapters.transformers.cache import Conversation, ShardedCache
 from ringspan.adapters.transformers.layers import AttentionLayer
-from ringspan.adapters.transformers.sharded_cache import ShardedCache
 from ringspan.adapters.transformers.shards import ShardOptions
 from ringspan.adapters.transformers.turns import Begun, Keep, TurnRun, share_out
 from ringspan.errors import CacheError, ShapeError

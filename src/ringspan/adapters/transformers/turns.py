@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ringspan.adapters.transformers.cache import Conversation
-from ringspan.adapters.transformers.cross_attention import attend_to_parts
+from ringspan.adapters.transformers.encoder_decoder import attend_to_parts
 from ringspan.adapters.transformers.layers import AttentionLayer, AttentionOptions, Side
 from ringspan.adapters.transformers.masks import Tokens
 from ringspan.adapters.transformers.shards import (

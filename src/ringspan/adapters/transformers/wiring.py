@@ -4,6 +4,10 @@ transformers looks attention up by name. Every parallelized model has its own na
 one, never interfere. The registered function passes each call to the current run: that of a shard, that of a turn of a
 cache, or the recorder of a dry call. The run travels to the layers as a keyword argument if the model passes those on,
 because activation checkpoints call layers again later, from any thread.
+
+`attn_implementation="ringspan"` names a model that is to be parallelized. It is registered when this module is
+imported: on a single rank it is PyTorch's attention, and on more than one it refuses, since a model that nobody
+parallelized would see its own shard only and say nothing.
 """
 
 import inspect
@@ -18,8 +22,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ringspan.errors import UnsupportedError
+from ringspan.runtime.session import session_of
 
 RUN = "ringspan"  # the keyword argument
 _OUTSIDE = (
@@ -130,3 +137,36 @@ def _make_mask(wiring: "weakref.ref[Wiring]", **options: Any) -> torch.Tensor | 
 def _run_of(wiring: "weakref.ref[Wiring]") -> ForwardRun | None:
     here = wiring()
     return None if here is None else here.run
+
+
+NAME = "ringspan"
+
+
+def _attend_alone(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    if session_of(None).transport.world_size > 1:
+        raise UnsupportedError(
+            "the model was not parallelized, so each rank would attend to its own tokens only",
+            argument="attn_implementation",
+            value=NAME,
+            remedy="call rs.adapters.transformers.parallelize(model) before its first forward",
+        )
+    for name in ("s_aux", "softcap"):
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                "PyTorch's attention does not compute this on one rank",
+                argument=name,
+                remedy="load the model with attn_implementation='eager', then parallelize it",
+            )
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return out, None
+
+
+AttentionInterface.register(NAME, _attend_alone)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -13,7 +13,7 @@ from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped
 from ringspan.mask import causal as causal_mask
 from ringspan.mask import full
-from ringspan.transports.single import ALONE
+from ringspan.transports.base import ALONE
 
 __all__ = ["default_attention", "ring_flash_attn", "ring_flash_attn_cuda"]
 

@@ -2,7 +2,7 @@
 
 A load is one step of all ranks: seconds of compute by rank, and rounds of messages. Ranks are array elements, so a step
 costs a few array operations however many ranks there are. Where all ranks do the same at the same time up to their
-place in a node, one node stands for all (see `algorithms/regular.py`), so the largest rings stay cheap.
+place in a node, one node stands for all (see `algorithms/loads.py`), so the largest rings stay cheap.
 
 The rules are those of `schedule/actions.py`. A rank begins a step when it has computed the one before and holds what
 the step reads; then it starts its messages and computes while they travel. A message needs both ends to be there, the

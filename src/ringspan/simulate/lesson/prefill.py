@@ -1,5 +1,9 @@
-"""What does each rank hold, compute and send for one long sequence, and is the result right?"""
+"""What does each rank hold, compute and send for one long sequence, and is the result right?
 
+In the reproducible mode also: are the bits those of one device, and what does that cost?
+"""
+
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -8,12 +12,47 @@ import numpy as np
 
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, KV_RING
 from ringspan.layout import Layout, Work, contiguous
+from ringspan.program.prepare import DEFAULT, build
 from ringspan.program.problem import Problem
+from ringspan.program.reproducible.bind import bind_grid
 from ringspan.schedule import Block, format_schedule
-from ringspan.simulate.lesson.bits import Bits, compare_bits, digest_bits
 from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
 from ringspan.simulate.lesson.settings import LayoutChoice, LessonSettings
 from ringspan.simulate.simulator import RankStep, Simulation, bytes_sent, simulate_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """A run in reproducible mode compared with one device; bytes count all messages."""
+
+    digest: str  # of the bits of out and lse
+    is_same: bool
+    pending_nodes: int  # the largest number of pending nodes of one tile of a sum on any rank
+    sent_bytes_by_default: int  # in the default mode, which sends sums instead of nodes
+
+
+def digest_bits(simulation: Simulation) -> str:
+    """Hash every bit of out and lse to a few characters."""
+    found = hashlib.blake2b(digest_size=6)
+    for x in (simulation.out, simulation.lse):
+        found.update(np.ascontiguousarray(x).tobytes())
+    return found.hexdigest()
+
+
+def compare_bits(simulation: Simulation, alone: Simulation) -> Bits:
+    case, problem = simulation.case, simulation.case.problem
+    grown = [bind_grid(simulation.schedule, rank, problem) for rank in range(problem.world_size)]
+    assert isinstance(case.algorithm, str)
+    by_default = build(problem, case.algorithm, case.options()._replace(mode=DEFAULT))
+    return Bits(
+        digest=digest_bits(simulation),
+        is_same=digest_bits(simulation) == digest_bits(alone),  # -0.0 has other bits than 0.0
+        pending_nodes=max(growth.pending for _, growth in grown),
+        sent_bytes_by_default=sum(
+            problem.block_bytes(transfer.block) for step in by_default.steps for transfer in step.transfers
+        ),
+    )
+
 
 SAMPLE = 4  # number of reference values to print
 

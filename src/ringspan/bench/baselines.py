@@ -1,11 +1,18 @@
-"""How fast is one device, and which results are right?
+"""What is a measurement compared with: one device, dense attention, and the ideal without messages?
 
-The fair comparison is PyTorch's `scaled_dot_product_attention`. It supports full and causal masks. Any other mask it
-takes as a dense matrix, and then computes every pair, visible or not. So other masks are compared with this library on
-one rank, which is faster; the dense matrix, a few rows at a time, checks the numbers.
+The inputs do not depend on the layout, and no rank ever holds the whole sequence. One device is PyTorch's
+`scaled_dot_product_attention`, which supports full and causal masks. Any other mask it takes as a dense matrix, and
+then computes every pair, visible or not. So other masks are compared with this library on one rank, which is faster;
+the dense matrix, a few rows at a time, checks the numbers.
+
+In the ideal, ranks compute only attention, without messages and merging: the pieces that their own programs give them,
+with the kernel of the call. Whose values they are makes no difference to the time, so one q, one k and so on of each
+shape serves for all blocks. But q is not k: a core finds one tensor in its caches where it would not find three, which
+is worth up to 4 % of the time.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,14 +20,111 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ringspan.bench.inputs import Drawn, Inputs
 from ringspan.bench.result import ResultCheck
 from ringspan.bench.settings import Settings
+from ringspan.kernels.base import Kernel, Merged
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import contiguous
 from ringspan.mask import causal, full
+from ringspan.program.bind import Compute
+from ringspan.program.pieces import Piece
+from ringspan.program.prepare import Prepared
+from ringspan.program.problem import Problem, Shape
 from ringspan.runtime.api import attention
-from ringspan.transports.single import ALONE
+from ringspan.schedule import Block
+from ringspan.span import Positions
+from ringspan.transports.base import ALONE
+
+_CHUNK = 1024  # positions per random generator
+
+
+class Inputs(NamedTuple):
+    """q (batch, heads, seq, head_dim), k and v (batch, KV heads, seq, head_dim)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Drawn(NamedTuple):
+    """The operands of a measurement. `dout`, the gradient of the output, is None without a backward pass."""
+
+    inputs: Inputs
+    dout: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in (*self.inputs, self.dout) if x is not None)
+
+
+def draw(settings: Settings, positions: Positions, device: torch.device) -> Drawn:
+    """Normally distributed values for some positions, ascending."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    shapes = [
+        (settings.batch, heads, _CHUNK, settings.head_dim)
+        for heads in (settings.num_heads, settings.num_kv_heads, settings.num_kv_heads, settings.num_heads)
+    ][: 4 if settings.has_backward else 3]
+    tensors = [torch.empty((*b, len(positions), d), dtype=dtype, device=device) for *b, _, d in shapes]
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    for first in range(0, settings.seq_len, _CHUNK):
+        start, stop = np.searchsorted(positions, [first, first + _CHUNK])
+        if start == stop:
+            continue
+        generator = torch.Generator().manual_seed(settings.seed * 2**32 + first // _CHUNK)
+        rows = torch.from_numpy(np.asarray(positions[start:stop]) - first)
+        for x, shape in zip(tensors, shapes, strict=True):
+            x[:, :, start:stop] = torch.randn(shape, generator=generator, dtype=drawn)[:, :, rows].to(device, dtype)
+    return Drawn(Inputs(*tensors[:3]), tensors[3] if settings.has_backward else None)
+
+
+class Operands(NamedTuple):
+    """The operands of a kernel for one piece; `merged` only in the backward pass."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    merged: Merged | None
+    piece: Piece
+
+
+def own_pieces(prepared: Prepared[Problem], inputs: Inputs) -> Iterator[Operands]:
+    """The pieces of a rank's program, forward or backward."""
+    problem = prepared.problem
+    tensors: dict[tuple[str, Shape], torch.Tensor] = {(name, tuple(x.shape)): x for name, x in inputs._asdict().items()}
+
+    def tensor(name: str, shape: Shape) -> torch.Tensor:
+        if (name, shape) not in tensors:
+            tensors[name, shape] = inputs.q.new_empty(shape).normal_()
+        return tensors[name, shape]
+
+    def merged(block: Block) -> Merged | None:
+        if block.kind == "q":
+            return None
+        _, dout, out, lse = problem.block_shapes(block)
+        # About the lse of this many random keys: other magnitudes change the time of exp.
+        typical = torch.full(
+            lse[:-1], math.log(problem.kv_layout.num_positions), dtype=accumulator_dtype(inputs.q.dtype)
+        )
+        return Merged(tensor("dout", dout), tensor("out", out), typical.to(inputs.q.device))
+
+    for instruction in prepared.program:
+        for tile in instruction.tiles if isinstance(instruction, Compute) else ():
+            q, whole = tensor("q", problem.block_shapes(tile.q)[0]), merged(tile.q)
+            k, v = map(tensor, "kv", problem.block_shapes(tile.kv))
+            for piece in tile.all_pieces():
+                part = whole and Merged(*(x[:, :, piece.q] for x in whole))
+                yield Operands(q[:, :, piece.q], k[:, :, piece.kv], v[:, :, piece.kv], part, piece)
+
+
+def attend_pieces(kernel: Kernel, scale: float, pieces: Sequence[Operands]) -> None:
+    """Compute the pieces one after the other and discard the results."""
+    for q, k, v, merged, piece in pieces:
+        if merged is None:
+            kernel.forward(q, k, v, piece, scale)
+        else:
+            kernel.backward(q, k, v, merged, piece, scale)
+
 
 SDPA = "scaled_dot_product_attention"
 
