@@ -18,7 +18,8 @@ as long as the sequence is none.
 `tests/unit/test_timeline.py` holds the loads of every algorithm against those of its real schedule.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections import abc
+from collections.abc import Callable, Collection
 from math import lcm
 from typing import NamedTuple, Protocol
 
@@ -43,7 +44,7 @@ class Round(NamedTuple):
     is_far: npt.NDArray[np.bool_]
     reads_at: int = 0  # the step that reads the message; 0 is the next one, END the end
     is_exchange: bool = False
-    names: Sequence[str] = ()
+    names: abc.Sequence[str] = ()
 
     def only(self, are_sent: npt.NDArray[np.bool_]) -> "Round":
         """Return the round with only some of its messages."""
@@ -54,8 +55,8 @@ class Load(NamedTuple):
     """One step of all ranks."""
 
     attend_s: Seconds
-    rounds: Sequence[Round] = ()
-    names: Sequence[str] = ()
+    rounds: abc.Sequence[Round] = ()
+    names: abc.Sequence[str] = ()
 
 
 class Costs(Protocol):
