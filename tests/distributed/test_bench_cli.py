@@ -447,7 +447,7 @@ def test_a_failed_rank_is_exit_code_1_and_one_line(monkeypatch: pytest.MonkeyPat
             ["--heads", "3", "--kv-heads", "2"],
             "--kv-heads 2: every KV head serves the same number",
         ),
-        (["--ranks", "2", "--algorithm", "ulysses"], "Ulysses over 2 ranks with 1 query heads"),
+        (["--ranks", "2", "--algorithm", "ulysses"], "Ulysses over 2 ranks with 1 query head "),
         (["--ranks", "2", "--mesh", "1x2"], "--mesh 1x2: pass-kv has no mesh; leave it out, or use --algorithm hybrid"),
         (["--ranks", "2", "--algorithm", "hybrid"], "add --mesh OUTERxINNER, such as --mesh 1x2"),
         (["--ranks", "2", "--algorithm", "hybrid", "--mesh", "2x2"], "must be the 2 ranks of the group; use one of"),

@@ -37,7 +37,9 @@ def check(job: Job, rank: int, group: Any = None, what: object = "", **options: 
 
 @each_world_size
 def test_a_part_of_the_table(world_size: int) -> None:
-    assert values(run_ranks(run_table, world_size, world_size)) == [126] * world_size
+    counts = values(run_ranks(run_table, world_size, world_size))
+    assert len(set(counts)) == 1
+    assert counts[0] >= 150
 
 
 def run_table(rank: int, world_size: int) -> int:

@@ -421,7 +421,9 @@ def run_without_network(rank: int) -> None:
 
 @each_mixture
 def test_a_part_of_the_table_on_mixed_groups(off: Sequence[int]) -> None:
-    assert values(run_ranks(run_apart, 3, off, run_table, 3)) == [126] * 3
+    counts = values(run_ranks(run_apart, 3, off, run_table, 3))
+    assert len(set(counts)) == 1
+    assert counts[0] >= 150
 
 
 @pytest.mark.parametrize("off", [(), (0, 1)], ids=["linked", "apart"])

@@ -89,12 +89,12 @@ def run_load(rank: int, kind: type[BaseException], folder: Path) -> None:
     feed(cache)
     cache.save(folder)
     if rank == 1:
-        from ringspan.cache import kv_cache
+        from ringspan.cache import saving
 
         def fail(*_: object) -> None:
             raise kind("out of luck")
 
-        kv_cache.fill = fail  # type: ignore[assignment]
+        saving._fill = fail  # type: ignore[assignment]
     rs.KVCache(**OPTIONS).load(folder)
 
 

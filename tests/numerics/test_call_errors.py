@@ -116,7 +116,7 @@ REFUSALS = [
         "heads Ulysses cannot split",
         lambda call: given(algorithm="ulysses")(call) | every(lambda x: x[:, :1])(call),
         UNSUPPORTED,
-        ("1 query heads", "pass_kv"),
+        ("1 query head ", "pass_kv"),
     ),
     Refusal(
         "a mesh for a ring",

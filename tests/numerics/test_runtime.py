@@ -211,6 +211,7 @@ class Noting(ReferenceKernel):
     """A kernel that keeps its queries."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.queries: list[torch.Tensor] = []
 
     def forward(self, q: torch.Tensor, *operands: Any) -> Partial:

@@ -182,6 +182,7 @@ class Meeting(ReferenceKernel):
     """A kernel that waits until both threads are about to compute."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.barrier = threading.Barrier(2, timeout=30)
         self.num_met = 0
 

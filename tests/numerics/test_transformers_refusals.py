@@ -324,7 +324,7 @@ def test_a_layer_that_is_not_causal_or_no_longer() -> None:
         model.config.is_causal = False
         for call in (partial(model, IDS), partial(model, **handle.shard({"input_ids": IDS}))):
             with pytest.raises(
-                rs.UnsupportedError, match=r"layers.0.self_attn: scale, window, sinks, is_causal and heads"
+                rs.UnsupportedError, match=r"layers.0.self_attn: scale, softcap, window, sinks, is_causal and heads"
             ):
                 call()
 

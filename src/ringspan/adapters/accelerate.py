@@ -130,7 +130,7 @@ def _wait(group: Any) -> None:
 
 
 class _OneProcess:
-    """Tells accelerate that there is one process, until it is removed."""
+    """Makes accelerate see a single process until it is removed."""
 
     def __init__(self, accelerator: Accelerator, handle: Handle, wait: Callable[[], None]) -> None:
         self._accelerator = accelerator

@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Training or not, for a while."""
+    """Put a model into training or evaluation mode inside a `with` block."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

@@ -71,7 +71,7 @@ def format_bar(value: int, most: int) -> str:
 
 
 def format_level(value: int, most: int) -> str:
-    """One character: a dot for nothing, else a block as high as the part of `most`."""
+    """One character: a dot for 0, else a block as high as the share of `most`."""
     return LEVELS[-(-(len(LEVELS) - 1) * value // most)] if value else LEVELS[0]
 
 
@@ -81,7 +81,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_percent(ratio: float, decimals: int = 1) -> str:
-    """0.125 as 12.5 %. What is not nothing, or not all, is not rounded to it."""
+    """0.125 as 12.5 %. A share above 0 is never shown as 0 %, a share below 1 never as 100 %."""
     step = 10**-decimals
     if 0 < ratio < step / 200:
         return f"< {step:g} %"
@@ -91,13 +91,13 @@ def format_percent(ratio: float, decimals: int = 1) -> str:
 
 
 def format_list(items: Iterable[object], most: int) -> str:
-    """Items with spaces between, and how many more there are."""
+    """Items separated by spaces, and the number of those left out."""
     words = list(map(str, items))
     return " ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def format_seconds(seconds: float) -> str:
-    """With three digits, in s, ms or µs; rounded first, so that 999.6 ms are 1 s and nothing is less than 1 ns."""
+    """Three digits in s, ms or µs. Rounding comes first: 999.6 ms is 1 s, and the smallest time shown is 1 ns."""
     units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
     rounded = [(round(float(f"{seconds / size:.3g}"), 3), unit) for unit, size in units]
     number, unit = next((it for it in rounded if abs(it[0]) >= 1), rounded[-1])

@@ -13,14 +13,14 @@ import click
 
 
 class OutputFile(click.Path):
-    """A file to write. `suffix` is the only one allowed, where the name must tell the format."""
+    """An output file. `suffix`, if given, is the only suffix allowed, because it tells the format."""
 
     def __init__(self, suffix: str | None = None) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
         self._suffix = suffix
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, if it can be written."""
+        """Return the path, or refuse one that cannot be written."""
         if not str(value):
             self.fail("a file needs a name; give one, or leave the option out", param, ctx)
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -34,7 +34,7 @@ class OutputFile(click.Path):
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why the file cannot be written, or None. Leaves no trace: a new file is tried under another name."""
+    """The reason why the file cannot be written, or None. A temporary file tests the folder."""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist; make it first"
     try:
@@ -47,11 +47,11 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file, and say so on standard error, so that standard output stays what was asked for."""
+    """Write the file and name it on standard error, so that standard output holds only the requested report."""
     path.write_text(text, encoding="utf-8")
     click.echo(f"Wrote {path}", err=True)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file, and say so."""
+    """Write a JSON file and name it on standard error."""
     write_text(path, json.dumps(value))

@@ -140,7 +140,7 @@ def _grid_lines(grid: str, width: int) -> Iterator[Text]:
 
 
 def _bands(widths: list[int], width: int) -> list[range]:
-    """Columns 1, 2, … in as few equal groups as fit beside column 0. A single column may be wider than the screen."""
+    """Split columns 1, 2, … into as few equal groups as fit beside column 0. One column may exceed the screen."""
     num_ranks = len(widths) - 1
     bands: list[range] = []
     for num_bands in range(1, num_ranks + 1):
@@ -188,7 +188,7 @@ def new_table(*columns: str) -> Table:
 
 
 def fit_table(table: Table, width: int) -> list[RenderableType]:
-    """What to print for a table in so many columns of characters: the table itself, or lines."""
+    """The table itself if it fits into the width, else its rows as lines."""
     columns = [[_plain(column.header), *map(_plain, column.cells)] for column in table.columns]
     for column, texts in zip(table.columns, columns, strict=True):
         if column.justify == "right":

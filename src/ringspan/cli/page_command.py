@@ -45,7 +45,7 @@ def page(ctx: click.Context, output: Path, trace: Path | None, predicted: Path |
 
 
 def command_line(ctx: click.Context) -> str:
-    """What was typed, if this is a program of its own; else only the command."""
+    """The command line as typed; only the command if this process is not the `ringspan` program."""
     commands: list[str] = []
     while ctx.parent is not None:
         commands.insert(0, ctx.info_name or "")

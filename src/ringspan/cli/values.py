@@ -61,11 +61,11 @@ class AlgorithmName(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has
         return self._registered().convert(value, param, ctx)
 
     def get_metavar(self, *args: Any, **kwargs: Any) -> str | None:
-        """All names; click 8.1 and 8.2 pass other arguments."""
+        """All names; click 8.1 and 8.2 pass different arguments."""
         return self._registered().get_metavar(*args, **kwargs)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Names that begin so."""
+        """The names that begin with the typed letters."""
         return self._registered().shell_complete(ctx, param, incomplete)
 
     def _registered(self) -> Spelled:
@@ -262,5 +262,5 @@ def check_options(algorithms: Sequence[str], direction: Direction | None, mesh: 
 
 
 def spell_algorithm(algorithm: str) -> str:
-    """As the command line writes it."""
+    """The name as the command line writes it."""
     return algorithm.replace("_", "-")

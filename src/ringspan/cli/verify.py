@@ -109,7 +109,7 @@ def verify(
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int, object], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

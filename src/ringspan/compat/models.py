@@ -25,7 +25,7 @@ _REFUSED = ("bias", "attn_bias", "position_bias", "head_mask")
 
 
 class Shards(NamedTuple):
-    """How a batch was cut.
+    """The layout of a batch's shards.
 
     `lengths` are those of packed documents, or None for one sequence per row. Only causal attention is exact where a
     batch may be padded behind its tokens.
@@ -48,7 +48,7 @@ class Shards(NamedTuple):
 
 
 class ShardAttention:
-    """An attention that transformers knows by the names it is given."""
+    """An attention that transformers finds by its registered names."""
 
     def __init__(self, names: Sequence[str], how: str) -> None:
         self._shards: Callable[[int], Shards] | None = None
@@ -59,7 +59,7 @@ class ShardAttention:
             AttentionMaskInterface.register(name, _no_mask)
 
     def announce(self, shards: Callable[[int], Shards] | None) -> None:
-        """Say how the next batches are cut, given the length of a shard."""
+        """Announce the layout of the next batches, given the length of a shard."""
         self._shards, self._seen = shards, None
 
     def attend(

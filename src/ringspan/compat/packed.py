@@ -53,7 +53,7 @@ class Llama3Documents(NamedTuple):
 
 
 def llama3_documents(cu_seqlens_q: torch.Tensor, local_k_slice: slice, shard_len: int, group: Any) -> Llama3Documents:
-    """All document lengths, from what every rank knows of its own documents; one small message."""
+    """All document lengths, gathered from every rank's own documents with one small message."""
     transport = session_of(group).transport
     rank, world_size = transport.rank, transport.world_size
     ends = cu_seqlens_q.tolist()
@@ -74,7 +74,7 @@ def llama3_documents(cu_seqlens_q: torch.Tensor, local_k_slice: slice, shard_len
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """What a rank needs of packed documents: cu_seqlens_q, cu_seqlens_k, the longest of each, and its slice of keys."""
+    """A rank's arguments: cu_seqlens_q, cu_seqlens_k, the longest of each, and its slice of keys."""
     total = int(cu_seqlens[-1])
     if total % world_size:
         raise ShapeError(f"{total} tokens cannot be cut into {world_size} equal shards", argument="cu_seqlens")

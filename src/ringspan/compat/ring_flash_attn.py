@@ -66,7 +66,7 @@ def _dense(
     return_attn_probs: bool = False,
     group: Any = None,
 ) -> Result:
-    """One sequence over all ranks."""
+    """Attend within one sequence over all ranks."""
     del deterministic
     options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
     world_size = group_size(group)
@@ -91,7 +91,7 @@ def _packed(
     return_attn_probs: bool = False,
     group: Any = None,
 ) -> Result:
-    """Packed documents, each over all ranks."""
+    """Attend within packed documents, each spread over all ranks."""
     del max_seqlen, deterministic
     options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
     layout, lengths = layout_of_documents(lengths_of(cu_seqlens), group_size(group), build)
@@ -166,7 +166,7 @@ def _qkvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
 def _described(
     call: Callable[..., Result], function: Callable[..., Result], names: list[str], num_replaced: int
 ) -> Callable[..., Result]:
-    """With a signature that tools and people can read."""
+    """Give a function its name, signature and docstring."""
     signature = inspect.signature(function)
     tensors = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     rest = list(signature.parameters.values())[num_replaced:]

@@ -45,7 +45,7 @@ AUTO = -1
 
 
 class Backend(StrEnum):
-    """How attention is spread."""
+    """The algorithm family: ring or Ulysses."""
 
     AUTO = "auto"
     ULYSSES = "ulysses"
@@ -54,14 +54,14 @@ class Backend(StrEnum):
 
 
 class RotateMethod(StrEnum):
-    """How keys and values travel."""
+    """The transport of keys and values."""
 
     ALLGATHER = "allgather"
     ALLTOALL = "alltoall"
 
 
 class LoadBalance(StrEnum):
-    """How a sequence is cut."""
+    """The layout of a sequence."""
 
     NONE = "none"
     HEAD_TAIL = "head_tail"
@@ -92,7 +92,7 @@ _ALGORITHMS = {RotateMethod.ALLGATHER: "all_gather", RotateMethod.ALLTOALL: "pas
 
 @dataclass(frozen=True, slots=True)
 class CPRuntime:
-    """The ranks in use, and how sequences are cut."""
+    """The ranks in use, and the layout of sequences."""
 
     config: RingmasterConfig
     cp_group: Any
@@ -101,12 +101,12 @@ class CPRuntime:
 
     @property
     def shard_load_balance(self) -> str:
-        """For `shard_batch`."""
+        """The load balance, as `shard_batch` takes it."""
         return "head_tail" if self.config.load_balance is LoadBalance.HEAD_TAIL else "contiguous"
 
     @property
     def attn_implementation(self) -> str:
-        """For `model.set_attn_implementation`, with shards of `shard_batch`; registered when it is asked for."""
+        """The name for `model.set_attn_implementation`, with shards of `shard_batch`; registered at first use."""
         from ringspan.compat.models import ShardAttention
 
         if not _ATTENTION:
@@ -125,7 +125,7 @@ class CPRuntime:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """The length of the whole sequence, and how many tokens were added behind it."""
+    """The length of the whole sequence, and the number of padding tokens after it."""
 
     original_seq_len: int
     pad_len: int
@@ -158,12 +158,12 @@ def setup(
 
 
 def maybe_runtime() -> CPRuntime | None:
-    """What `setup` returned last in this process, or None."""
+    """The runtime of the last `setup` in this process, or None."""
     return _RUNTIME[0] if _RUNTIME else None
 
 
 def get_runtime() -> CPRuntime:
-    """What `setup` returned last in this process."""
+    """The runtime of the last `setup` in this process; refused without one."""
     if not _RUNTIME:
         raise UnsupportedError("there is no runtime", argument="setup", remedy="call setup(config) first")
     return _RUNTIME[0]

@@ -13,7 +13,7 @@ from ringspan.runtime.session import session_of
 
 
 class FlashOptions(NamedTuple):
-    """What flash attention takes besides tensors."""
+    """The options of flash attention."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -80,5 +80,5 @@ def attend_sequence_first(
 
 
 def group_size(group: Any) -> int:
-    """How many ranks."""
+    """The number of ranks in a group."""
     return session_of(group).transport.world_size

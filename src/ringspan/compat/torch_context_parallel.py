@@ -135,7 +135,7 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _replace(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Another shape and other numbers in the same tensor."""
+    """Replace a tensor's shape and contents in place."""
     values = values.clone()
     with torch.no_grad():
         buffer.resize_(values.shape)
@@ -143,7 +143,7 @@ def _replace(buffer: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class _Attending(TorchFunctionMode):
-    """Catches F.scaled_dot_product_attention, in this thread."""
+    """Intercepts F.scaled_dot_product_attention in this thread."""
 
     def __init__(self, mesh: Any, layout: Layout | None, world_size: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Attending(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Attention over ranks, and all else as it is."""
+        """Run attention over ranks, and every other function unchanged."""
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))

@@ -17,7 +17,7 @@ log = logging.getLogger("ringspan.serve")
 
 
 class TokenLogprob(NamedTuple):
-    """A token's text and logarithm of probability, and those of the most likely tokens in its place."""
+    """A token's text and log-probability, and those of the most likely alternatives."""
 
     text: str
     logprob: float
@@ -64,7 +64,7 @@ class ServedAnswer:
         self._generation = scheduler.submit(tokens, sampling)
 
     async def start(self) -> None:
-        """Return when the prompt is computed; what fails until then still has a status of its own."""
+        """Return when the prompt is computed; a failure until then still gets its own HTTP status."""
         frame = await self._next()
         if frame["kind"] != "prefilled":
             raise ApiError("the request was cancelled", status=499, code="cancelled")
@@ -87,7 +87,7 @@ class ServedAnswer:
         )
 
     async def pieces(self) -> AsyncIterator[Text]:
-        """The text, as it comes."""
+        """Yield the text as it is generated."""
         stream = self._text.decoder()
         logprobs: list[TokenLogprob] = []
         while (frame := await self._next())["kind"] == "token":
@@ -109,11 +109,11 @@ class ServedAnswer:
             yield Text(rest, tuple(logprobs))
 
     def close(self) -> None:
-        """Stop the ranks, if they are not through."""
+        """Stop the ranks if they are still generating."""
         self._scheduler.cancel(self._generation)
 
     def usage(self) -> dict[str, Any]:
-        """For the client."""
+        """The token counts for the client."""
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_generated,

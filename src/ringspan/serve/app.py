@@ -43,7 +43,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def make_app(settings: ServeSettings, text: ModelText, on_failure: Callable[[str], None]) -> Starlette:
-    """The application; it runs the ranks while it lives, and tells when they are given up."""
+    """The ASGI application. It runs the ranks during its lifetime, and reports when it stops restarting them."""
     metrics = Metrics()
     scheduler = Scheduler(settings, metrics)
     api = Api(settings, text, scheduler)
@@ -105,7 +105,7 @@ class Api:
         return JsonReply({"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
-        """GET /health; open to anybody, and without a word about requests."""
+        """GET /health. It needs no key and reveals nothing about requests."""
         del request
         supervisor = self._scheduler.supervisor
         status = 200 if supervisor.ready.is_set() else 503
@@ -120,7 +120,7 @@ class Api:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
-        """GET /: a page to chat with; it has no secret, so it needs no key."""
+        """GET /: a page to chat with. It contains no secret, so it needs no key."""
         if self._settings.api_key is None:
             self._check_caller(request)
         if not self._settings.home_page:
@@ -144,7 +144,7 @@ class Api:
         return JsonReply(reply.whole(texts, answer), headers=headers)
 
     def _within_limits(self, tokens: list[int], wishes: Wishes) -> Wishes:
-        """With a number of tokens that has room."""
+        """The request with a number of tokens that fits."""
         self._scheduler.check_ready()
         longest = min(self._text.max_positions, self._scheduler.supervisor.max_tokens)
         room = longest - len(tokens)

@@ -52,15 +52,15 @@ class Archive:
         return any(held[: len(tokens)] == tokens for held in self._tokens.values())
 
     def length(self, number: int) -> int:
-        """The tokens of a saved conversation."""
+        """The number of tokens of a saved conversation."""
         return len(self._tokens[number])
 
     def tokens(self, number: int) -> "array[int]":
-        """Those tokens."""
+        """The token ids of a saved conversation."""
         return self._tokens[number]
 
     def slot(self, number: int) -> int:
-        """The slot that it was saved from."""
+        """The slot from which a conversation was saved."""
         return self._slots[number]
 
     def new_number(self) -> int:
@@ -68,7 +68,7 @@ class Archive:
         return secrets.randbits(62)
 
     def note(self, number: int, slot: int, tokens: "array[int]") -> None:
-        """All ranks have saved it; conversations that it continues are removed."""
+        """Record that all ranks saved a conversation, and remove the ones that it continues."""
         body = {"model": self._model, "slot": slot, "tokens": tokens.tolist()}
         path = saved_folder(self._folder, number) / _TOKENS
         text = json.dumps({"checksum": _checksum(body), "body": body})
@@ -80,7 +80,7 @@ class Archive:
         self._tokens[number], self._slots[number] = array("q", tokens), slot
 
     def remove(self, number: int) -> None:
-        """Remove a conversation, or what is left of it."""
+        """Remove a conversation and its files, also incomplete ones."""
         self._tokens.pop(number, None)
         self._slots.pop(number, None)
         folder = saved_folder(self._folder, number)

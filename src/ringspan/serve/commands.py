@@ -20,7 +20,7 @@ _HEADER = 64  # integers that one message carries: a decode step of 15 conversat
 
 
 class Op(IntEnum):
-    """What to do."""
+    """The operation of a command."""
 
     NOTHING = 0  # shows that rank 0 lives
     RUN = 1
@@ -31,7 +31,7 @@ class Op(IntEnum):
 
 
 class SlotPart(NamedTuple):
-    """What a command says about one slot."""
+    """The part of a command for one slot."""
 
     slot: int
     keep: int = 0
@@ -39,20 +39,20 @@ class SlotPart(NamedTuple):
 
 
 class RankCommand(NamedTuple):
-    """What all ranks do next."""
+    """A command for all ranks."""
 
     op: Op
     parts: Sequence[SlotPart] = ()
 
 
 class CommandLine:
-    """Carries commands from rank 0 to all ranks, in a group of its own."""
+    """Sends commands from rank 0 to all ranks, in a separate process group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def send(self, command: RankCommand) -> None:
-        """On rank 0. A short command is a single message."""
+        """Send a command from rank 0. A short command is a single message."""
         numbers = _encode(command)
         header = [len(numbers), *numbers[: _HEADER - 1]]
         dist.broadcast(torch.tensor(header + [0] * (_HEADER - len(header))), 0, group=self._group)
@@ -60,7 +60,7 @@ class CommandLine:
             dist.broadcast(torch.tensor(numbers[_HEADER - 1 :]), 0, group=self._group)
 
     def receive(self) -> RankCommand:
-        """On the other ranks."""
+        """Receive a command on another rank."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
         count, *numbers = header.tolist()
@@ -71,7 +71,7 @@ class CommandLine:
         return _decode(numbers)
 
     def all_did(self, mine: bool) -> bool:
-        """Whether all ranks did what they were told; each says so for itself."""
+        """Whether all ranks succeeded; every rank reports for itself."""
         flag = torch.tensor([int(mine)])
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
@@ -111,7 +111,7 @@ class RankModel:
         return turn
 
     def obey(self, command: RankCommand) -> dict[int, torch.Tensor]:
-        """Do it. RUN gives the logits of each slot's last token; SAVE and LOAD give slots for which they worked."""
+        """Execute a command: RUN returns the logits of each slot's last token, SAVE and LOAD those that succeeded."""
         match command.op:
             case Op.RUN:
                 return self._run(command.parts)
@@ -134,7 +134,7 @@ class RankModel:
         return self._handle.step(self.cache, {part.slot: part.tokens for part in parts})
 
     def _each(self, parts: Sequence[SlotPart], work: Callable[[Path, SlotPart], None]) -> dict[int, torch.Tensor]:
-        """A disk that is full or a file that is damaged must not end the ranks; a lost rank still does."""
+        """Run an operation for each slot. A full disk or a damaged file does not end the ranks; a lost rank does."""
         assert self._folder is not None
         done = {}
         for part in parts:
@@ -156,5 +156,5 @@ class RankModel:
 
 
 def saved_folder(folder: Path, number: int) -> Path:
-    """Where a saved conversation is."""
+    """The folder of a saved conversation."""
     return folder / f"conversation-{number:016x}"

@@ -1,4 +1,4 @@
-"""What does a client get that cannot be served? An error in OpenAI's form."""
+"""What does a client get that cannot be served? An error in OpenAI's format."""
 
 from typing import Any
 
@@ -22,6 +22,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The error as a JSON object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -49,7 +49,7 @@ _ABOUT_THE_CALLER = {"user", "metadata", "safety_identifier", "prompt_cache_key"
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """How an answer is to be made. `max_tokens` None leaves it to the server; `top_logprobs` None asks for none."""
+    """The options of an answer. `max_tokens` None: the server decides; `top_logprobs` None: none are returned."""
 
     stream: bool
     include_usage: bool
@@ -62,7 +62,7 @@ class Wishes:
 
 
 def chat_wishes(body: Body) -> Wishes:
-    """Those of a chat completion."""
+    """The options of a chat completion."""
     _check_names(body, _CHAT)
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     wants_logprobs = _flag(body, "logprobs")
@@ -73,7 +73,7 @@ def chat_wishes(body: Body) -> Wishes:
 
 
 def completion_wishes(body: Body) -> Wishes:
-    """Those of a plain completion, of 16 tokens if nothing is said."""
+    """The options of a plain completion; 16 tokens by default."""
     _check_names(body, _COMPLETION)
     max_tokens = _whole(body, "max_tokens", 1, 2**31)
     return _wishes(body, 16 if max_tokens is None else max_tokens, None)

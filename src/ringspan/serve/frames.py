@@ -9,7 +9,6 @@ _HEADER = 4
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes."""
     body = json.dumps(frame, separators=(",", ":")).encode()
     return len(body).to_bytes(_HEADER, "little") + body
 
@@ -25,7 +24,7 @@ def read(stream: BinaryIO) -> Frame | None:
 
 
 async def read_async(stream: StreamReader) -> Frame | None:
-    """The same from an asyncio stream."""
+    """The next frame of an asyncio stream; None at the end."""
     try:
         length = int.from_bytes(await stream.readexactly(_HEADER), "little")
         return _object(await stream.readexactly(length))

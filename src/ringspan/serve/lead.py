@@ -17,13 +17,13 @@ from ringspan.serve.team import Team
 
 
 def follow(team: Team) -> None:
-    """Obey until the end."""
+    """Execute rank 0's commands until it ends."""
     while (command := team.line.receive()).op is not Op.END:
         team.obey(command)
 
 
 def lead(team: Team, task: Frame, mailbox: Mailbox, tell: Callable[[Frame], None]) -> None:
-    """Answer requests until the end."""
+    """Run rank 0: answer requests until the server ends."""
     row_bytes = team.ranked.cache.bytes_per_token
     book = SlotBook(team.num_ranks, row_bytes, task["cache_bytes"] or _free_bytes() // (2 * team.num_ranks))
     if not book.max_tokens:
@@ -52,7 +52,7 @@ def lead(team: Team, task: Frame, mailbox: Mailbox, tell: Callable[[Frame], None
 
 
 def _free_bytes() -> int:
-    """Memory that could be used now."""
+    """Bytes of free memory."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for row in meminfo.read_text().splitlines():

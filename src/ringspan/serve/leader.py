@@ -1,4 +1,4 @@
-"""What does rank 0 decide? What is computed next, for which conversations, and which tokens are sampled.
+"""What does rank 0 decide? The next computation, its conversations, and the sampled tokens.
 
 Requests that were admitted run together. Each round is one decode step for all of them, then one chunk of prompts: a
 long prompt delays the answers of others by a chunk at a time. Prompts take turns, and short ones share a chunk.
@@ -81,7 +81,7 @@ class Leader:
         self._decoding: list[RunningRequest] = []
 
     def serve(self) -> None:
-        """Answer requests until told to end."""
+        """Answer requests until the server ends."""
         while self._read_mail():
             self._admit()
             for request in [*self._decoding, *self._prefilling]:
@@ -93,18 +93,18 @@ class Leader:
         self.command(RankCommand(Op.END))
 
     def warm_up(self, num_tokens: int) -> None:
-        """Run the model once as requests do: what it cannot do is found before the first request."""
+        """Run the model once as requests do, so that a failure is found before the first request."""
         self.command(RankCommand(Op.RUN, [SlotPart(0, 0, [0] * num_tokens)]))
         self.command(RankCommand(Op.RUN, [SlotPart(0, num_tokens, [0])]))
         self.command(RankCommand(Op.DROP, [SlotPart(0)]))
 
     def command(self, command: RankCommand) -> dict[int, torch.Tensor]:
-        """All ranks do it, this one too."""
+        """Send a command to all ranks and execute it here too."""
         self._line.send(command)
         return self._obey(command)
 
     def _read_mail(self) -> bool:
-        """Take what has come; wait if there is nothing to do. False at the end."""
+        """Read the mailbox; wait if no request is running. False when the server ends."""
         is_idle = not (self._arrived or self._prefilling or self._decoding)
         message = self._mailbox.get(HEARTBEAT_S if is_idle else 0.0)
         if message is None and is_idle:
@@ -117,7 +117,7 @@ class Leader:
         return True
 
     def _admit(self) -> None:
-        """Give slots to those who came, in their order, as long as the memory for their answers is there."""
+        """Give slots to waiting requests in order of arrival, while there is memory for their answers."""
         while self._arrived:
             asked = self._arrived[0]
             if self._mailbox.is_cancelled(asked["number"]):
@@ -134,7 +134,7 @@ class Leader:
             self._prefilling.append(RunningRequest(asked, *place, sampler, start_s))
 
     def _decode_step(self) -> None:
-        """One token of every conversation whose prompt is through."""
+        """Compute one token of every conversation whose prompt is computed."""
         if not self._decoding:
             return
         requests = [*self._decoding]
@@ -143,7 +143,7 @@ class Leader:
             self._sample(request, logits[request.slot])
 
     def _prefill_step(self) -> None:
-        """One chunk: of one long prompt, or of several short ones."""
+        """Compute one chunk of one long prompt, or of several short ones."""
         room, requests, new = self._prefill_chunk, [], []
         while self._prefilling and room:
             request = self._prefilling.popleft()
@@ -183,7 +183,7 @@ class Leader:
         return logits
 
     def _sample(self, request: RunningRequest, logits: torch.Tensor) -> None:
-        """Choose the next token, say it, and see whether it was the last."""
+        """Choose the next token, send it, and end the answer if it was the last."""
         asked = request.asked
         logits = logits.float()
         request.token = token = request.sampler.choose(logits)

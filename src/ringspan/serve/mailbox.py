@@ -1,4 +1,4 @@
-"""What has the front told rank 0? A thread puts messages in, rank 0 takes them out between two commands."""
+"""How do requests reach rank 0? A thread adds messages to a queue; rank 0 reads them between two commands."""
 
 import queue
 
@@ -13,7 +13,7 @@ class Mailbox:
         self._cancelled: set[int] = set()
 
     def put(self, message: Frame) -> None:
-        """A message that came in."""
+        """Add a message that arrived."""
         if message["kind"] == "cancel":
             self._cancelled.add(message["number"])
         else:
@@ -27,9 +27,9 @@ class Mailbox:
             return None
 
     def is_cancelled(self, number: int) -> bool:
-        """Was this request cancelled?"""
+        """Whether the request was cancelled."""
         return number in self._cancelled
 
     def forget(self, number: int) -> None:
-        """The request is over."""
+        """Remove the cancellation of a request that ended."""
         self._cancelled.discard(number)

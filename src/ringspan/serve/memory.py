@@ -37,7 +37,7 @@ class ConversationMemory:
         self._counts: Counter[str] = Counter()
 
     def place(self, tokens: Sequence[int], num_total: int, command: Command) -> Remembered | None:
-        """A slot for a prompt, with what is known of it; None if there is no room now."""
+        """A slot for a prompt, with its cached tokens; None if there is no room now."""
         found = self._book.find(tokens)
         saved, num_saved = (0, 0) if self._archive is None else self._archive.find(tokens)
         if num_saved <= found[1]:
@@ -62,15 +62,15 @@ class ConversationMemory:
         return Remembered(place.slot, num_saved)
 
     def length(self, slot: int) -> int:
-        """The tokens in a slot."""
+        """The number of tokens in a slot."""
         return self._book.length(slot)
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
-        """Tokens that were computed."""
+        """Record computed tokens of a slot."""
         self._book.extend(slot, tokens)
 
     def release(self, slot: int) -> None:
-        """The slot's request is over."""
+        """Release the slot of a request that ended."""
         self._book.release(slot)
 
     def save_all(self, command: Command) -> None:
@@ -79,7 +79,7 @@ class ConversationMemory:
             self._save(slot, tokens, command)
 
     def figures(self) -> Frame:
-        """What happened since this was last asked for, and the bytes in use."""
+        """Counters since the last call, and the bytes in use."""
         counts, self._counts = self._counts, Counter()
         return {"counts": dict(counts), "cache_bytes": self._book.nbytes}
 

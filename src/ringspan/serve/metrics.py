@@ -1,4 +1,4 @@
-"""What is counted and timed, in the text format of Prometheus."""
+"""Which metrics does a server have? Counters, gauges and times in Prometheus' text format."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -48,12 +48,12 @@ class Metrics:
         self._values[name][""] = value
 
     def observe(self, name: str, seconds: float) -> None:
-        """Note a time."""
+        """Add a measured time to a histogram."""
         self._times[name][bisect_left(_BOUNDS_S, seconds)] += 1
         self._sums[name] += seconds
 
     def text(self) -> str:
-        """All figures."""
+        """All metrics as text."""
         lines: list[str] = []
         for kind, names in (("counter", _COUNTERS), ("gauge", _GAUGES)):
             for name, about in names.items():

@@ -17,7 +17,7 @@ class Pulse:
         self.busy_since: float | None = None
 
     def beat(self) -> None:
-        """For a thread."""
+        """Send beats; runs in a thread."""
         while True:
             since = self.busy_since
             if since is None or time.monotonic() - since < self._limit_s:

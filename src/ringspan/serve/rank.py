@@ -32,14 +32,14 @@ class Front:
             self._sink.flush()
 
     def listen(self, put: Callable[[Frame], None]) -> None:
-        """Pass on what comes in; the process ends when the front is gone."""
+        """Pass on incoming frames; end the process when the server process is gone."""
         while (frame := read(self._source)) is not None:
             put(frame)
         os._exit(1)
 
 
 def main() -> None:
-    """A rank that the front has started."""
+    """The main function of a rank that the server process started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when ranks end
     rank, store = int(sys.argv[1]), sys.argv[2]
     front = Front(sys.stdin.buffer, os.fdopen(os.dup(1), "wb"))

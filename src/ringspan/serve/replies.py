@@ -1,4 +1,4 @@
-"""What do answers look like? The objects of OpenAI's API."""
+"""What do answers look like? Objects of OpenAI's API."""
 
 import time
 import uuid
@@ -30,7 +30,7 @@ class Reply:
         }
 
     def whole(self, texts: Sequence[Text], answer: ServedAnswer) -> dict[str, Any]:
-        """The answer at once."""
+        """The whole answer as one object."""
         text = "".join(each.text for each in texts)
         logprobs = self._logprobs([each for text in texts for each in text.logprobs])
         content = {"message": {"role": "assistant", "content": text}} if self._kind == "chat" else {"text": text}
@@ -38,7 +38,7 @@ class Reply:
         return self._common | {"choices": [choice], "usage": answer.usage()}
 
     def first(self) -> dict[str, Any] | None:
-        """The chunk before all text."""
+        """The first chunk of a stream, without text."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self._kind == "chat" else None
 
     def piece(self, text: Text) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Reply:
         return self._chunk(content, logprobs=self._logprobs(text.logprobs))
 
     def last(self, finish_reason: str) -> dict[str, Any]:
-        """The chunk that says why it ended."""
+        """The last chunk, with the finish reason."""
         return self._chunk({"delta": {}} if self._kind == "chat" else {"text": ""}, finish_reason)
 
     def usage(self, answer: ServedAnswer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which token comes next? Decided by rank 0 alone: the others are told, so no seed and no tie can part them."""
+"""Which token comes next? Rank 0 decides and sends it, so that seeds and ties cannot make ranks differ."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Likely(NamedTuple):
-    """A token and the logarithm of its probability."""
+    """A token and its log-probability."""
 
     token: int
     logprob: float

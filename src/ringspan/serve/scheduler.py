@@ -1,4 +1,4 @@
-"""Who is next? Some requests are answered together, the others wait in the order in which they came.
+"""Which request is next? Some requests are answered together; the others wait in order of arrival.
 
 A waiting request survives a restart of the ranks; those under way do not.
 """
@@ -16,7 +16,7 @@ from ringspan.serve.supervisor import Supervisor
 
 
 class Generation:
-    """One request on its way: messages of the ranks arrive in `inbox`, the last one is "done" or "failed"."""
+    """One running request. The ranks' messages arrive in `inbox`; the last one is "done" or "failed"."""
 
     def __init__(self, number: int, tokens: Sequence[int], sampling: dict[str, Any]) -> None:
         self.number = number
@@ -66,7 +66,7 @@ class Scheduler:
             self.supervisor.send({"kind": "cancel", "number": generation.number})
 
     async def run(self) -> None:
-        """Hand requests to the ranks, as many as run together."""
+        """Pass requests to the ranks, up to the number that run together."""
         while True:
             await self._has_changed.wait()
             await self.supervisor.ready.wait()
@@ -91,7 +91,7 @@ class Scheduler:
         self._end(generation, frame["reason"], frame)
 
     def _lost(self, reason: str) -> None:
-        """The ranks are gone, and the answers under way with them; all answers, if they do not come back."""
+        """Fail the running requests after the ranks are lost; all requests if the ranks are not restarted."""
         self.metrics.set("cache_bytes", 0)
         ended = [*self._running.values()]
         if self.supervisor.state == "failed":

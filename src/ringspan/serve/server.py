@@ -46,7 +46,7 @@ def serve(settings: ServeSettings) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends by itself when it is told to; uvicorn's own would send itself the signal again."""
+    """A uvicorn server that returns after a signal; uvicorn's own raises the signal again."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _open_log() -> None:
-    """To standard error, without anything of a prompt; uvicorn's own only where something is wrong."""
+    """Log to standard error without any text of prompts; of uvicorn's log only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name, level in (("ringspan.serve", logging.INFO), ("uvicorn.error", logging.ERROR)):

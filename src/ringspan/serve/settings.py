@@ -1,4 +1,4 @@
-"""What is served, where, and within which limits? Checked before a rank is started; needs no torch."""
+"""What is served, where, and within which limits? The settings are checked before ranks start; needs no torch."""
 
 import ipaddress
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class ServeSettings:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine can connect."""
+        """Whether only this machine can connect."""
         if self.host == "localhost":
             return True
         try:
@@ -105,7 +105,7 @@ class ServeSettings:
             return False
 
     def task(self, *, verify: bool) -> dict[str, Any]:
-        """What a rank must know, as JSON."""
+        """The settings that a rank needs, as JSON."""
         return {
             "folder": str(self.folder.resolve()),
             "num_ranks": self.num_ranks,

@@ -27,7 +27,7 @@ class _Slot:
 
 
 class SlotPlace(NamedTuple):
-    """Where a prompt is computed."""
+    """The slot in which a prompt is computed, and its cached tokens."""
 
     slot: int
     keep: int
@@ -63,7 +63,7 @@ class SlotBook:
         return {number: slot.tokens for number, slot in self._slots.items() if not slot.is_used}
 
     def length(self, slot: int) -> int:
-        """The tokens in a slot."""
+        """The number of tokens in a slot."""
         return len(self._slots[slot].tokens)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
@@ -99,25 +99,25 @@ class SlotBook:
         return SlotPlace(number, keep, dropped)
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """Tokens that were computed, or loaded."""
+        """Record computed or loaded tokens of a slot."""
         slot = self._slots[number]
         slot.tokens.extend(tokens)
         # New tokens level the ranks, so none holds more than its share unless it did before.
         slot.peak = max(slot.peak, -(-len(slot.tokens) // self._num_ranks))
 
     def cut(self, number: int, keep: int) -> None:
-        """Forget the tokens of a slot behind the first `keep`."""
+        """Remove the tokens of a slot after the first `keep`."""
         del self._slots[number].tokens[keep:]
 
     def release(self, number: int) -> None:
-        """The request is through. A slot that nothing was computed for is forgotten."""
+        """Release the slot of a request that ended; a slot without computed tokens is removed."""
         slot = self._slots[number]
         slot.reserved, slot.is_used = 0, False
         if not slot.peak:
             del self._slots[number]
 
     def _choose(self, kept: int, room: int) -> list[int] | None:
-        """Idle slots to evict, oldest first, so that all others fit into so many bytes; None if they cannot."""
+        """Idle slots to evict, oldest first, so that the other slots fit into the budget; None if they cannot."""
         others = {number: self._bytes(slot) for number, slot in self._slots.items() if number != kept}
         used, evicted = sum(others.values()), []
         for number, size in others.items():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Ends a text before a stop string, and holds back what may be the beginning of one."""
+    """Ends a text before a stop string, and holds back text that may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -12,7 +12,7 @@ class StopFinder:
         self.is_found = False
 
     def add(self, text: str) -> str:
-        """More text; returns what can be sent."""
+        """Add text; return the text that can be sent."""
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -24,7 +24,7 @@ class StopFinder:
         return text
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """Return the held-back text at the end of the answer."""
         text, self._held = self._held, ""
         return text
 

@@ -17,12 +17,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class JsonReply(Response):
-    """JSON in ASCII, which any text survives."""
+    """A JSON response in ASCII, so that text with lone surrogates can be sent."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return json.dumps(content).encode()
 
 
@@ -32,7 +31,7 @@ def event(content: Any) -> bytes:
 
 
 class EventReply(Response):
-    """Events as they come. `close` is called however it ends; a client that does not read is dropped."""
+    """A stream of events. `close` is always called at its end; a client that stops reading is disconnected."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], write_timeout_s: float, close: Callable[[], None]
@@ -44,7 +43,7 @@ class EventReply(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, unless the client leaves."""
+        """Send all events until the client disconnects."""
         del scope
         sending = asyncio.create_task(self._send_all(send))
         gone = asyncio.create_task(_until_gone(receive))
@@ -68,7 +67,7 @@ class EventReply(Response):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T], close: Callable[[], None]) -> T:
-    """The result of some work, which ends, with `close` called, if the client leaves."""
+    """The result of a coroutine; if the client disconnects, the coroutine is cancelled and `close` is called."""
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(request.receive))
     try:

@@ -1,4 +1,4 @@
-"""Who starts the ranks, notices that one is lost, and starts them anew?
+"""Who starts the ranks, notices that one is lost, and restarts them?
 
 The front holds a pipe to every rank that it has started. A rank is lost if its process ends, if it reports an error,
 or if it is silent for too long: stopped, or caught in a command. Then all ranks end, since a group that has lost one is
@@ -45,7 +45,7 @@ log = logging.getLogger("ringspan.serve")
 
 
 class RankLoss(NamedTuple):
-    """Why a rank is lost. Of several, the one with the lowest order is the cause."""
+    """The reason why a rank is lost. Among several, the one with the lowest order is the cause."""
 
     order: int
     text: str
@@ -89,7 +89,7 @@ class Supervisor:
         return [process.pid for process in self._processes]
 
     def send(self, frame: Frame) -> None:
-        """Send rank 0 a frame; if it is lost, `lost` is called soon."""
+        """Send rank 0 a frame; if rank 0 is lost, `lost` is called soon."""
         stdin = self._processes[0].stdin
         assert stdin is not None
         with suppress(ConnectionError, RuntimeError):
@@ -114,7 +114,7 @@ class Supervisor:
             self.num_restarts += 1
 
     async def _run_once(self) -> RankLoss:
-        """Start the ranks and return when one is lost; none is left then."""
+        """Start the ranks and return when one is lost, after ending all others."""
         self._processes, self._losses = [], asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
         with tempfile.TemporaryDirectory(prefix="ringspan-serve-") as folder:
@@ -167,7 +167,7 @@ class Supervisor:
         return process
 
     async def _listen(self, rank: int) -> None:
-        """Until the process of a rank ends."""
+        """Read a rank's frames until its process ends."""
         process = self._processes[rank]
         assert process.stdout is not None
         while (frame := await read_async(process.stdout)) is not None:
@@ -201,7 +201,7 @@ class Supervisor:
                 self._heard_message(frame)
 
     async def _watch(self) -> None:
-        """Look for ranks that are silent."""
+        """Watch for ranks that send no heartbeat."""
         limit_s = self._settings.rank_timeout_s
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -212,7 +212,7 @@ class Supervisor:
                 return
 
     async def _end(self) -> None:
-        """Let the ranks end by themselves."""
+        """Ask the ranks to end and wait for them."""
         if not self._processes:
             return
         self.send({"kind": "end"})
@@ -230,7 +230,7 @@ class Supervisor:
 
 
 def _keep_to_own_cores(pid: int, rank: int, num_ranks: int) -> None:
-    """Ranks that wait are otherwise woken on a core where another computes."""
+    """Pin each rank to its own cores; otherwise waiting ranks are woken on a core where another rank computes."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         with suppress(OSError):  # it is dead already, or may run anywhere

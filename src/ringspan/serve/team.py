@@ -20,7 +20,7 @@ START_TIMEOUT_S = 600.0
 
 
 class Team(NamedTuple):
-    """This rank's model, and its line to the others."""
+    """This rank's model, and its connection to the other ranks."""
 
     num_ranks: int
     handle: Handle
@@ -30,7 +30,7 @@ class Team(NamedTuple):
     pulse: Pulse
 
     def obey(self, command: RankCommand) -> dict[int, torch.Tensor]:
-        """Do a command, seen to be busy."""
+        """Execute a command while heartbeats report this rank as busy."""
         self.pulse.busy_since = time.monotonic()
         try:
             return self.ranked.obey(command)

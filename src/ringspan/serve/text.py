@@ -11,7 +11,7 @@ from ringspan.serve.errors import ApiError
 
 
 class ModelText:
-    """The text side of a model.
+    """A model's tokenizer and chat template.
 
     Attributes:
         max_positions: The longest sequence the model was made for.
@@ -53,11 +53,11 @@ class ModelText:
         return self._encode(prompt, add_special_tokens=True)
 
     def decoder(self) -> "TextStream":
-        """For the tokens of one answer."""
+        """A decoder for the tokens of one answer."""
         return TextStream(self._tokenizer.backend_tokenizer)
 
     def token_text(self, token: int) -> str:
-        """A token by itself."""
+        """The text of a single token."""
         return str(self._tokenizer.decode([token]))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -20,21 +20,21 @@ log = logging.getLogger("ringspan.serve")
 
 
 class TorchrunPlace(NamedTuple):
-    """This process among those that torchrun started."""
+    """This process's place among those that torchrun started."""
 
     rank: int
     num_ranks: int
 
 
 def torchrun_place() -> TorchrunPlace | None:
-    """From the environment; None if torchrun did not start this process."""
+    """The place that the environment describes; None if torchrun did not start this process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return TorchrunPlace(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def serve_rank(place: TorchrunPlace, task: Frame) -> None:
-    """Be a rank until rank 0 ends it.
+    """Run a rank until rank 0 ends it.
 
     Raises:
         RingspanError: Rank 0 or another rank was lost.

@@ -35,7 +35,7 @@ class MessageHandle(Protocol):
     """A message under way."""
 
     def wait(self, timeout_s: float | None) -> None:
-        """Return when the message is through; TransportError if the peer is gone, has failed or is late.
+        """Return when the message has been sent or received; TransportError if the peer is gone, has failed or is late.
 
         None is the transport's own deadline, which may allow for a peer that is known to be busy.
         """
@@ -57,7 +57,7 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks."""
 
     @property
     def timeout_s(self) -> float:
@@ -70,10 +70,10 @@ class Transport(Protocol):
         """Every rank's payload, in rank order. All ranks must call it, with payloads of one length."""
 
     def abort(self, reason: str) -> None:
-        """Tell every rank of the group why this one gives up, and make their waits end with that reason."""
+        """Tell every rank of the group why this one gives up, so that their waits end with that reason."""
 
     def close(self) -> None:
-        """Let go of threads and buffers; the group itself belongs to the caller."""
+        """Release threads and buffers; the group itself belongs to the caller."""
 
 
 def all_to_all(
@@ -100,7 +100,7 @@ def _wait(transport: Transport, what: str, handle: MessageHandle, deadline_s: fl
 
 
 class Alone:
-    """The group of a process without one."""
+    """The group of a process that has no process group."""
 
 
 ALONE = Alone()
@@ -114,20 +114,20 @@ class Single:
     timeout_s = math.inf
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """A program for one rank has no messages."""
+        """Do nothing: a program for one rank has no messages."""
         assert not sends
         assert not receives
         return Posted([], [])
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:  # noqa: ARG002
-        """The payload itself."""
+        """Return the payload alone."""
         return [payload]
 
     def abort(self, reason: str) -> None:
-        """There are no other ranks to tell."""
+        """Do nothing: there are no other ranks."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: a single rank holds no resources."""
 
 
 class WrappedTransport:

@@ -20,14 +20,14 @@ _NEVER = timedelta(seconds=1e9)  # gloo adds it to a clock
 
 
 def cut(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A contiguous tensor in the parts in which both ends send and receive it."""
+    """Cut a contiguous tensor into the parts in which both ends send and receive it."""
     if tensor.nbytes <= PART_BYTES:
         return (tensor,)
     return torch.split(tensor.view(-1).view(torch.uint8), PART_BYTES)
 
 
 class GlooMessage:
-    """The parts of one message, in gloo's hands."""
+    """The parts of one message that gloo has started to send or receive."""
 
     def __init__(self, works: Sequence[Any], nbytes: int) -> None:
         self.nbytes = nbytes
@@ -38,11 +38,11 @@ class GlooMessage:
 
     @property
     def bytes_done(self) -> int:
-        """How many bytes of the message are known to be through."""
+        """The number of bytes that have certainly been sent or received."""
         return min(self._num_done * PART_BYTES, self.nbytes)
 
     def advance(self, timeout_s: float) -> bool:
-        """Whether the message is through, after some time at the most; RuntimeError if it never will be."""
+        """Wait for a limited time and return whether the message is complete; RuntimeError if it never will be."""
         if not self._is_over.wait(timeout_s):
             return False
         if self._error is not None:
@@ -50,7 +50,6 @@ class GlooMessage:
         return True
 
     def run(self) -> None:
-        """Wait in gloo for all parts."""
         try:
             for work in self._works:
                 work.wait(_NEVER)
@@ -61,20 +60,19 @@ class GlooMessage:
 
 
 class Waiter:
-    """The thread that waits, as long as it comes back; then another one."""
+    """A thread that waits in gloo. A thread whose wait never returns is replaced."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[GlooMessage | None] | None = None
 
     def start(self, message: GlooMessage) -> None:
-        """Let the thread wait for a message."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="ringspan gloo", daemon=True).start()
         self._jobs.put(message)
 
     def abandon(self) -> None:
-        """Leave the thread to what it waits for; once that has ended, so does the thread."""
+        """Detach from the thread; it ends when its current wait ends."""
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None

@@ -17,14 +17,14 @@ __all__ = ["FoundGroup", "Transport", "find_group", "open_transport"]
 
 
 class FoundGroup(NamedTuple):
-    """The group that an argument stands for, which lasts while its ranks are joined; and its shape if that is 2-D."""
+    """The group that an argument names, and its shape if the group is a 2-D mesh."""
 
     group: Any
     mesh_shape: tuple[int, int] | None = None
 
 
 def find_group(group: Any) -> FoundGroup:
-    """The group itself, or that of a mesh; for None the default process group, or a single rank if there is none."""
+    """Return the group, or a mesh's group; for None the default process group, or a single rank if there is none."""
     if group is None:
         return FoundGroup(_default_group())
     if isinstance(group, DeviceMesh):
@@ -33,7 +33,6 @@ def find_group(group: Any) -> FoundGroup:
 
 
 def open_transport(group: Any) -> Transport:
-    """The transport of a group that was found."""
     if isinstance(group, Alone):
         return Single()
     if isinstance(group, InProcessRank):
@@ -52,7 +51,7 @@ def open_transport(group: Any) -> Transport:
 
 
 def _default_group() -> Any:
-    """Refuses to compute alone in one of several processes that torchrun started: each would do all of the work."""
+    """Return the default group, or None. A process of torchrun without one is refused: each would do all the work."""
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     started = os.environ.get("WORLD_SIZE", "")
@@ -65,7 +64,7 @@ def _default_group() -> Any:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> FoundGroup:
-    """A part of a mesh, such as mesh["cp"], is another object each time; its process group stays the same."""
+    """Return a mesh's process group, which lasts; `mesh["cp"]` is a new object each time."""
     if mesh.ndim not in (1, 2):
         raise UnsupportedError(
             f"group: a DeviceMesh of {mesh.ndim} dimensions; take the one or two of context parallelism"

@@ -43,7 +43,6 @@ _UNACKED, _LAST_ACK_RECEIVED = 8 + 4, 8 + 12
 
 
 def silence_limit_s() -> float:
-    """The limit that the environment sets, or the default."""
     text = os.environ.get(SILENCE, "")
     try:
         limit_s = float(text) if text else _DEFAULT_SILENCE_S
@@ -55,7 +54,7 @@ def silence_limit_s() -> float:
 
 
 class _Peer:
-    """What is known of another rank."""
+    """This rank's knowledge of another rank."""
 
     def __init__(self, link: HeartbeatLink, now: float) -> None:
         self.link = link
@@ -67,7 +66,7 @@ class _Peer:
 
 
 class Heartbeat:
-    """One rank's signs of life, and what it hears of the others."""
+    """Sends this rank's heartbeats and records those of the other ranks."""
 
     def __init__(self, rank: int, host: str, links: Sequence[HeartbeatLink], limit_s: float) -> None:
         self._rank = rank
@@ -89,18 +88,18 @@ class Heartbeat:
         threading.Thread(target=self._run, name="ringspan heartbeat", daemon=True).start()
 
     def watch_over(self, owner: object) -> None:
-        """Say farewell when the owner is gone, or the interpreter ends."""
+        """Send a farewell when the owner is collected or the interpreter exits."""
         weakref.finalize(owner, self.close)
 
     def name(self, rank: int) -> str:
-        """A rank with its host and process, as far as they are known."""
+        """A rank's name for messages, with its host and process if they are known."""
         if rank == self._rank:
             return f"rank {rank} on {self._host} (process {os.getpid()})"
         peer = self._peers.get(rank)
         return f"rank {rank}" if peer is None else str(peer.link)
 
     def verdict(self, awaited: int) -> str | None:
-        """Why a wait for the rank `awaited` cannot succeed; None while it still can."""
+        """The reason why a wait for the rank `awaited` cannot succeed; None while it still can."""
         if self.reason is not None:
             return self.reason
         now = time.monotonic()
@@ -113,15 +112,15 @@ class Heartbeat:
         return self._silence(now)
 
     def begin_wait(self, what: int, rank: int) -> None:
-        """This rank begins to wait: RECEIVING from another, or SENDING to it."""
+        """Record that this rank starts to wait: RECEIVING from another rank, or SENDING to it."""
         self._waits_for = (what, rank)
 
     def end_wait(self) -> None:
-        """This rank waits no more."""
+        """Record that this rank no longer waits."""
         self._waits_for = (_NOTHING, -1)
 
     def suspect(self, awaited: int) -> int:
-        """The rank that keeps all others waiting, as far as the last beats tell: a rank that waits is not it."""
+        """The rank that the others wait for, according to the last heartbeats: a rank that is not waiting itself."""
         late, seen, now = self._rank, set[int](), time.monotonic()
         rank = awaited
         while rank not in seen and rank in self._peers:
@@ -135,7 +134,7 @@ class Heartbeat:
         return late
 
     def is_busy(self, rank: int) -> bool:
-        """Whether another rank has just said that it is alive and waits for nobody."""
+        """Whether another rank recently reported that it is alive and not waiting for a peer."""
         peer = self._peers.get(rank)
         if peer is None or peer.ended_at is not None or self._silent_s(peer, time.monotonic()) > _LATE_S:
             return False
@@ -146,23 +145,23 @@ class Heartbeat:
 
     @property
     def num_links(self) -> int:
-        """How many ranks are heard at all."""
+        """The number of ranks with a heartbeat connection."""
         return len(self._peers)
 
     @property
     def hears_all(self) -> bool:
-        """Whether no rank is missing."""
+        """Whether every other rank has a heartbeat connection."""
         return all(map(self.is_alive, self._peers))
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a rank has been heard of within the limit; this one is."""
+        """Whether a rank sent a heartbeat within the limit; True for this rank."""
         peer = self._peers.get(rank)
         return rank == self._rank or (
             peer is not None and peer.ended_at is None and self._silent_s(peer, time.monotonic()) <= self.limit_s
         )
 
     def await_news(self, rank: int, patience_s: float) -> None:
-        """A connection to this rank has ended: give the reason for it a moment to arrive."""
+        """After a connection has ended, wait a moment for the peer's reason to arrive."""
         peer = self._peers.get(rank)
         deadline = time.monotonic() + patience_s
         while peer is not None and self.reason is None and peer.ended_at is None and time.monotonic() < deadline:
@@ -179,7 +178,7 @@ class Heartbeat:
         self._send(_REASON + _LENGTH.pack(len(text)) + text)
 
     def close(self) -> None:
-        """Say farewell. Any thread may."""
+        """Send a farewell; thread-safe."""
         if self._is_closed.is_set():
             return
         self._send(_FAREWELL)
@@ -264,7 +263,7 @@ class Heartbeat:
 
 
 def _answers(link: socket.socket, limit_s: float) -> bool:
-    """Whether the machine at the other end acknowledges what is sent to it."""
+    """Whether the machine at the other end acknowledges packets."""
     if not hasattr(socket, "TCP_INFO"):
         return True
     with suppress(OSError):
@@ -274,7 +273,7 @@ def _answers(link: socket.socket, limit_s: float) -> bool:
 
 
 def acknowledges(since_s: float, limit_s: float) -> bool:
-    """Whether a machine with a silent process answers, when its last acknowledgement came so long ago.
+    """Whether a machine with a silent process still answers, judged by the age of its last acknowledgement.
 
     One that answers acknowledges every beat. One that was cut off may have acknowledged a beat of this rank's after
     the last that it sent itself, so its last acknowledgement can be a beat younger than the limit.

@@ -24,7 +24,7 @@ _INTERFACE_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 
 
 class HeartbeatLink(NamedTuple):
-    """A connection to another rank, and where that runs."""
+    """A connection to another rank, with that rank's host and process."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class HeartbeatLink(NamedTuple):
 
 
 class _Card(NamedTuple):
-    """Where a rank listens; port 0 is nowhere."""
+    """The address on which a rank listens; port 0 means that it does not."""
 
     address: str
     port: int
@@ -56,7 +56,7 @@ class _Card(NamedTuple):
 def connect_heartbeats(
     rank: int, gather: Callable[[bytes], Sequence[bytes]], store: Any
 ) -> tuple[str, list[HeartbeatLink]]:
-    """The name of this host, and a link to each rank that could be reached. All ranks must call it.
+    """Return this host's name and a link to each reachable rank; a collective call.
 
     `gather` returns the bytes of every rank, in rank order; `store` is the group's, for a hint at the network.
     """
@@ -90,7 +90,7 @@ def _listen(address: str | None) -> socket.socket | None:
 
 
 def _own_address(store: Any) -> str | None:
-    """The address by which other ranks reach this one: that of gloo's interface, or of the way to the store."""
+    """The address at which other ranks reach this one: that of gloo's interface, or of the route to the store."""
     with suppress(OSError, ImportError):
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if interface:
@@ -115,7 +115,7 @@ def _address_of(interface: str) -> str:
 
 
 class _Meeting:
-    """One rank's part in it: everybody at the same time."""
+    """One rank's side of connecting all ranks at the same time."""
 
     def __init__(self, rank: int, cards: Mapping[int, _Card], listener: socket.socket) -> None:
         self._rank = rank
@@ -126,7 +126,7 @@ class _Meeting:
         self._links: dict[int, HeartbeatLink] = {}
 
     def hold(self) -> dict[int, HeartbeatLink]:
-        """Return when all ranks that have an address are linked, or at the end of the patience."""
+        """Return when all ranks that have an address are linked, or when the time is up."""
         wanted = {peer for peer, card in self._cards.items() if card.port and peer != self._rank}
         deadline = time.monotonic() + _PATIENCE_S
         with self._selector:
@@ -177,7 +177,7 @@ class _Meeting:
         return _HELLO.pack(self._rank, self._cards[self._rank].word, self._cards[peer].word)
 
     def _read(self, link: socket.socket) -> None:
-        """A greeting must come from who it says, and be for this rank; the one who connects greets first."""
+        """Read and check a greeting: its sender and this rank as its receiver. The connecting side greets first."""
         rank, its_word, my_word = _HELLO.unpack(link.recv(_HELLO.size))
         card = self._cards.get(rank)
         expected = self._open[link]

@@ -61,7 +61,7 @@ class _End:
 
 
 class _Round:
-    """One gathering of bytes, done when all ranks have given theirs or the group has failed."""
+    """One all-gather of bytes; done when all ranks have contributed or the group has failed."""
 
     def __init__(self) -> None:
         self.payloads: dict[int, bytes] = {}
@@ -69,7 +69,7 @@ class _Round:
 
 
 class _Room:
-    """What the ranks of one run share."""
+    """The state that the ranks of one run share."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
@@ -84,7 +84,7 @@ class _Room:
         self._rounds: defaultdict[int, _Round] = defaultdict(_Round)  # by number, those under way
 
     def post(self, end: _End) -> None:
-        """Match an end with the first one waiting for it, or leave it for the peer to find."""
+        """Match an end with the first one that waits for it, or queue it for the peer."""
         assert 0 <= end.peer < self.world_size
         channel = (end.rank, end.peer) if end.side == "send" else (end.peer, end.rank)
         with self._lock:
@@ -99,7 +99,7 @@ class _Room:
         return self._deliver(end, other)
 
     def gather(self, rank: int, payload: bytes, timeout_s: float | None) -> list[bytes]:
-        """Every rank's payload; the n-th call of one rank meets the n-th of all others."""
+        """Gather every rank's payload; the n-th call of one rank matches the n-th call of every other rank."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             if self.failure is not None:
@@ -121,7 +121,7 @@ class _Room:
         return [this.payloads[peer] for peer in range(self.world_size)]
 
     def fail(self, rank: int | None, reason: str) -> None:
-        """End all waits with this reason. The first one stands."""
+        """End all waits with this reason; the first reason is kept."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -133,7 +133,7 @@ class _Room:
                 this.done.set()
 
     def leave(self, rank: int) -> None:
-        """The rank has returned, so every wait for it fails."""
+        """Fail every wait for a rank that has returned."""
         with self._lock:
             self._returned.add(rank)
             for waiting in self._unmatched.values():
@@ -148,7 +148,7 @@ class _Room:
             self.fail(end.rank, _left(str(end), end.peer))
 
     def _deliver(self, end: _End, other: _End) -> None:
-        """Copy the message of two ends that met, on the rank of the first; neither is left waiting if that fails."""
+        """Copy the message between two matched ends; if the copy fails, both ends get the error."""
         send, receive = (end, other) if end.side == "send" else (other, end)
         is_through = send.tensor.nbytes == receive.tensor.nbytes
         try:
@@ -184,16 +184,16 @@ class InProcessRank:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank's number."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks."""
         return self._room.world_size
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Post all ends. The copies whose other end is there already are made here."""
+        """Post all ends. A message whose other end is already posted is copied here."""
         if self._room.failure is not None:
             raise TransportError(str(self._room.failure))
         incoming = [_End(self._room, "receive", self._rank, src, buffer) for src, buffer in receives]
@@ -203,15 +203,15 @@ class InProcessRank:
         return Posted(outgoing, incoming)
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
-        """Every rank's payload, in rank order. A reference is passed, nothing copied."""
+        """Return every rank's payload in rank order, by reference."""
         return self._room.gather(self._rank, payload, timeout_s)
 
     def abort(self, reason: str) -> None:
-        """End all waits of all ranks with this reason, for good."""
+        """End all waits of all ranks with this reason; the group stays failed."""
         self._room.fail(self._rank, reason)
 
     def close(self) -> None:
-        """Nothing to let go of: threads and buffers end with the run."""
+        """Do nothing: threads and buffers end with the run."""
 
 
 def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout_s: float = 60.0) -> list[T]:
@@ -265,12 +265,12 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
 
 
 def _first(errors: dict[int, BaseException], failed_rank: int | None) -> BaseException | None:
-    """The error of the rank with which it began, if it raised one; else the one that was raised first."""
+    """The error of the rank that failed first, if it raised one; else the error that was raised first."""
     return errors[failed_rank] if failed_rank in errors else next(iter(errors.values()), None)
 
 
 def _modes_here() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """What torch keeps for each thread by itself, as this one has it: contexts for other threads to be in."""
+    """Contexts that give other threads this thread's thread-local torch settings."""
     modes: list[Callable[[], AbstractContextManager[Any]]] = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),

@@ -50,14 +50,14 @@ def is_mpi_comm(group: object) -> bool:
 
 
 class MpiGroup:
-    """A communicator that can be a key, as mpi4py's own cannot. There is one per communicator, so identity will do."""
+    """A hashable communicator, compared by identity; mpi4py's own are unhashable. There is one per communicator."""
 
     def __init__(self, comm: "MPI.Comm") -> None:
         self.comm = comm
 
 
 def mpi_group(comm: "MPI.Comm") -> MpiGroup:
-    """The group of a communicator. It is kept on the communicator and goes when that is freed."""
+    """The group of a communicator; it is stored on the communicator and freed with it."""
     group = comm.Get_attr(_group_key())
     if not isinstance(group, MpiGroup):
         group = MpiGroup(comm)
@@ -71,7 +71,7 @@ def _group_key() -> int:
 
 
 class MpiTransport:
-    """One rank's end of a communicator, which is duplicated: our messages never meet the caller's.
+    """One rank's end of a duplicate of the caller's communicator, so that our messages never match the caller's.
 
     All ranks of the communicator must make one, within `timeout_s`, which is also the deadline of waits where the
     caller gives none. Use it from one thread.
@@ -103,14 +103,14 @@ class MpiTransport:
         self._comm.Set_attr(self._mpi.Comm.Create_keyval(), self._under_way)
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Receives are posted first, so that a message finds its buffer."""
+        """Post receives before sends, so that a message arrives at a posted buffer."""
         self._prepare()
         incoming = [self._receive(src, buffer) for src, buffer in receives]
         outgoing = [self._send(dst, tensor) for dst, tensor in sends]
         return Posted(outgoing, incoming)
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
-        """One collective; every rank's payload has the same length."""
+        """Gather with one collective; every rank's payload has the same length."""
         self._prepare()
         size, byte = len(payload), self._mpi.BYTE
         everyone = bytearray(size * self.world_size)
@@ -120,7 +120,7 @@ class MpiTransport:
         return [bytes(everyone[rank * size : (rank + 1) * size]) for rank in range(self.world_size)]
 
     def abort(self, reason: str) -> None:
-        """Send the reason to all other ranks, unless one of them was first. Their waits and exchanges look for it."""
+        """Send the reason to all other ranks, unless another rank failed first. Waits and exchanges poll for it."""
         if self._has_failed():
             return
         notice = reason.encode()[:_NOTICE_BYTES]
@@ -132,14 +132,14 @@ class MpiTransport:
         ]
 
     def close(self) -> None:
-        """Free the duplicate; all ranks must. After a failure it is left to MPI, for it may still be in use."""
+        """Free the duplicate; a collective call. After a failure it is not freed: it may be in use."""
         if self._comm == self._mpi.COMM_NULL:
             return
         if self._failure is None and all(message.is_through for message in self._under_way):
             self._comm.Free()
 
     def _prepare(self) -> None:
-        """Before new messages start: has the group failed, and which old ones are through?"""
+        """Before new messages start, check for a failure and collect completed sends."""
         if self._has_failed():
             raise TransportError(str(self._failure))
         self._under_way[:] = [message for message in self._under_way if not message.is_through]
@@ -159,7 +159,7 @@ class MpiTransport:
         return self._keep(_Message(self, requests, tensor, what, tensor.nbytes))
 
     def _chunks(self, tensor: torch.Tensor) -> Iterator[tuple["MPI.buffer", "MPI.Datatype"]]:
-        """A tensor's memory as MPI takes it. By address, because not every type of torch has one in NumPy."""
+        """A tensor's memory as an MPI buffer, by address: some dtypes of torch do not exist in NumPy."""
         if tensor.device.type != "cpu":
             raise UnsupportedError(f"a tensor on {tensor.device}: the MPI transport carries CPU tensors; copy it there")
         assert tensor.is_contiguous()
@@ -172,7 +172,7 @@ class MpiTransport:
                 return
 
     def _has_failed(self) -> bool:
-        """Whether this rank has given up, or a notice has come that another has."""
+        """Whether this rank has aborted, or another rank has announced that it did."""
         if self._failure is None and self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG, self._status):
             notice = bytearray(self._status.Get_count(self._mpi.BYTE))
             self._comm.Recv([notice, self._mpi.BYTE], self._status.Get_source(), _NOTICE_TAG)
@@ -200,7 +200,7 @@ class MpiTransport:
 
 
 class _Message:
-    """A message under way, in one or more pieces, and the memory it uses. Receives know how many bytes they expect."""
+    """A pending message of one or more pieces, and the memory it uses. A receive knows its number of bytes."""
 
     __slots__ = ("_memory", "_transport", "arrived", "expected", "requests", "what")
 
@@ -228,7 +228,7 @@ class _Message:
 
 
 def _poll(request: "MPI.Request", status: "MPI.Status", deadline: float, is_over: Callable[[], bool]) -> bool:
-    """Whether the request was done before the deadline, and before everything was over."""
+    """Whether the request completed before the deadline and before the group failed."""
     spin_until = time.monotonic() + _SPIN_S
     while not request.Test(status):
         now = time.monotonic()

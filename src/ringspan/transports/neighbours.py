@@ -35,7 +35,7 @@ _PATIENCE_S = 5.0  # with ranks that are known to be in the same place
 
 
 def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Peer]:
-    """The ranks of this host that are linked to this one now. All ranks must call it.
+    """Link this rank with the other ranks of its host; a collective call.
 
     `gather` returns the bytes of every rank, in rank order, if all give as many.
     """
@@ -57,7 +57,7 @@ def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Pe
 
 
 class _Place(NamedTuple):
-    """Where others find this rank: its host, its name there, and the socket that has this name."""
+    """This rank's host, its socket's name there, and the socket."""
 
     host: bytes
     name: bytes
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
 
 def _take_place() -> _Place | None:
-    """None if this rank cannot have one, whatever the reason."""
+    """Open this rank's socket; None if that fails for any reason."""
     if not _is_possible():
         return None
     name = secrets.token_bytes(_ID_BYTES)
@@ -84,18 +84,18 @@ def _is_possible() -> bool:
 
 
 def _host_id() -> bytes:
-    """The same for all processes that can connect: the system since its start, and the network as it is seen here."""
+    """An identifier that processes share if they can connect: this boot of the system and the network namespace."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     return blake2b(boot.read_bytes() + os.fsencode(network.readlink()), digest_size=_ID_BYTES).digest()
 
 
 def _address(name: bytes) -> bytes:
-    """In no directory, so that nothing is left there."""
+    """A name in Linux's abstract namespace, so that no file is left behind."""
     return b"\0ringspan-" + name.hex().encode()
 
 
 def _meet(rank: int, names: Mapping[int, bytes], listener: socket.socket, hello: bytes) -> dict[int, Peer]:
-    """Connect to all lower ranks, accept all higher ones, and greet them, all at the same time."""
+    """Connect to all lower ranks, accept all higher ones, and exchange greetings, concurrently."""
     met: dict[int, Peer] = {}
     greeted: set[socket.socket] = set()
     num_expected = sum(peer > rank for peer in names)
@@ -103,7 +103,7 @@ def _meet(rank: int, names: Mapping[int, bytes], listener: socket.socket, hello:
     with suppress(OSError), selectors.DefaultSelector() as selector:
 
         def greet(link: socket.socket) -> bool:
-            """False for a stranger, who is neither answered nor counted: our own peer may still be in the queue."""
+            """Send a greeting; False for another user's process, which is ignored: our peer may still be queued."""
             greeted.add(link)
             if not _is_same_user(link):
                 greeted.remove(link)
@@ -141,7 +141,7 @@ def _meet(rank: int, names: Mapping[int, bytes], listener: socket.socket, hello:
 
 
 def _connect(name: bytes) -> socket.socket | None:
-    """None if the peer is gone."""
+    """Connect to a peer; None if it is gone."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(_PATIENCE_S)
     try:
@@ -153,7 +153,7 @@ def _connect(name: bytes) -> socket.socket | None:
 
 
 def _credentials(link: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, by the kernel's word."""
+    """The process and user at the other end, as the kernel reports them."""
     pid, user, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, user
 
@@ -163,7 +163,7 @@ def _is_same_user(link: socket.socket) -> bool:
 
 
 def _identify(link: socket.socket) -> Peer | None:
-    """Who has greeted, if its memory can be read."""
+    """Return the peer that sent a greeting, if its memory can be read."""
     read = ctypes.create_string_buffer(_ID_BYTES)
     try:
         rank, address, word = _HELLO.unpack(link.recv(_HELLO.size))

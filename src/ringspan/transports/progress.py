@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class WaitClock:
-    """The clock of one wait: `stall_s` without progress end it, or `limit_s` if the awaited rank was busy."""
+    """The deadline of one wait: `stall_s` without progress end it, or `limit_s` if the awaited rank is busy."""
 
     def __init__(self, stall_s: float, limit_s: float) -> None:
         self._stall_s = stall_s
@@ -20,7 +20,7 @@ class WaitClock:
 
     @property
     def left_s(self) -> float:
-        """How long the wait may go on before the next look."""
+        """Seconds that the wait may take before the next `look`."""
         ends_at = min(self._counts_since + self._stall_s, self._last_at + self._limit_s)
         return max(ends_at - time.monotonic(), 0.0)
 
@@ -36,7 +36,7 @@ class WaitClock:
         return self._stall_s if now - self._counts_since >= self._stall_s else None
 
     def is_worth_a_note(self) -> bool:
-        """Whether the wait would have ended by now if nobody were busy; True once."""
+        """Whether the wait would have ended by now if the awaited rank were not busy; True only once."""
         if self._is_noted or time.monotonic() - self._last_at < self._stall_s:
             return False
         self._is_noted = True

@@ -50,7 +50,7 @@ class PeerMemory:
         self._read.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
 
     def read(self, address: int, into: int, nbytes: int) -> None:
-        """Copy from there to an address of this process; OSError if that is not possible."""
+        """Copy memory of the other process to an address of this process; OSError if that fails."""
         while nbytes:
             theirs, ours = _Span(address, nbytes), _Span(into, nbytes)
             copied = self._read(self._pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
@@ -60,7 +60,7 @@ class PeerMemory:
 
 
 class Peer(NamedTuple):
-    """Another rank: its number, a socket of packets that ends there, and its memory."""
+    """Another rank: its number, a packet socket to it, and its memory."""
 
     rank: int
     socket: socket.socket
@@ -68,7 +68,7 @@ class Peer(NamedTuple):
 
 
 class SameHost:
-    """This rank's end of its links to some peers. `send` and `recv` are those of a process group."""
+    """This rank's links to peers on the host. `send` and `recv` have the signatures of a process group."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._poll = select.poll()
@@ -92,11 +92,11 @@ class SameHost:
         return message
 
     def advance(self) -> None:
-        """Take what has arrived already, without waiting, so that its sender need not wait."""
+        """Process packets that have arrived, without waiting, so that their senders can go on."""
         self._serve(0)
 
     def wait(self, message: "SameHostMessage", timeout_s: float) -> bool:
-        """Whether a message is through, after some time at the most; TransportError if its peer is gone."""
+        """Wait for a limited time and return whether a message is complete; TransportError if its peer is gone."""
         link = self._links[message.peer]
         deadline = time.monotonic() + timeout_s
         if not message.is_through:
@@ -111,19 +111,19 @@ class SameHost:
         return True
 
     def _serve(self, timeout_s: float) -> None:
-        """Wait for any link to have something to do, for a day at most, and do it."""
+        """Wait until a link is ready, for a day at most, and serve it."""
         for descriptor, _ in self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1000):
             self._by_descriptor[descriptor].advance()
 
     def close(self) -> None:
-        """This rank is of no more use to its peers. Any thread may say so; a wait in another one ends."""
+        """Close the links; a wait in another thread ends. Thread-safe."""
         for link in self._links.values():
             with suppress(OSError):
                 link.socket.shutdown(socket.SHUT_RDWR)
 
 
 class SameHostMessage:
-    """One end of a message under way. Messages with the same tag are matched in order."""
+    """One end of a pending message. Messages with the same tag match in order."""
 
     __slots__ = ("_links", "is_through", "peer", "tag", "tensor")
 
@@ -142,28 +142,28 @@ class SameHostMessage:
 
     @property
     def bytes_done(self) -> int:
-        """A message is copied at once."""
+        """All bytes or none: a message is copied in one piece."""
         return self.nbytes if self.is_through else 0
 
     def advance(self, timeout_s: float) -> bool:
-        """Whether the message is through, after some time at the most."""
+        """Wait for a limited time and return whether the message is complete."""
         return self._links.wait(self, timeout_s)
 
     def wait(self, timeout: timedelta) -> None:
-        """Return when the message is through; TransportError if its peer is gone, or late."""
+        """Return when the message is complete; TransportError if its peer is gone or late."""
         if not self.advance(timeout.total_seconds()):
             raise TransportError(f"timed out after {timeout.total_seconds():g} s")
 
 
 class _Arrived(NamedTuple):
-    """What a peer has sent or offers and this rank has not asked for yet."""
+    """A message that a peer sent or offers before this rank posted the receive."""
 
     nbytes: int
     source: bytes | int  # the message itself, or the address where it is
 
 
 class _Link:
-    """This rank's end of the socket to one peer, and what is under way there."""
+    """This rank's end of the socket to one peer, and its pending messages."""
 
     def __init__(self, peer: Peer, poll: "select.poll") -> None:
         self.peer, self.socket, self._memory = peer
@@ -196,7 +196,7 @@ class _Link:
             self._expected[message.tag].append(message)
 
     def advance(self) -> None:
-        """Write what is unsent, and read all that is there."""
+        """Write unsent packets and read all that have arrived."""
         if self._unsent and self.is_open:
             unsent, self._unsent = self._unsent, deque()
             self._poll.modify(self.descriptor, select.POLLIN)
@@ -245,7 +245,7 @@ class _Link:
         self._write(_HEADER.pack(_TAKEN, message.tag, 0, 0), message)
 
     def _write(self, packet: bytes, message: SameHostMessage | None) -> None:
-        """Send a packet, at once if it can be; then the message, if given, is through."""
+        """Send a packet, now if the socket accepts it; then the message, if given, is complete."""
         if not self._unsent and self.is_open:
             try:
                 self.socket.send(packet, socket.MSG_NOSIGNAL)

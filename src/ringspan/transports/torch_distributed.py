@@ -90,7 +90,7 @@ class TorchDistributed:
         return group
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Receives are posted first, so that a message finds its buffer."""
+        """Post receives before sends, so that a message arrives at a posted buffer."""
         if self._has_nccl and any(tensor.is_cuda for _, tensor in (*sends, *receives)):
             return self._exchange_batch(sends, receives)
         return self._post(sends, receives, _PAYLOAD_TAG)
@@ -129,7 +129,7 @@ class TorchDistributed:
         return Posted([batch] * len(sends), [batch] * len(receives))
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
-        """The first time, ranks find out as well who shares their host: now all of them are here."""
+        """Gather every rank's payload. The first call also links the ranks of each host: all are present."""
         everyone = self._gather(payload, timeout_s)
         self._have_all_come = True
         if not self._has_met:
@@ -156,7 +156,7 @@ class TorchDistributed:
         return [bytes(row) for row in everyone.cpu().numpy()]
 
     def _gather_one_by_one(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float | None) -> None:
-        """Between CPUs: a message to each, so that an error can name the peer."""
+        """Gather between CPUs with one message per pair of ranks, so that an error can name the peer."""
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         sends, receives = [Send(peer, mine) for peer in peers], [Receive(peer, everyone[peer]) for peer in peers]
         posted = self._post(sends, receives, _AGREEMENT_TAG)
@@ -164,23 +164,23 @@ class TorchDistributed:
             handle.wait(timeout_s)
 
     def _gather_at_once(self, mine: torch.Tensor, everyone: torch.Tensor, timeout_s: float | None) -> None:
-        """Between GPUs: one collective, which is over when this returns, so that no copy waits for it for ever."""
+        """Gather between GPUs with one collective, which is complete when this returns."""
         work = self.group.allgather([list(everyone)], [mine])
         what = f"{mine.nbytes} bytes from each of {self.world_size} ranks to agree on the call"
         # Without heartbeats a rank that is busy between its calls is not told from one that is lost.
         self._wait(_OnHost(work), self._group_timeout_s if timeout_s is None else timeout_s, what)
 
     def abort(self, reason: str) -> None:
-        """Publish the reason, unless another rank was first, and close this rank's connections."""
+        """Publish the reason, unless another rank has done so, and close this rank's connections."""
         self._give_up(reason)
 
     def close(self) -> None:
-        """The links to ranks of this host are ours; the process group belongs to the caller."""
+        """Close the links to ranks of this host; the process group belongs to the caller."""
         if self._same_host is not None:
             self._same_host.close()
 
     def _wait(self, work: Any, timeout_s: float, what: str) -> None:
-        """For NCCL."""
+        """Wait for NCCL's work."""
         self._waiting_since = time.monotonic()
         try:
             work.wait(timedelta(seconds=min(max(timeout_s, _SHORTEST_S), _LONGEST_S)))
@@ -189,7 +189,7 @@ class TorchDistributed:
         self._waiting_since = None
 
     def _wait_for(self, handle: "_Handle", timeout_s: float | None) -> None:
-        """Until it is through, the peer is lost, any rank has given up, or no progress is made until the deadline.
+        """Wait until the message is complete, the peer is lost, any rank has aborted, or the deadline passes.
 
         Without a deadline of the caller's, time in which the rank that all wait for is known to be alive and busy with
         something else does not count, up to the group's timeout.
@@ -232,7 +232,7 @@ class TorchDistributed:
         return None
 
     def _verdict(self, peer: int) -> str | None:
-        """Why a wait for a peer cannot succeed."""
+        """The reason why a wait for a peer cannot succeed, or None."""
         return self._reason or (self._heartbeat.verdict(peer) if self._heartbeat is not None else None)
 
     def _who_is_late(self, handle: "_Handle") -> str:
@@ -245,13 +245,13 @@ class TorchDistributed:
         return f": {heartbeat.name(late)} is alive, but slow or busy with something else"
 
     def _is_busy_elsewhere(self, handle: "_Handle") -> bool:
-        """Whether the rank that keeps this one waiting is alive and waits for nobody, as far as that can be known."""
+        """Whether the awaited rank is alive and not waiting itself, according to its heartbeats."""
         if self._heartbeat is None:
             return not self._have_all_come
         return not handle.is_coming and self._heartbeat.is_busy(self._heartbeat.suspect(handle.peer))
 
     def _why_closed(self, error: RuntimeError, peer: int) -> str:
-        """A connection was closed, by a peer that died, or has given up and says why."""
+        """The reason for a closed connection: the peer died, or it aborted and published why."""
         heartbeat = self._heartbeat
         if heartbeat is not None:
             heartbeat.await_news(peer, _NEWS_PATIENCE_S)
@@ -260,11 +260,11 @@ class TorchDistributed:
         return _plain(error)
 
     def _failure(self, what: str, error: RuntimeError) -> TransportError:
-        """The error to raise: the reason the first rank to fail has published, which may be this one."""
+        """The error to raise: the reason published by the first rank that failed, possibly this one."""
         return TransportError(self._give_up(f"{what}: {_plain(error)}"))
 
     def _give_up(self, reason: str) -> str:
-        """Close the connections, so that waits for this rank end; returns the first reason given."""
+        """Close the connections, so that waits for this rank end; return the first published reason."""
         heartbeat = self._heartbeat
         is_lost = heartbeat is not None and not heartbeat.hears_all
         patience_s = _LOST_STORE_PATIENCE_S if is_lost else _STORE_PATIENCE_S
@@ -296,7 +296,7 @@ class TorchDistributed:
                     self.group.recv([torch.empty(1, device="cpu")], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def look(self) -> bool:
-        """If this rank is in a long wait and any rank has given up, end the wait; whether to look again later."""
+        """End a long wait of this rank if any rank has aborted; return whether to look again later."""
         if self._heartbeat is not None and self._heartbeat.num_links == self.world_size - 1:
             return False
         with self._is_looking:
@@ -314,7 +314,7 @@ class TorchDistributed:
             return False
 
     def _publish(self, reason: str, patience_s: float) -> str:
-        """Tell the store, which may be gone or stuck with the rank that serves it: then this rank's word must do."""
+        """Publish the reason in the store; if the store cannot be reached, keep this rank's own reason."""
         answer = [reason]
 
         def ask() -> None:
@@ -328,19 +328,19 @@ class TorchDistributed:
 
 
 def _keep_looking(reference: "weakref.ref[TorchDistributed]") -> None:
-    """As long as the transport is there; this thread must not keep it."""
+    """Look for failures while the transport exists; the thread must not keep it alive."""
     while (transport := reference()) is not None and transport.look():
         del transport
         time.sleep(_LOOK_EVERY_S)
 
 
 def _by_device(backends: str) -> dict[str, str]:
-    """The backend for each kind of device, from what torch says, such as "cpu:gloo,cuda:nccl"."""
+    """The backend of each device type, parsed from torch's description, such as "cpu:gloo,cuda:nccl"."""
     return dict(pair.split(":") for pair in backends.split(","))
 
 
 def _plain(error: RuntimeError) -> str:
-    """What gloo says, without its source lines and advice."""
+    """Gloo's message without source lines and advice."""
     text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split(". This is typically")[0]
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -361,7 +361,7 @@ class _Handle:
 
     @property
     def is_coming(self) -> bool:
-        """Whether some of it has been received: then its sender waits for nobody, whatever that last said."""
+        """Whether part of the message has arrived; then its sender is not waiting, whatever its last heartbeat said."""
         return self.way == "recv" and self.message.bytes_done > 0
 
     def wait(self, timeout_s: float | None) -> None:
@@ -382,7 +382,7 @@ class _Batch:
 
 
 class _OnHost:
-    """Something that a GPU does, as this process waits for it; its own wait only holds up what the GPU does next."""
+    """Work of a GPU for which this process waits; torch's own wait only delays the GPU's next work."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

@@ -47,7 +47,7 @@ class TransformerOnRanks:
 
     @property
     def is_under_way(self) -> bool:
-        """Is a forward on ranks under way?"""
+        """Whether a forward on ranks is running."""
         return self._run is not None
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class TransformerOnRanks:
         return dict(zip(self._names, args, strict=False)) | dict(kwargs)
 
     def before(self, arguments: dict[str, Any]) -> None:
-        """Agree with the other ranks, and begin."""
+        """Agree with the other ranks and start the forward."""
         self._forget()
         with self.options.session.call():
             self._check()
@@ -66,7 +66,7 @@ class TransformerOnRanks:
         self._under_way.enter_context(self.wiring.running(self._run))
 
     def after(self, output: Any) -> None:
-        """End; None is the output of a forward that failed."""
+        """End the forward; `output` is None if it failed."""
         run = self._run
         self._forget()
         if run is None:
@@ -80,7 +80,7 @@ class TransformerOnRanks:
             run.check_complete()
 
     def find_plan(self, arguments: dict[str, Any]) -> ForwardPlan:
-        """The plan for calls like this one, which is learned at the first of them."""
+        """The plan for calls of this structure; the first such call learns it."""
         form = _form(arguments)
         numbers = numbers_of(arguments)
         for known, plan in self.plans:
@@ -94,7 +94,7 @@ class TransformerOnRanks:
         return plan
 
     def close(self) -> None:
-        """Take the hooks off the blocks."""
+        """Remove the hooks from the blocks."""
         self._forget()
         self.wiring.remove()
 
@@ -115,7 +115,7 @@ class TransformerOnRanks:
             raise UnsupportedError(f"{name} has dropout in training, which ranks would draw apart; set it to 0")
 
     def agree(self, arguments: dict[str, Any], options: RankOptions) -> None:
-        """All ranks of a group call the model with these arguments."""
+        """Agree that all ranks of a group call the model with these arguments."""
         trains = torch.is_grad_enabled() and self.model.training
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training}
         fields |= {"gradient": torch.is_grad_enabled()}
@@ -139,7 +139,7 @@ class TransformerOnRanks:
 
 
 def _form(arguments: dict[str, Any]) -> object:
-    """What calls must have in common to be learned together: all but sizes and numbers."""
+    """The structure of a call without sizes and numbers; calls with the same structure share a plan."""
     return tuple(
         (path, (x.ndim, x.dtype) if isinstance(x, torch.Tensor) else x if isinstance(x, (bool, str)) else type(x))
         for path, x in flatten(arguments)

@@ -24,22 +24,22 @@ _TIMEOUT_S = 600.0
 
 
 class AloneRun(Walk):
-    """A forward in one process, with notes."""
+    """A forward in one process that records tensors for the comparison."""
 
     def enter(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments as they are."""
+        """Return the arguments unchanged."""
         self.begin(name)
         return arguments
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
-        """Outputs as they are."""
+        """Return the outputs unchanged."""
         call, _ = self.end()
         if call.takes_part:
             self.note_outputs(call, output)
         return output
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
-        """Attention as it is."""
+        """Run torch's attention and record it."""
         found = self.next_attends()
         out = asked.alone()
         if found is not None:
@@ -107,7 +107,7 @@ def _compare(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, call: dic
 
 
 def _difference(mine: torch.Tensor, rows: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """The largest difference in units of the largest number, if that is too much."""
+    """The largest difference relative to the largest number, if it exceeds the tolerance; else None."""
     if mine.shape != rows.shape:
         return f"its shape, {tuple(mine.shape)} instead of {tuple(rows.shape)},"
     if not mine.is_floating_point():

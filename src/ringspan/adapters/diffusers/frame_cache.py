@@ -24,7 +24,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class FrameCache:
-    """The keys and values of the frames before a chunk, in all layers, of one guidance branch."""
+    """The keys and values of earlier frames, for all layers of one guidance branch."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FrameCache:
 
     @property
     def held_frames(self) -> list[int]:
-        """The numbers of the frames that can be seen."""
+        """The numbers of the frames that the cache holds."""
         positions = Layout(self._spans).all_positions()
         return sorted(set((positions // self._tokens_per_frame).tolist()))
 

@@ -26,7 +26,7 @@ Arguments = dict[str, Any]
 
 
 class _Pair(NamedTuple):
-    """Two calls of one step."""
+    """The two calls of one guidance step."""
 
     first: Arguments
     second: Arguments
@@ -34,7 +34,7 @@ class _Pair(NamedTuple):
 
 
 class GuidedForward:
-    """Stands in the place of a model's forward."""
+    """Replaces a model's forward."""
 
     def __init__(self, adapter: TransformerOnRanks, forward: Callable[..., Any], branches: RankOptions) -> None:
         if branches.world_size != 2:
@@ -88,14 +88,14 @@ class GuidedForward:
         return output
 
     def _tell_branches(self, error: Exception) -> None:
-        """The other branch waits for an exchange, whoever else knows of the error."""
+        """Tell the other branch of an error, because it waits for an exchange."""
         session = self._branches.session
         session.contract.refuse(f"{type(error).__name__}: {error}", session.transport.timeout_s)
 
     # A call for both branches
 
     def _run_rows(self, arguments: Arguments, batch: int) -> Any:
-        """Half of the rows; the first such call is also made whole, to see that rows do not depend on each other."""
+        """Run half of the rows. The first such call also runs all rows, to check that rows are independent."""
         layout = contiguous(batch, 2)
         rank = self._branches.rank
 
@@ -158,7 +158,7 @@ class GuidedForward:
 
 
 def _copy(arguments: Arguments) -> Arguments:
-    """A copy with tensors of its own."""
+    """A copy whose tensors share no memory with the original."""
 
     def copy(leaf: Leaf) -> Any:
         return leaf.value.clone() if isinstance(leaf.value, torch.Tensor) else leaf.value
@@ -167,7 +167,7 @@ def _copy(arguments: Arguments) -> Arguments:
 
 
 def _with_leaves(arguments: Arguments, others: Arguments, paths: frozenset[str]) -> Arguments:
-    """These arguments, with those of another call at some paths."""
+    """The arguments of one call, with those of another call at some paths."""
     found = dict(flatten(others))
 
     def take(leaf: Leaf) -> Any:
@@ -194,7 +194,7 @@ def _are_close(x: Any, y: Any) -> bool:
 
 
 def _differing(a: Arguments, b: Arguments) -> frozenset[str] | None:
-    """The paths of leaves that are not equal; None if the calls are not alike in form."""
+    """The paths of leaves that differ; None if the structures of the calls differ."""
     first, second = dict(flatten(a)), dict(flatten(b))
     if first.keys() != second.keys():
         return None

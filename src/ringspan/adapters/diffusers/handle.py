@@ -55,7 +55,7 @@ class DiffusersHandle:
                     x.grad /= adapter.options.world_size
 
     def restore(self) -> None:
-        """The model as it was before; a second call does nothing."""
+        """Restore the model; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -161,7 +161,7 @@ def _check_model(name: str, model: nn.Module) -> None:
 
 
 def _hooks(adapter: TransformerOnRanks) -> list[RemovableHandle]:
-    """Around the forwards of a model."""
+    """Add hooks around a model's forwards."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ Vector = tuple[int, ...]  # a size in each of the dry calls
 
 
 def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, is_verified: bool = True) -> ForwardPlan:
-    """The plan of a model that is called with arguments like these.
+    """Learn a model's plan for calls with arguments like these.
 
     If several sequences could be the one to split, the first is taken with which two ranks agree with one process.
     """
@@ -48,7 +48,7 @@ def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, i
 
 
 def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> CallFamily:
-    """Small calls like this one."""
+    """Find small calls of the same structure."""
     name = type(model).__name__
     family = make_family(arguments, lambda given: dry_call(model, wiring, given))
     if family is None:
@@ -79,7 +79,7 @@ def _learn_plan(
 
 
 def trace_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]) -> Trace:
-    """A dry call."""
+    """Make a dry call and return its trace."""
     trace = Trace()
     with wiring.running(trace), torch.no_grad():
         output = model(**arguments)
@@ -107,27 +107,27 @@ class _SizeTable:
         self.tokens: Vector = ()
 
     def with_tokens(self, tokens: Vector) -> "_SizeTable":
-        """The same table, to be read with this sequence as the one that is split."""
+        """The same table with this sequence as the one to split."""
         self.tokens = tokens
         return self
 
     def vector(self, number: int, place: SizePlace) -> Vector:
-        """A size of an argument of one call."""
+        """One size in all dry calls."""
         return tuple(trace.calls[number].inputs[place] for trace in self.traces)
 
     def others(self, vector: Vector) -> int | None:
-        """How many others there are beside the tokens in the base call; None if the size does not follow them."""
+        """The number of rows beside the tokens in the base call; None if the size does not follow the tokens."""
         others = [size - tokens for size, tokens in zip(vector, self.tokens, strict=True)]
         if min(others) < 0 or any(x != others[0] for x, video in zip(others, self.is_video, strict=True) if video):
             return None
         return others[0]
 
     def follows_video(self, vector: Vector) -> bool:
-        """Does it change with the video?"""
+        """Whether the size changes with the video."""
         return any(x != vector[0] for x, video in zip(vector, self.is_video, strict=True) if video)
 
     def draft(self) -> list[Draft]:
-        """What sizes alone tell."""
+        """A draft of the plan from sizes alone."""
         drafts: list[Draft] = []
         shards: set[Origin] = set()
         for number in range(len(self.traces[0].calls)):
@@ -138,7 +138,7 @@ class _SizeTable:
         return drafts
 
     def candidates(self) -> list[Vector]:
-        """The sequences that could be split; first the one that most blocks are given, with or without others."""
+        """The sequences that could be split, beginning with the one that most blocks receive."""
         calls = self.traces[0].calls
         streams: list[set[Vector]] = []
         for number, call in enumerate(calls):
@@ -203,7 +203,7 @@ class _SizeTable:
 def _probe(
     model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], drafts: list[Draft], num_tokens: int
 ) -> list[dict[tuple[int, str], int]]:
-    """Where the first token, one in the middle and the last one stand in all that follows the tokens."""
+    """Find the first, a middle and the last token in every tensor that follows the tokens."""
     found = []
     for token in (0, num_tokens // 2, num_tokens - 1):
         probe = Probe(model, drafts, num_tokens, token)
@@ -253,14 +253,14 @@ def _plan_calls(
 
 
 class _Sides:
-    """Where others stand, as the probes tell."""
+    """The rows beside the tokens, as the probes found them."""
 
     def __init__(self, rows: list[dict[tuple[int, str], int]], drafts: list[Draft]) -> None:
         self._rows = rows
         self._drafts = drafts
 
     def of(self, number: int, what: str, has_others: bool | None) -> Side | None:
-        """None if it has no tokens."""
+        """The sides of a tensor's dim; None if it has no tokens."""
         offsets = {found.get((number, what)) for found in self._rows}
         if has_others is None or offsets == {None}:
             return None

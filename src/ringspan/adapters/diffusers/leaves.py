@@ -7,14 +7,14 @@ import torch
 
 
 class Leaf(NamedTuple):
-    """A value that is not a container, and where it stands: "image_rotary_emb[0]"."""
+    """A value that is not a container, with its path, such as "image_rotary_emb[0]"."""
 
     path: str
     value: Any
 
 
 class SizePlace(NamedTuple):
-    """One number of a call: a dim of the tensor at a path, or the int at it (dim None)."""
+    """One number of a call: a dim of the tensor at a path, or the int at that path (dim None)."""
 
     path: str
     dim: int | None
@@ -44,7 +44,7 @@ def map_leaves(change: Callable[[Leaf], Any], value: Any, path: str = "") -> Any
 
 
 def is_count(value: object) -> bool:
-    """Is it an int that could count something?"""
+    """Whether the value is an int that could be a count."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -60,7 +60,7 @@ def numbers_of(value: Any) -> dict[SizePlace, int]:
 
 
 def resize(arguments: dict[str, Any], sizes: Mapping[SizePlace, int]) -> dict[str, Any]:
-    """A copy with other sizes: rows are left out, or repeated from the first one on."""
+    """A copy with other sizes: rows are removed, or repeated from the first one on."""
 
     def change(leaf: Leaf) -> Any:
         if not isinstance(leaf.value, torch.Tensor):

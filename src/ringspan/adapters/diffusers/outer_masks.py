@@ -23,22 +23,22 @@ class OuterMask(NamedTuple):
 
 
 class OuterMasks:
-    """The products under way in one forward."""
+    """The outer products of one forward that were not computed."""
 
     def __init__(self) -> None:
         self._products: dict[int, tuple[torch.Tensor, OuterMask]] = {}  # by id; the tensor keeps its id
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all products."""
         self._products.clear()
 
     def find(self, mask: torch.Tensor | None) -> OuterMask | None:
-        """What a mask is the product of."""
+        """The factors of a mask."""
         found = self._products.get(id(mask))
         return None if found is None else found[1]
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch, without building masks of all pairs."""
+        """Call a function of torch without building masks of all pairs."""
         if function is torch.Tensor.repeat and _is_mask(args[0]) and not kwargs:
             view = _repeat(args[0], args[1:])
             if view is not None:
@@ -71,7 +71,7 @@ def _is_mask(x: object) -> bool:
 
 
 def _repeat(mask: torch.Tensor, times: tuple[Any, ...]) -> torch.Tensor | None:
-    """A view, if a mask of keys is repeated for each query."""
+    """A view if a mask of keys is repeated for each query, else None."""
     if len(times) == 4 and mask.shape[2] == 1 and times[:2] == (1, 1) and times[3] == 1:
         return mask.expand(-1, -1, times[2], -1)
     return None

@@ -12,7 +12,7 @@ from ringspan.adapters.diffusers.leaves import SizePlace
 
 
 class Side(NamedTuple):
-    """Where others stand beside the tokens along a dim."""
+    """The number of rows before and after the tokens along a dim."""
 
     has_others: bool
     others_first: bool = False
@@ -37,7 +37,7 @@ class Attends(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Does every rank hold all the keys?"""
+        """Whether every rank holds all keys."""
         return self.keys is None
 
 
@@ -54,7 +54,7 @@ class AttentionPlan:
 
     @property
     def takes_part(self) -> bool:
-        """Is it given tokens?"""
+        """Whether the block receives tokens."""
         return bool(self.tokens)
 
 
@@ -68,11 +68,11 @@ class ForwardPlan:
 
     @property
     def last(self) -> int:
-        """The last call that is given tokens."""
+        """The last call that receives tokens."""
         return max(number for number, call in enumerate(self.calls) if call.takes_part)
 
     def describe(self) -> str:
-        """In a line."""
+        """The plan in one line."""
         mine = [call for call in self.calls if call.takes_part]
         kinds: dict[str, int] = {}
         for attends in (x for call in mine for x in call.attends):
@@ -81,7 +81,7 @@ class ForwardPlan:
 
 
 def describe_attends(attends: Attends) -> str:
-    """The kind of a call of attention."""
+    """The kind of a call of attention, in words."""
     if attends.keys is None:
         return "local" if attends.q is None else "cross"
     if attends.q is None:

@@ -18,7 +18,7 @@ from ringspan.errors import UnsupportedError
 
 
 class Draft:
-    """What shapes alone tell of one call of a block."""
+    """What the shapes of one call of a block show."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,7 +48,7 @@ class Probe:
         return [module.register_forward_hook(self._look, with_kwargs=True) for module in model.modules()]
 
     def enter(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Make the token NaN where it comes in; see that it is in no other row where it came through a block."""
+        """Make the token NaN in the first block; in later blocks, check that no other row is NaN."""
         self._number += 1
         draft = self._drafts[self._number]
         assert draft.name == name
@@ -74,7 +74,7 @@ class Probe:
         return {key: map_leaves(change, x, key) for key, x in arguments.items()}
 
     def leave(self, name: str, output: Any) -> Any:
-        """See that only the token's row of the outputs is NaN."""
+        """Check that only the token's row of the outputs is NaN."""
         draft, self._draft = self._draft, None
         if draft is not None:
             for path, x in flatten({"output": output}):
@@ -88,7 +88,7 @@ class Probe:
         return output
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
-        """See that only the token's row of q, k and v is NaN."""
+        """Check that only the token's row of q, k and v is NaN."""
         if self._draft is not None:
             number, self._num_attended = self._num_attended, self._num_attended + 1
             q_has_others, keys_have_others = self._draft.attended[number]
@@ -109,7 +109,7 @@ class Probe:
         return without_attention(asked)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing to see."""
+        """Call the function unchanged."""
         return function(*args, **kwargs)
 
     def _note(self, what: str, x: torch.Tensor, dim: int, culprit: str) -> None:

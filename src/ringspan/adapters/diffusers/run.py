@@ -26,7 +26,7 @@ _NOTHING_LEFT_OUT = "step caches and whatever else leaves blocks out must be off
 
 
 class RankOptions(NamedTuple):
-    """How a model runs on ranks."""
+    """The options of a model on ranks."""
 
     group: Any
     algorithm: str
@@ -44,16 +44,16 @@ class RankOptions(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.session.transport.world_size
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks, which are about to begin a call, that this one will not."""
+        """Tell the other ranks that this one does not make the call that they start."""
         self.session.call().tell(error)
 
 
 class Noted(NamedTuple):
-    """A tensor of a forward, to be compared with that of another one: the rows of a side, or the whole."""
+    """A recorded tensor of a forward: the rows of a side, or the whole."""
 
     label: str
     value: torch.Tensor
@@ -62,7 +62,7 @@ class Noted(NamedTuple):
 
 
 class Walk:
-    """Follows the plan through a forward; notes what there is to compare."""
+    """Follows the plan through a forward and records tensors for the comparison."""
 
     def __init__(self, plan: ForwardPlan, notes: list[Noted] | None = None) -> None:
         self.plan = plan
@@ -85,7 +85,7 @@ class Walk:
         return call
 
     def end(self) -> tuple[AttentionPlan, bool]:
-        """The plan of the call that is over, and whether it is the last one with tokens."""
+        """The plan of the call that ended, and whether it is the last one with tokens."""
         call, self._inside = self.plan.calls[self._number], None
         if call.takes_part and self._attended != len(call.attends):
             raise UnsupportedError(
@@ -106,7 +106,7 @@ class Walk:
         return f"call {number} of attention in {self._inside.name}", self._inside.attends[number]
 
     def check_complete(self) -> None:
-        """All blocks were called."""
+        """Check that all blocks were called."""
         if self._number != len(self.plan.calls) - 1:
             raise UnsupportedError(
                 f"the forward ended where {self._name_of(self._number + 1)} was called when the model was learned; "
@@ -114,7 +114,7 @@ class Walk:
             )
 
     def note_attention(self, label: str, attends: Attends, asked: SdpaCall, out: torch.Tensor) -> None:
-        """Note q, k, v and the output."""
+        """Record q, k, v and the output."""
         if self.notes is not None:
             values = (
                 (asked.query, attends.q),
@@ -126,7 +126,7 @@ class Walk:
                 self.notes.append(Noted(f"{name} of {label}", x, x.ndim - 2, side))
 
     def note_outputs(self, call: AttentionPlan, output: Any) -> None:
-        """Note the outputs of a block."""
+        """Record the outputs of a block."""
         if self.notes is not None:
             for path, x in flatten({"output": output}):
                 if isinstance(x, torch.Tensor):
@@ -135,7 +135,7 @@ class Walk:
                     self.notes.append(Noted(f"{path} of {call.name}", x, 0 if found is None else found.dim, side))
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Functions of torch besides attention are called as they are."""
+        """Call other functions of torch unchanged."""
         return function(*args, **kwargs)
 
     def _name_of(self, number: int) -> str:
@@ -157,7 +157,7 @@ class TokenShardRun(Walk):
         self._world_size = options.world_size
 
     def enter(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Cut what follows the tokens."""
+        """Cut this rank's rows out of every argument that follows the tokens."""
         call = self.begin(name)
         if not call.takes_part:
             return arguments
@@ -172,7 +172,7 @@ class TokenShardRun(Walk):
         return {key: map_leaves(lambda leaf: self._cut(call, leaf), x, key) for key, x in arguments.items()}
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
-        """Gather the rows of all ranks, if this was the last block."""
+        """Gather the rows of all ranks after the last block."""
         call, is_last = self.end()
         if not call.takes_part:
             return output
@@ -182,7 +182,7 @@ class TokenShardRun(Walk):
         return map_leaves(lambda leaf: self._gather(call, leaf), {"output": output})["output"]
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
-        """Attention with the tokens of all ranks, or with what every rank holds."""
+        """Attend to the tokens of all ranks, or to rows that every rank holds."""
         found = self.next_attends()
         if found is None:
             return asked.alone()
@@ -196,7 +196,7 @@ class TokenShardRun(Walk):
         return out
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inside of blocks masks of all pairs are not built."""
+        """Call a function of torch; inside of blocks, masks of all pairs are not built."""
         if self._inside is None:
             return function(*args, **kwargs)
         return self._outer_masks.call(function, args, kwargs)
@@ -240,7 +240,7 @@ class TokenShardRun(Walk):
         return layout.shard(value, self._rank, tokens.dim)
 
     def _cut_count(self, count: int) -> int:
-        """How many of the first `count` tokens this rank has."""
+        """The number of this rank's tokens among the first `count`."""
         assert self.num_tokens is not None
         layout = contiguous(self.num_tokens, self._world_size)
         return int((layout.positions(self._rank) < count).sum())
@@ -257,7 +257,7 @@ class TokenShardRun(Walk):
         return gather(rows, layout, self.options.group, dim=dim)
 
     def _layout(self, side: Side | None, num_rows: int, what: str) -> Layout:
-        """Who holds which of the rows of which this rank has so many."""
+        """The layout of the sequence of which this rank holds so many rows."""
         assert self.num_tokens is not None
         if side is None:
             return Layout(((),) * self._world_size, (Span(0, num_rows),))
@@ -319,7 +319,7 @@ class TokenShardRun(Walk):
         return read_part(mask, kv_layout, self._rank, self._masks)
 
     def _read_whole(self, mask: torch.Tensor) -> Read:
-        """Once for all layers that are given the same tensor."""
+        """Read a mask once for all layers that receive the same tensor."""
         if id(mask) not in self._wholes:
             self._wholes[id(mask)] = (mask, read_whole(mask))
         return self._wholes[id(mask)][1]
@@ -327,7 +327,7 @@ class TokenShardRun(Walk):
 
 @lru_cache(maxsize=256)
 def _beside(num_tokens: int, world_size: int, num_others: int, others_first: bool) -> Layout:
-    """Tokens in runs, one to a rank, and others that all ranks hold."""
+    """A layout with one run of tokens per rank, and rows that all ranks hold."""
     start = num_others if others_first else 0
     others = (Span(0, num_others) if others_first else Span(num_tokens, num_tokens + num_others),)
     return Layout(contiguous(num_tokens, world_size, start=start).spans_by_rank, others if num_others else ())

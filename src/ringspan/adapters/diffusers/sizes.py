@@ -41,7 +41,7 @@ class CallFamily(NamedTuple):
 
     @property
     def places(self) -> frozenset[SizePlace]:
-        """All places that may have other sizes."""
+        """All places whose sizes may change."""
         return frozenset().union(*(variant.places for variant in self.variants))
 
 
@@ -54,7 +54,7 @@ def make_family(arguments: dict[str, Any], dry: Dry) -> CallFamily | None:
 
 
 def combine(family: CallFamily, dry: Dry) -> dict[str, Any]:
-    """A call in which as many sizes as possible differ from the base."""
+    """A call that differs from the base in as many sizes as possible."""
     base = family.base.arguments
     own = numbers_of(base)
     changed: Sizes = {}
@@ -69,7 +69,7 @@ def combine(family: CallFamily, dry: Dry) -> dict[str, Any]:
 
 
 class _Search:
-    """Tries sizes out. Last dims of three are taken for features, unless tokens were found nowhere else."""
+    """Tries sizes. A last dim of three counts as features unless no other dim holds tokens."""
 
     def __init__(self, dry: Dry, *, takes_features: bool) -> None:
         self.dry = dry
@@ -102,7 +102,7 @@ class _Search:
     def _variants(
         self, arguments: dict[str, Any], size: int, targets: Sequence[int], before: Trace | None
     ) -> Iterator[Variant]:
-        """What changes with a size, by guesses that the model takes; each place with this size is changed once."""
+        """Variants of a size that the model accepts; each place of this size is changed once."""
         places = self._places(arguments)
         done: set[SizePlace] = set()
         for guess in _guesses(places, size, before):
@@ -138,7 +138,7 @@ class _Search:
 
 
 def _guesses(places: Sizes, size: int, before: Trace | None) -> Iterator[Callable[[int], Sizes | None]]:
-    """Ways to give all that has this size another one: first that alone, then with the numbers of tokens."""
+    """Ways to change every place of this size: first these places alone, then with the numbers of tokens."""
     alike = [place for place, value in places.items() if value == size]
     groups = [[place] for place in alike[:_MOST_SINGLE]] if len(alike) > 1 else []
     groups += [alike]

@@ -39,7 +39,7 @@ class BlockCall:
 
 
 class Trace:
-    """A dry call under way, and afterwards what was seen."""
+    """A running dry call, and afterwards its record."""
 
     def __init__(self) -> None:
         self.calls: list[BlockCall] = []
@@ -49,12 +49,12 @@ class Trace:
 
     @property
     def form(self) -> list[tuple[Any, ...]]:
-        """All that must not differ between two calls of which one plan is made."""
+        """The parts that two calls of one plan share."""
         return [(call.name, tuple(call.inputs), tuple(call.outputs), len(call.attended)) for call in self.calls]
 
     @property
     def sizes(self) -> tuple[tuple[tuple[SizePlace, int], ...], ...]:
-        """All that can tell two calls apart."""
+        """All sizes of the call."""
         return tuple(tuple(call.inputs.items()) for call in self.calls)
 
     @property
@@ -63,7 +63,7 @@ class Trace:
         return {size for call in self.calls for place, size in call.inputs.items() if place.dim is not None}
 
     def enter(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Note the arguments of a block."""
+        """Record the arguments of a block."""
         if self._inside is not None:
             raise UnsupportedError(f"{name} is called by {self._inside.name}: blocks are called by the model itself")
         tensors = {path: x for path, x in flatten(arguments) if isinstance(x, torch.Tensor)}
@@ -74,7 +74,7 @@ class Trace:
         return arguments
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
-        """Note what a block returns."""
+        """Record the outputs of a block."""
         assert self._inside is not None
         self._inside.outputs = numbers_of({"output": output})
         self._inside = None
@@ -84,14 +84,14 @@ class Trace:
         return output
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
-        """Note a call of attention, and take its place."""
+        """Record a call of attention and return a placeholder."""
         if self._inside is not None:
             mask = None if asked.attn_mask is None else tuple(asked.attn_mask.shape)
             self._inside.attended.append(AttendedSizes(asked.query.shape[-2], asked.key.shape[-2], mask))
         return without_attention(asked)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Follow what is made of blocks' outputs."""
+        """Follow the tensors that are computed from blocks' outputs."""
         result = function(*args, **kwargs)
         if self._inside is None and self._origins:
             given = frozenset[Origin]().union(*(self._origin(x) for x in _tensors((args, kwargs))))

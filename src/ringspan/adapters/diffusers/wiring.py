@@ -34,7 +34,7 @@ class SdpaCall(NamedTuple):
     enable_gqa: bool = False
 
     def alone(self) -> torch.Tensor:
-        """What torch itself makes of it."""
+        """Compute the call with torch's own attention."""
         return SDPA(
             self.query,
             self.key,
@@ -48,19 +48,19 @@ class SdpaCall(NamedTuple):
 
 
 class CallRun(Protocol):
-    """A call of the model under way."""
+    """A running call of the model; it decides what blocks and attention receive and return."""
 
     def enter(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that a block gets instead."""
+        """Return the arguments that a block receives instead."""
 
     def leave(self, name: str, output: Any) -> Any:
-        """What a block returns instead."""
+        """Return the outputs that a block returns instead."""
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
-        """Attention, wherever it is called."""
+        """Compute a call of attention."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any other function of torch."""
+        """Call any other function of torch."""
 
 
 class BlockWiring:
@@ -80,12 +80,12 @@ class BlockWiring:
 
     @property
     def run(self) -> CallRun | None:
-        """The call under way in this thread."""
+        """The running call of this thread."""
         return getattr(self._here, "run", None)
 
     @contextmanager
     def running(self, run: CallRun) -> Iterator[None]:
-        """Pass all that happens in this thread to `run`."""
+        """Pass the calls of this thread's blocks to `run`."""
         self._here.run = run
         try:
             with _Watch(run):
@@ -94,7 +94,7 @@ class BlockWiring:
             self._here.run = None
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -124,7 +124,7 @@ class BlockWiring:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every function of torch that is called in this thread."""
+    """Intercepts every function of torch that this thread calls."""
 
     def __init__(self, run: CallRun) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which arguments of a forward and of generate() mean the same on ranks? All others are refused by name.
+"""Which arguments of a forward and of generate() have the same meaning on ranks? All others are refused by name.
 
 Changes to the model after `parallelize`, to its attention or its number of layers, are refused too.
 

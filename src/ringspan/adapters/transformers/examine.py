@@ -1,4 +1,4 @@
-"""What does a model ask of attention? Its config and dry calls on a few tokens tell.
+"""Which attention does a model use? Its config and dry calls on a few tokens show it.
 
 The dry calls show the options of each attention layer, the layer that each cache layer serves, and whether modules that
 count positions accept them. No model is known by name. `reference.py` then compares the model's results on a small

@@ -28,7 +28,6 @@ STATUS_STYLES = {"ok": "green", "failed": "bold red", "not available": "dim"}
 
 
 def print_bench(result: Result, console: Console) -> None:
-    """Print the whole report."""
     page = Page(console)
     _print_title(page, result.parameters, result.machine)
     _print_times(page, result)

@@ -45,7 +45,7 @@ Example:
 
 
 class Shown(NamedTuple):
-    """What becomes of a result, besides or instead of the report on the terminal."""
+    """Where a result is written, in addition to the terminal or instead of it."""
 
     plot: Path | None
     html: Path | None
@@ -119,7 +119,7 @@ def _measure(ctx: click.Context, settings: InferenceSettings, place: RunPlace, s
 
 
 def show_inference(result: InferenceResult, plot: Path | None, as_json: bool, console: Any) -> None:
-    """Print the result, and draw it if asked for."""
+    """Print the result, and write the diagram and the page that were requested."""
     if plot is not None:
         write_text(plot, plot_inference(result))
     if as_json:
@@ -139,7 +139,6 @@ NAMES = {
 
 
 def print_inference(result: InferenceResult, console: Console) -> None:
-    """Print the whole report."""
     page = Page(console)
     s = result.settings
     title = "Time to first token" if s.phase == "prefill" else "Time per token"
@@ -159,7 +158,6 @@ def print_inference(result: InferenceResult, console: Console) -> None:
 
 
 def plot_inference(result: InferenceResult) -> str:
-    """The SVG file."""
     ranks = format_count(result.world_size, "rank")
     if result.settings.phase == "prefill":
         lines = [Line(NAMES[way], [(p.new_tokens, p.times[way].median_s) for p in result.prefill]) for way in WAYS]
@@ -216,7 +214,6 @@ BANDS = "The bands reach from the fastest to the slowest run; the line is the me
 
 
 def build_inference_page(result: InferenceResult, command: str) -> str:
-    """One HTML file."""
     settings, ranks = result.settings, format_count(result.world_size, "rank")
     what = "Time to the first token" if settings.phase == "prefill" else "Time per token"
     heads = f"{format_count(settings.num_heads, 'head')} over {format_count(settings.num_kv_heads, 'KV head')}"

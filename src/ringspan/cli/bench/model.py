@@ -103,7 +103,6 @@ NAMES: dict[Phase, str] = {"prefill": "prefill", "train": "training step", "deco
 
 
 def print_transformer(result: TransformerResult, console: Console) -> None:
-    """Print the whole report."""
     page = Page(console)
     _print_title(page, result)
     _print_times(page, result)
@@ -257,7 +256,6 @@ PARTS = ("attention and merging", "MLP and projections", "communication", "waiti
 
 
 def build_model_page(result: TransformerResult, command: str) -> str:
-    """One HTML file."""
     s, machine = result.settings, result.machine
     lead = [
         f"{format_count(s.layers, 'layer')}, {format_count(s.num_heads, 'head')} over "

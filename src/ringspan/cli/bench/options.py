@@ -40,7 +40,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class RunPlace(NamedTuple):
-    """Where a measurement runs."""
+    """The ranks, their transport and their time limit."""
 
     launched: Launched | None
     carrier: Carrier
@@ -49,7 +49,7 @@ class RunPlace(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """How large the tensors are, and what computes on them. `batch` is 1 where a command has no such option."""
+    """The sizes of the tensors, their dtype and the kernel. `batch` is 1 for a command without that option."""
 
     seq_len: int
     batch: int
@@ -61,7 +61,7 @@ class ModelSizes(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """What is repeated."""
+    """The number of repeats, and the seed."""
 
     repeats: int
     seed: int
@@ -124,7 +124,10 @@ def size_options(*, tokens: str, heads: int, batch: int | None, about_tokens: st
         )
         @click.option("--head-dim", type=click.IntRange(1), default=64, help="Elements of a head.")
         @click.option(
-            "--dtype", type=Spelled(DTYPES, SHORT_DTYPES), default="float32", help="Of all tensors; also bf16, fp16 ..."
+            "--dtype",
+            type=Spelled(DTYPES, SHORT_DTYPES),
+            default="float32",
+            help="Dtype of all tensors; also bf16, fp16 ...",
         )
         @click.option("--kernel", default="auto", help="What computes a piece: sdpa_cpu, reference, sdpa_flash ...")
         @functools.wraps(command)
@@ -185,7 +188,7 @@ def default_carrier(launched: Launched | None) -> Carrier:
 
 
 def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) -> int:
-    """The number of ranks; one that contradicts the launcher or the machine is refused."""
+    """The number of ranks; a number that contradicts the launcher or the machine is refused."""
     if launched is not None:
         if ranks not in (None, launched.world_size):
             raise click.UsageError(f"--ranks {ranks}: {launched.by} has started {launched.world_size}; leave it out")
@@ -205,7 +208,7 @@ def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) 
 
 
 def run_on_ranks(job: Job, launched: Launched | None, progress: Callable[[Progress], None]) -> Any:
-    """The value of rank 0; None if this process is another rank."""
+    """Run a job on ranks and return rank 0's value; None if this process is another rank."""
     try:
         if launched is None:
             return run_job(job, progress)

@@ -59,7 +59,7 @@ def selfcheck(ctx: click.Context, *, timeout_s: float, html: Path | None, as_jso
 
 
 def _check(launched: Launched | None, timeout_s: float) -> list[PathCheck]:
-    """All paths; on ranks that a launcher has started, those of their group."""
+    """Check all paths; on ranks that a launcher started, only those of their group."""
     with show_progress() as progress:
         if launched is None:
             from ringspan.bench.paths import check_paths
@@ -88,7 +88,6 @@ def _print_paths(paths: list[PathCheck], as_json: bool) -> None:
 
 
 def build_selfcheck_page(paths: Sequence[PathCheck], machine: str, command: str) -> str:
-    """One HTML file."""
     count = {status: sum(path.status == status for path in paths) for status in ("ok", "failed", "not available")}
     verdict = f"✗ {count['failed']} failed" if count["failed"] else f"✓ all {count['ok']} that can run here are right"
     rows = [

@@ -126,7 +126,6 @@ ABOUT_PREDICTED = (
 
 
 def print_video(result: VideoResult, console: Console) -> None:
-    """Print the whole report."""
     page = Page(console)
     page.console.print(Text(title_of(result), "bold"))
     page.facts(facts_of(result))
@@ -140,12 +139,11 @@ def print_video(result: VideoResult, console: Console) -> None:
 
 
 def title_of(result: VideoResult) -> str:
-    """One line."""
     return f"A denoising step of {result.settings.model} on {format_count(result.world_size, 'rank')}, measured"
 
 
 def facts_of(result: VideoResult) -> list[tuple[str, str]]:
-    """What was measured, where."""
+    """The settings of the measurement and the machine."""
     s, machine = result.settings, result.machine
     shapes = s.shapes
     width = f"{format_count(shapes.num_heads, 'head')} of {shapes.head_dim}, width {shapes.hidden_size:,}"
@@ -172,25 +170,23 @@ def times_of(result: VideoResult) -> tuple[list[str], list[list[str]]]:
 
 
 def parts_of(part: Breakdown) -> list[str]:
-    """Seconds and shares."""
     seconds = (part.attention_s + part.merge_s, part.other_s, part.communication_s, part.waiting_s)
     return [f"{format_seconds(second)} {second / part.total_s:4.0%}" for second in seconds]
 
 
 def memory_of(memory: StepMemory) -> list[str]:
-    """Megabytes."""
     numbers = (memory.weights, memory.peak, memory.process_peak)
     return ["" if number is None else f"{number / 1e6:,.1f} MB" for number in numbers]
 
 
 def predicted_of(it: PredictedStep) -> list[str]:
-    """The row of one number of devices."""
+    """The table row of one number of devices."""
     size = f"{it.device_bytes / 1e9:,.3g} GB"
     return [it.devices.replace("x", "×", 1), it.setup, format_seconds(it.seconds), size, "" if it.fits else "no"]
 
 
 def checked_of(result: VideoResult) -> str:
-    """Whether it is right, in a sentence."""
+    """A sentence that says whether the output is right."""
     check = result.check
     error = "not finite" if check.max_error is None else f"{check.max_error:.1e}"
     return (
@@ -200,7 +196,6 @@ def checked_of(result: VideoResult) -> str:
 
 
 def about_times(result: VideoResult) -> str:
-    """How the times were taken."""
     repeats = format_count(result.settings.repeats, "repeat")
     return (
         f"Medians of {repeats}, interleaved, with the lowest and the highest ratio; a rank computes with one thread, "
@@ -250,7 +245,6 @@ def _print_predicted(page: Page, predicted: tuple[PredictedStep, ...]) -> None:
 
 
 def build_video_page(result: VideoResult, command: str) -> str:
-    """One HTML file."""
     verdict = "Right" if result.is_verified else "WRONG"
     return build_report(title_of(result), [f"{verdict}: {checked_of(result)}"], _sections(result), command)
 

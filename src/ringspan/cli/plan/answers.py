@@ -110,7 +110,6 @@ HEADINGS = {
 
 
 def print_check(result: CheckResult, console: Console) -> None:
-    """Print everything."""
     page = Page(console)
     console.print(Text("Predictions held against published measurements", "bold"))
     page.prose(
@@ -236,7 +235,7 @@ def _print_verdict(page: Page, result: CheckResult) -> None:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, options in their order."""
+    """The whole plan, with its options in their order."""
     request = plan.request
     model = as_plain(request.model) | {"counted_parameters": request.model.counted_parameters}
     return {
@@ -248,7 +247,6 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def option_as_json(option: Option) -> dict[str, Any]:
-    """One way."""
     return {
         **as_plain(option.prediction),
         "total_s": option.prediction.total_s,

@@ -46,7 +46,7 @@ Examples:
 
 
 class _PlanCommand(Command):
-    """Ends its help with the names of the catalogue, which is read only then."""
+    """A command whose help ends with the names in the catalogue."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The examples, then the names."""
@@ -115,7 +115,7 @@ def _refuse_others(ctx: click.Context) -> None:
 
 
 def _check_options(rows: str | None, options: dict[str, Any]) -> None:
-    """What is missing, does not go together, or cannot be written."""
+    """Refuse missing options, options that exclude each other, and files that cannot be written."""
     if rows is not None:
         raise click.UsageError("--rows goes with --check")
     if options["swept"] and options["sweep"] is None:
@@ -135,7 +135,7 @@ def _check_options(rows: str | None, options: dict[str, Any]) -> None:
 
 
 def _check_model(name: str) -> None:
-    """Say that a model is unknown before what else is missing."""
+    """Refuse an unknown model before a missing option."""
     from ringspan.planner.catalog import load_model
 
     load_model(name)
@@ -176,7 +176,7 @@ def _plan(ctx: click.Context, request: "Request", options: dict[str, Any], price
 def _answer(
     ctx: click.Context, request: "Request", options: dict[str, Any], price: float | None, as_json: bool
 ) -> None:
-    """One of the questions."""
+    """Answer one of the questions."""
     from rich.console import Console
 
     from ringspan.cli.plan.answers import answer_as_json, print_answer, print_sweep

@@ -22,7 +22,6 @@ from ringspan.planner.timeline import Timeline
 
 
 def plot_plan(plan: Plan) -> str:
-    """The SVG file."""
     request = plan.request
     by_length = [Line(*curve) for curve in curves_by_length(plan)]
     nodes, per_node, device = request.cluster
@@ -36,7 +35,7 @@ def plot_plan(plan: Plan) -> str:
 
 
 def plot_sweep(answers: Sequence[Answer]) -> str:
-    """The SVG file of a sweep: time against length, a line for each cluster; or against devices for one length."""
+    """An SVG diagram of a sweep: time by length, a line for each cluster; or by devices if there is one length."""
     request = answers[0].request
     title = f"{request.model.id}, {request.phase}, the best way for each, {request.software.name}"
     fitting = [answer for answer in answers if answer.option.fits]
@@ -72,7 +71,7 @@ def trace_plan(plan: Plan, about: Mapping[str, object]) -> dict[str, Any]:
 
 
 def activities_of(timeline: Timeline) -> Iterator[Activity]:
-    """What every rank does, and when."""
+    """Every rank's activities with their times."""
     moments = timeline.moments
     due: defaultdict[tuple[int, int], list[tuple[float, Activity]]] = defaultdict(list)  # by reading step and rank
     for t, (begin_s, busy_s, load, messages) in enumerate(moments):
@@ -91,7 +90,7 @@ def activities_of(timeline: Timeline) -> Iterator[Activity]:
 
 
 def _sends(t: int, one: Round, begin_s: Seconds) -> Iterator[Activity]:
-    """A rank starts its messages where it begins a step."""
+    """A rank's sends, which start with its step."""
     sizes = np.broadcast_to(one.nbytes, one.src.shape)
     for src, dst, name, nbytes in zip(one.src.tolist(), one.dst.tolist(), one.names, sizes.tolist(), strict=True):
         posted_s = float(begin_s[src])
@@ -99,7 +98,7 @@ def _sends(t: int, one: Round, begin_s: Seconds) -> Iterator[Activity]:
 
 
 def _waits(rank: int, free_s: float, sends: list[tuple[float, Activity]]) -> Iterator[Activity]:
-    """One after the other, for as long as a rank that has computed is blocked; what came before takes no time."""
+    """A rank's waits, one after the other; a message that arrived before the rank needed it takes no time."""
     for arrival_s, send in sorted(sends):
         until_s = max(free_s, arrival_s)
         yield send._replace(rank=rank, kind="receive", start_s=free_s, end_s=until_s)

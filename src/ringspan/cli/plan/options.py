@@ -109,7 +109,7 @@ SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "": 1.0}
 
 
 def request_of(options: dict[str, Any]) -> "Request":
-    """What the options ask."""
+    """The request that the options describe."""
     from ringspan.planner.catalog import load_model
     from ringspan.planner.plan import make_request
 
@@ -179,7 +179,7 @@ def parse_time(option: str, text: str) -> float:
 
 
 def parse_price(text: str, device: str) -> float:
-    """The price in DEVICE=PRICE; the device must be the planned one."""
+    """Parse DEVICE=PRICE; the device must be the planned one."""
     from ringspan.planner.catalog import load_device
 
     name, _, amount = text.partition("=")

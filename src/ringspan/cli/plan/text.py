@@ -39,7 +39,7 @@ ITEMS = {
 def print_plan(
     plan: Plan, console: Console, *, explains: bool = False, enough: Answer | None = None, cost: Cost | None = None
 ) -> None:
-    """Print everything; the formulas only if asked for. `enough`: the fewest devices that hold it, if these do not."""
+    """Print the plan, with formulas if `explains`. `enough`: the fewest devices that hold the model if these do not."""
     page = Page(console)
     _print_title(page, plan.request)
     if plan.best.fits:
@@ -69,7 +69,7 @@ def _print_title(page: Page, request: Request) -> None:
 
 
 def describe_devices(cluster: Cluster) -> str:
-    """How many, and what connects them."""
+    """The number of devices and their links."""
     nodes = f"{format_count(cluster.nodes, 'node')} of {cluster.per_node} {cluster.device.id}"
     return f"{nodes}, {cluster.device.near.id} inside, {cluster.device.far.id} between nodes"
 
@@ -134,7 +134,7 @@ def _print_answer(page: Page, plan: Plan, cost: Cost | None) -> None:
 
 
 def _print_no_fit(page: Page, plan: Plan, enough: Answer | None) -> None:
-    """First that it does not, then from where on it would; no time, as none will be measured."""
+    """Print that nothing fits and what would fit; times are left out."""
     page.section("The answer")
     best, device = plan.best, plan.request.cluster.device
     text = (
@@ -155,7 +155,7 @@ def _print_no_fit(page: Page, plan: Plan, enough: Answer | None) -> None:
 
 
 def describe_cost(cost: Cost, request: Request) -> str:
-    """In the currency of the price."""
+    """The cost, in the currency of the price."""
     unit = {"prefill": "request", "decode": "token", "train": "training step", "denoise": "denoising step"}
     parts = [f"{cost.per_unit:.4g} per {unit[request.phase]}"]
     if cost.per_video is not None:
@@ -166,7 +166,7 @@ def describe_cost(cost: Cost, request: Request) -> str:
 
 
 def _layers(model: Model, prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """One of each kind, forward."""
+    """One layer of each kind, forward."""
     rest_s = prediction.layer_s - prediction.attention_s
     sliding = model.layers - model.full_layers
     kinds = [(model.full_layers, "full layers", prediction.attention_s)] if model.full_layers else []
@@ -178,7 +178,7 @@ def _layers(model: Model, prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _way_out(plan: Plan) -> str:
-    """What was not tried yet and makes one of the large items smaller."""
+    """Options that were not used and would reduce one of the large items."""
     request, memory = plan.request, plan.best.memory
     sizes = memory._asdict()
     largest = max(sizes, key=lambda name: sizes[name])
@@ -199,7 +199,7 @@ def _way_out(plan: Plan) -> str:
 
 
 def describe(option: Option, request: Request) -> str:
-    """The way in words."""
+    """The setup in words."""
     setup = option.setup
     parts = [str(setup)]
     if setup.cp > 1:
@@ -214,7 +214,7 @@ def describe(option: Option, request: Request) -> str:
 
 
 def describe_copies(setup: Setup, request: Request) -> str:
-    """The degrees of guidance and sequence, as libraries for video call them; else into how many parts a batch goes."""
+    """The degrees of guidance and sequence, as video libraries call them; else the number of parts of a batch."""
     if request.has_guidance:
         return f"cfg {setup.copies} × cp {setup.cp}"
     return f"{setup.copies} parts of the batch"

@@ -1,4 +1,4 @@
-"""What is the short report of a simulation? What ran, one schedule as a grid, and that the results are exact."""
+"""What is the short report of a simulation? The settings, one schedule as a grid, and the check of the results."""
 
 from rich.console import Console
 

@@ -35,7 +35,6 @@ CONTENTS = {"q": "q", "kv": "k, v", "out": "out, lse"}
 
 
 def print_lesson(lesson: Lesson, console: Console) -> None:
-    """Print every section."""
     page, parameters, prefill = Page(console), lesson.parameters, lesson.prefill
     print_title(page, parameters)
     _print_reference(page, prefill.reference)
@@ -56,7 +55,6 @@ def print_lesson(lesson: Lesson, console: Console) -> None:
 
 
 def print_title(page: Page, parameters: Parameters) -> None:
-    """Print what was simulated."""
     p = parameters
     page.console.print(Text(f"Exact attention on {format_count(p.world_size, 'simulated device')}", "bold"))
     page.prose(
@@ -174,7 +172,7 @@ def _how_to_read(run: Run, parameters: Parameters, told: set[str]) -> Iterator[s
         yield f"Blocks go to the {to} rank, so rank r at step t has the block of rank {origin}."
     num_messages = {traffic.kind: traffic.num_messages for traffic in run.traffic}
     if run.algorithm in rings[:1] and max(num_messages.values(), default=0) < last * (last + 1):
-        yield "A block that nobody further on needs is not sent."
+        yield "A block is not sent on if no later rank needs it."
 
 
 def _print_one_query(page: Page, query: OneQuery) -> None:
@@ -307,7 +305,6 @@ def _pick(algorithm: str) -> Text:
 
 
 def print_verdict(page: Page, lesson: Lesson) -> None:
-    """Print whether all results are right."""
     page.console.print()
     if not lesson.failures:
         message = Text(f"✓ All {lesson.num_checks} results agree with dense attention.", "bold green")
@@ -324,7 +321,7 @@ def print_verdict(page: Page, lesson: Lesson) -> None:
 
 
 def _other_options(p: Parameters) -> list[str]:
-    """Options that show something else than this run."""
+    """Options that show other parts of the subject than this run does."""
     options = {
         "--layout contiguous": p.layout != "contiguous",
         "--mask 'causal & window:16'": "sliding_window" not in p.mask,
@@ -343,7 +340,7 @@ def _others(p: Parameters) -> list[str]:
 
 
 def format_check(check: Check) -> Text:
-    """The largest difference from dense attention, and whether it is accepted."""
+    """The largest difference from dense attention, marked as accepted or not."""
     mark, style = ("✓", "green") if check.is_verified else ("✗ wrong:", "bold red")
     worst = None if check.out_error is None or check.lse_error is None else max(check.out_error, check.lse_error)
     return Text(f"{mark} {_error(worst)}", style)

@@ -18,7 +18,7 @@ __all__ = ["all_gather_variable_dim"]
 
 
 def layout_of_lengths(lengths: list[int]) -> Layout:
-    """One span after the other."""
+    """A layout of consecutive shards with these lengths."""
     starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
     return Layout(tuple((Span(start, start + n),) for start, n in zip(starts, lengths, strict=True)))
 
@@ -26,7 +26,7 @@ def layout_of_lengths(lengths: list[int]) -> Layout:
 def all_gather_variable_dim(
     t: torch.Tensor, dim: int = 0, sizes: torch.Tensor | None = None, *, group: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensors of all ranks along a dim in which they may differ, and their sizes there."""
+    """Gather tensors whose sizes may differ along a dim; return them and their sizes."""
     del sizes  # asked for in any case
     transport = session_of(group).transport
     mine = t.shape[dim].to_bytes(8, "little")
@@ -35,7 +35,7 @@ def all_gather_variable_dim(
 
 
 class Batches(NamedTuple):
-    """The batches of all ranks, and which rows are this rank's."""
+    """The batches of all ranks, and this rank's rows."""
 
     sizes: list[int]
     rank: int

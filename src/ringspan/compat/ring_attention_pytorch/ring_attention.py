@@ -48,7 +48,7 @@ class RingRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", theta ** -(torch.arange(0, dim, 2).float() / dim))
 
     def forward(self, seq: int | torch.Tensor) -> torch.Tensor:
-        """Of the positions of a shard of `seq` tokens, or of positions."""
+        """The angles of a shard of `seq` tokens, or of given positions."""
         if isinstance(seq, int):
             transport = session_of(None).transport
             rank, world_size = (transport.rank, transport.world_size) if self.ring else (0, 1)
@@ -69,7 +69,7 @@ def apply_rotary_pos_emb(pos: torch.Tensor, t: torch.Tensor, head_dim_first: boo
 
 
 class _Sharding:
-    """Whole sequences of all ranks to shards, and outputs back."""
+    """Turns whole sequences of all ranks into shards, and outputs back."""
 
     def __init__(self, x: torch.Tensor, is_striped: bool, group: Any) -> None:
         self._group = group
@@ -172,7 +172,7 @@ class RingAttention(nn.Module):
     def _attend(
         self, x: torch.Tensor, rotary_emb: torch.Tensor | None, is_ring: bool, ring_size: int | None, bucket_size: int
     ) -> torch.Tensor:
-        """A shard as it is given."""
+        """Attend with a shard as given."""
         if rotary_emb is None and self.rotary_embed is not None:
             rotary_emb = self.rotary_embed(x.shape[1])
         if x.is_cuda and self.use_cuda_kernel:

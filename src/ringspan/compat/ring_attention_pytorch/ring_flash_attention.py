@@ -131,7 +131,7 @@ def shard_rows(shard_len: int, world_size: int, bucket_size: int | None) -> Shar
 
 
 def _grouped(num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """The query heads in an order in which those of one KV head are neighbours."""
+    """Reorder the query heads so that those of one KV head are neighbours."""
     if num_heads % num_kv_heads:
         raise ShapeError(
             f"{num_heads} query heads over {num_kv_heads} KV heads", argument="q.shape[2]", value=num_heads
