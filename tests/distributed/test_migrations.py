@@ -213,6 +213,52 @@ def test_ringmaster(balance, backend):
     assert_equal(run_ranks(with_ringmaster, 2, balance, backend, timeout_s=120), expected)
 
 
+def two_rows_of_documents():
+    """Two rows of 23 tokens, positions that restart, and labels as a collator gives them."""
+    tokens = draw(seq=23)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([9, 2, 12], [4, 19])])
+    return tokens, positions, tokens.masked_fill(positions == 0, -100)
+
+
+def with_ringmaster_documents(rank, balance, backend):
+    config = ringmaster.RingmasterConfig(
+        size=4, backend=ringmaster.Backend(backend), load_balance=ringmaster.LoadBalance(balance)
+    )
+    if backend == "usp":
+        config.ulysses_size, config.ring_size = 2, 2
+    runtime = ringmaster.setup(config, num_kv_heads=4)
+    tokens, positions, labels = two_rows_of_documents()
+    batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+    number = (labels[:, 1:] != -100).sum()
+    model = llama()
+    model.set_attn_implementation(runtime.attn_implementation)
+
+    def loss_of(model):
+        shard, info = ringmaster.shard_batch(batch, cp_rank=runtime.cp_rank, cp_size=runtime.cp_size)
+        assert info.original_seq_len == 23
+        return model(**shard, num_items_in_batch=number, use_cache=False).loss
+
+    losses = summed(train(model, loss_of, sum_over_ranks))
+    with pytest.raises(rs.UnsupportedError, match="the runtime has documents"):
+        ringmaster.shard_batch({"input_ids": tokens}, cp_rank=rank, cp_size=4)
+    ringmaster.teardown()
+    return losses
+
+
+@pytest.mark.parametrize(("balance", "backend"), [("head_tail", "ring"), ("distflash", "ring"), ("none", "usp")])
+def test_ringmaster_with_packed_documents(balance, backend):
+    tokens, positions, labels = two_rows_of_documents()
+    blocks = [torch.block_diag(*(torch.ones(n, n) for n in row)) for row in ([9, 2, 12], [4, 19])]
+    mask = torch.stack(blocks).tril().bool()[:, None]
+
+    def loss_of(model):
+        options = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+        return model(input_ids=tokens, labels=labels, **options).loss
+
+    expected = train(llama(), loss_of)
+    assert_equal(run_ranks(with_ringmaster_documents, 4, balance, backend, timeout_s=120), expected)
+
+
 RING_SIZES = {"num_tokens": VOCABULARY, "dim": WIDTH, "depth": 2, "causal": True, "dim_head": 8, "heads": 4}
 
 

@@ -268,6 +268,63 @@ def test_ringmaster_shard_batch(balance, pad_len):
     assert set(batch) == {"input_ids", "labels"}
 
 
+def test_ringmaster_shards_are_cut_as_its_attention_expects():
+    def cut(group):
+        config = ringmaster.RingmasterConfig(size=2, backend="ring", load_balance="head_tail").normalize(
+            num_kv_heads=4, intra_node_size=2
+        )
+        ringmaster.set_runtime(ringmaster.CPRuntime(config, group))
+        tokens = torch.arange(8)[None]
+        batch = {"input_ids": tokens, "attention_mask": torch.ones(1, 8)}
+        part, _ = ringmaster.shard_batch(batch, cp_rank=group.rank, cp_size=2)
+        ringmaster.teardown()
+        return part
+
+    part = rs.run_in_process(cut, 1)[0]
+    assert part["input_ids"].tolist() == [[0, 1, 6, 7]]
+    assert "attention_mask" not in part
+
+
+def test_ringmaster_refuses_masks_that_causal_attention_does_not_imply():
+    tokens = torch.arange(8)[None]
+    for mask in (torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]]), torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])):
+        with pytest.raises(rs.UnsupportedError, match="attention_mask"):
+            ringmaster.shard_batch({"input_ids": tokens, "attention_mask": mask}, cp_rank=0, cp_size=2)
+    ends = torch.tensor([0, 3, 8])
+    with pytest.raises(rs.UnsupportedError, match="cu_seq_lens_q"):
+        ringmaster.shard_batch({"input_ids": tokens, "cu_seq_lens_q": ends}, cp_rank=0, cp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("total", "kv_heads", "backend", "expected"),
+    [
+        (8, 8, "auto", (8, 1, "ulysses")),
+        (8, 2, "auto", (2, 4, "usp")),
+        (8, 1, "auto", (1, 8, "ring")),
+        (8, 8, "ring", (1, 8, "ring")),
+        (4, None, "auto", (4, 1, "ulysses")),
+    ],
+)
+def test_ringmaster_chooses_sizes_as_the_original(total, kv_heads, backend, expected):
+    config = ringmaster.RingmasterConfig(size=total, backend=backend)
+    config.normalize(num_kv_heads=kv_heads, intra_node_size=8)
+    assert (config.ulysses_size, config.ring_size, config.backend) == expected
+
+
+def test_ringmaster_refuses_sizes_that_do_not_fit():
+    with pytest.raises(rs.ShapeError, match="ulysses_size"):
+        ringmaster.RingmasterConfig(size=8, ulysses_size=4, ring_size=4).normalize(num_kv_heads=8, intra_node_size=8)
+    with pytest.raises(rs.ShapeError, match="3 KV heads"):
+        ringmaster.RingmasterConfig(size=8, backend="ulysses").normalize(num_kv_heads=3, intra_node_size=8)
+
+
+def test_ringmaster_documents_of_rows_include_the_padding():
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+    ends, longest = ringmaster.varlen_meta(positions, 6)
+    assert (ends.tolist(), longest) == ([0, 3, 5, 6, 11, 12], 5)
+    assert ringmaster.varlen_meta(torch.arange(5)[None], 6) is None
+
+
 def test_ringmaster_setup_knows_the_ranks():
     runtime = ringmaster.setup(ringmaster.RingmasterConfig(size=1))
     assert (runtime.cp_rank, runtime.cp_size, runtime.shard_load_balance) == (0, 1, "contiguous")

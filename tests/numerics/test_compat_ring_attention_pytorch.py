@@ -54,7 +54,8 @@ def test_ranks_with_batches_of_their_own_get_their_outputs(rotary, causal, strip
     inputs = [draw(1 + rank % 2, seed=rank) for rank in range(world_size)]
 
     def run(group):
-        module = make(**options, ring_attn=True, striped_ring_attn=striped, bucket_size=4, group=group)
+        shapes = {"ring_attn": True, "auto_shard_seq": True, "striped_ring_attn": striped, "bucket_size": 4}
+        module = make(**options, **shapes, group=group)
         module.load_state_dict(alone.state_dict())
         x = inputs[group.rank].clone().requires_grad_()
         out = module(x)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout
-from ringspan.mask import Mask, causal, documents, full, sliding_window
+from ringspan.mask import Mask, causal, documents, full, per_row, sliding_window
 from ringspan.runtime.api import attention
 from ringspan.runtime.session import session_of
 
@@ -27,24 +27,44 @@ _REFUSED = ("bias", "attn_bias", "position_bias", "head_mask")
 class Shards(NamedTuple):
     """The layout of a batch's shards.
 
-    `lengths` are those of packed documents, or None for one sequence per row. Only causal attention is exact where a
-    batch may be padded behind its tokens.
+    `lengths` are those of the packed documents of each row, or None for one sequence per row. Only causal attention is
+    exact where a batch may be padded behind its tokens; the padding may be the last document.
     """
 
     group: Any
     layout: Layout
-    lengths: tuple[int, ...] | None
+    lengths: tuple[tuple[int, ...], ...] | None
     algorithm: str = "auto"
     may_be_padded: bool = False
 
-    def expected(self) -> torch.Tensor:
-        """The positions of this rank's tokens, restarting with each document."""
+    def are_positions(self, found: torch.Tensor) -> bool:
+        """Whether position_ids (batch, seq) are those of this rank's tokens: of the row, or restarting by document."""
         positions = self.layout.positions(session_of(self.group).transport.rank)
-        if self.lengths is not None:
-            ends = np.cumsum(self.lengths)
-            starts = np.concatenate([[0], ends[:-1]])
-            positions = positions - starts[np.searchsorted(ends, positions, side="right")]
-        return torch.from_numpy(positions)
+        if self.lengths is None:
+            return _is_any(found, [positions])
+        if len(found) not in (1, len(self.lengths)):
+            return False
+        return all(
+            _is_any(row, [positions, *(_restarting(positions, lengths) for lengths in self._readings(lengths_of_row))])
+            for row, lengths_of_row in zip(found.expand(len(self.lengths), -1), self.lengths, strict=True)
+        )
+
+    def _readings(self, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Padding counts on from the last document, or is a document of its own."""
+        if not self.may_be_padded or len(lengths) < 2:
+            return [lengths]
+        return [lengths, (*lengths[:-2], lengths[-2] + lengths[-1])]
+
+
+def _restarting(positions: np.ndarray[Any, Any], lengths: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    restarted: np.ndarray[Any, Any] = positions - starts[np.searchsorted(ends, positions, side="right")]
+    return restarted
+
+
+def _is_any(found: torch.Tensor, candidates: list[np.ndarray[Any, Any]]) -> bool:
+    return any(torch.equal(found, torch.from_numpy(right).expand_as(found)) for right in candidates)
 
 
 class ShardAttention:
@@ -126,8 +146,10 @@ class ShardAttention:
                 argument="input_ids",
                 remedy=f"call {self._how} for each batch, and pass use_cache=False",
             )
-        if shards.lengths is not None and query.shape[0] != 1:
-            raise ShapeError("packed documents are one row", argument="input_ids", value=query.shape[0])
+        if shards.lengths is not None and query.shape[0] != len(shards.lengths):
+            raise ShapeError(
+                f"documents were announced for {len(shards.lengths)} rows", argument="input_ids", value=query.shape[0]
+            )
         return shards
 
     def _check_positions(self, position_ids: torch.Tensor | None, shards: Shards) -> None:
@@ -137,11 +159,11 @@ class ShardAttention:
             )
         if position_ids is self._seen:
             return
-        found, expected = position_ids.cpu(), shards.expected()
-        whole = torch.from_numpy(shards.layout.positions(session_of(shards.group).transport.rank))
-        if not any(torch.equal(found, right.expand_as(found)) for right in (expected, whole)):
+        if not shards.are_positions(position_ids.cpu()):
             raise UnsupportedError(
-                "they are not the positions of this rank's tokens", argument="position_ids", value=found[0].tolist()[:8]
+                "they are not the positions of this rank's tokens",
+                argument="position_ids",
+                value=position_ids[0].tolist()[:8],
             )
         self._seen = position_ids
 
@@ -150,7 +172,7 @@ def _chunk_size(module: nn.Module) -> int | None:
     return getattr(getattr(module, "config", None), "attention_chunk_size", None)
 
 
-def _mask(is_causal: bool, window: int | None, lengths: tuple[int, ...] | None) -> Mask:
+def _mask(is_causal: bool, window: int | None, lengths: tuple[tuple[int, ...], ...] | None) -> Mask:
     mask = full()
     if window is not None:
         mask = sliding_window(window - 1, 0 if is_causal else window - 1)
@@ -158,7 +180,8 @@ def _mask(is_causal: bool, window: int | None, lengths: tuple[int, ...] | None) 
         mask = causal()
     if lengths is None:
         return mask
-    return documents(lengths) if mask == full() else documents(lengths) & mask
+    rows = [documents(row) if mask == full() else documents(row) & mask for row in lengths]
+    return rows[0] if len(rows) == 1 else per_row(rows)
 
 
 def _no_mask(**options: Any) -> None:

@@ -244,5 +244,5 @@ def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Any) 
             argument="cu_seqlens",
             remedy="pad the packed sequence with a document of its own",
         )
-    shards = Shards(process_group, contiguous(total, world_size), tuple(lengths))
+    shards = Shards(process_group, contiguous(total, world_size), (tuple(lengths),))
     attention.announce(lambda _: shards)

@@ -1,7 +1,8 @@
 """How do `RingAttention` and `RingTransformer` of ring-attention-pytorch compute on our core?
 
 Parameters have the names and shapes of the original, so its checkpoints load. With `auto_shard_seq` a rank gives whole
-sequences, its own batch, and gets their outputs; without it, a rank gives a shard. There `ring_seq_size` and
+sequences, its own batch, and gets their outputs; without it, a rank gives a shard. As there, `RingTransformer` shards
+by itself if it has ring attention, and `RingAttention` only if it is told to. There `ring_seq_size` and
 `bucket_size` say how work is cut up; here `bucket_size` only tells which stripes a rank holds that gives shards.
 """
 
@@ -108,7 +109,7 @@ class RingAttention(nn.Module):
         ring_seq_size: int = 512,
         max_lookback_seq_len: int | None = None,
         striped_ring_attn: bool = False,
-        auto_shard_seq: bool | None = None,
+        auto_shard_seq: bool | None = False,
         prenorm: bool = True,
         force_regular_attn: bool = False,
         rotary_embed: bool = False,
@@ -221,15 +222,18 @@ class RingTransformer(nn.Module):
         dim_head: int = 64,
         heads: int = 8,
         ff_mult: int = 4,
+        num_grouped_query_heads: int = 1,
+        bucket_size: int = 512,
         ring_attn: bool = False,
         striped_ring_attn: bool = False,
         ring_seq_size: int = 512,
-        bucket_size: int = 512,
         auto_shard_seq: bool | None = None,
+        max_lookback_seq_len: tuple[int, ...] | int | None = None,
         rotary_embed_theta: int = 10000,
         ignore_index: int = -1,
+        force_regular_attn: bool = False,
+        use_cuda_kernel: bool | None = None,
         group: Any = None,
-        **options: Any,
     ) -> None:
         super().__init__()
         self.ring_attn, self.striped_ring_attn, self.group = ring_attn, striped_ring_attn, group
@@ -238,28 +242,35 @@ class RingTransformer(nn.Module):
         buckets = max(1, ring_seq_size // bucket_size)
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.rotary_emb = RingRotaryEmbedding(dim_head, ring_attn, striped_ring_attn, buckets, rotary_embed_theta)
-        shared: dict[str, Any] = {
-            "ring_attn": ring_attn,
-            "striped_ring_attn": striped_ring_attn,
-            "ring_seq_size": ring_seq_size,
-        }
-        sizes: dict[str, Any] = {
-            "dim": dim,
-            "dim_head": dim_head,
-            "heads": heads,
-            "causal": causal,
-            "bucket_size": bucket_size,
-        }
+        looks_back = (
+            max_lookback_seq_len if isinstance(max_lookback_seq_len, tuple) else (max_lookback_seq_len,) * depth
+        )
+        if len(looks_back) != depth:
+            raise ShapeError("one for each layer", argument="max_lookback_seq_len", value=max_lookback_seq_len)
         self.layers = nn.ModuleList(
             nn.ModuleList(
                 [
-                    RingAttention(**sizes, **shared, **options, auto_shard_seq=False, group=group),
+                    RingAttention(
+                        dim,
+                        dim_head=dim_head,
+                        heads=heads,
+                        num_grouped_query_heads=num_grouped_query_heads,
+                        causal=causal,
+                        bucket_size=bucket_size,
+                        ring_attn=ring_attn,
+                        ring_seq_size=ring_seq_size,
+                        max_lookback_seq_len=look_back,
+                        striped_ring_attn=striped_ring_attn,
+                        force_regular_attn=force_regular_attn,
+                        use_cuda_kernel=use_cuda_kernel,
+                        group=group,
+                    ),
                     nn.Sequential(
                         RMSNorm(dim), nn.Linear(dim, dim * ff_mult), nn.GELU(), nn.Linear(dim * ff_mult, dim)
                     ),
                 ]
             )
-            for _ in range(depth)
+            for look_back in looks_back
         )
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
