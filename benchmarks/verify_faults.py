@@ -26,19 +26,21 @@ def find_name(fault: Fault, world_size: int) -> str | None:
 def print_faults() -> None:
     caught, named = Counter(), Counter()
     total = Counter()
-    print("| fault | area | 2 | 3 | 4 | 5 |\n|---|---|---|---|---|---|")
-    for fault in FAULTS.values():
-        cells = []
-        for world_size in SIZES:
+    rows: dict[str, list[str]] = {name: [] for name in FAULTS}
+    for world_size in SIZES:
+        for fault in FAULTS.values():
             if world_size < fault.min_world_size:
-                cells.append("-")
+                rows[fault.name].append("-")
                 continue
             name = find_name(fault, world_size)
             total[world_size] += 1
             caught[world_size] += name is not None
             named[world_size] += name in fault.mistakes
-            cells.append("missed" if name is None else "named" if name in fault.mistakes else f"as {name}")
-        print(f"| {fault.name} | {fault.area} | {' | '.join(cells)} |", flush=True)
+            cell = "missed" if name is None else "named" if name in fault.mistakes else f"as {name}"
+            rows[fault.name].append(cell)
+    print("| fault | area | 2 | 3 | 4 | 5 |\n|---|---|---|---|---|---|")
+    for fault in FAULTS.values():
+        print(f"| {fault.name} | {fault.area} | {' | '.join(rows[fault.name])} |")
     for world_size in SIZES:
         print(f"{world_size} ranks: {caught[world_size]} of {total[world_size]} caught, {named[world_size]} named")
 

@@ -76,7 +76,7 @@ def diagnose(failures: Sequence[Failure]) -> Diagnosis:
 
 
 def _most_telling(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures with the earliest wrong result, in the most precise types."""
+    """The failures with the earliest wrong result, in the most precise types; every world size in its turn."""
     order = {"out": 0, "lse": 1}
 
     def rank(failure: Failure) -> tuple[int, int]:
@@ -84,15 +84,22 @@ def _most_telling(failures: Sequence[Failure]) -> list[Failure]:
         return min(order.get(deviation.name, 2) for deviation in failure.deviations), is_half
 
     best = min(map(rank, failures))
-    return [failure for failure in failures if rank(failure) == best][:_MOST_CASES]
+    turns: dict[int, int] = {}
+    places = []
+    for failure in failures:
+        if rank(failure) == best:
+            size = failure.case.world_size
+            places.append((turns.setdefault(size, 0), failure))
+            turns[size] += 1
+    return [failure for _, failure in sorted(places, key=lambda place: place[0])][:_MOST_CASES]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _setting(case: VerifyCase) -> Setting:
     return Setting.of(case)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=64)
 def _guesses(case: VerifyCase, is_forward: bool) -> tuple[Guess, ...]:
     setting = _setting(case)
     if not is_forward:

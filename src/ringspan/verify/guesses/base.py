@@ -1,6 +1,6 @@
 """What a guess is: a mistake, and the numbers that it would give in one case."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,3 +58,12 @@ class Setting(NamedTuple):
         """(n, m): at which step of a forward ring the query's rank attends to the key's block."""
         steps: Numbers = (self.q_rank[:, None] - self.kv_rank[None, :]) % self.case.world_size
         return steps
+
+    def scopes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Parts of a schedule in which a mistake may be made alone: their names and steps."""
+        size = self.case.world_size
+        if size > 1:
+            yield "in the rank's own block", (0,)
+            yield "in the blocks of other ranks", tuple(range(1, size))
+        if size > 2:
+            yield from ((f"in step {step}", (step,)) for step in range(1, size))

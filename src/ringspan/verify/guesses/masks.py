@@ -21,6 +21,8 @@ def guess_masks(setting: Setting) -> Iterator[Guess]:
         yield from setting.out_and_lse(mistake, detail, counts=counts)
     yield from _anchored(setting)
     yield from _elsewhere(setting)
+    yield from _turned(setting)
+    yield from _in_some_blocks(setting)
     yield from _empty_rows(setting)
 
 
@@ -115,10 +117,6 @@ def _elsewhere(setting: Setting) -> Iterator[Guess]:
             yield from _by_positions(setting, "mask of another rank", f"rank {rank}'s on all", of_rank, kv_global)
         own = setting.hops() == 0
         local = np.broadcast_to(visible(case.pattern, q_local, kv_local), setting.question.counts.shape)
-        diagonal = np.where(own, local, setting.question.counts)
-        yield from setting.out_and_lse("mask in local positions", "in the rank's own block", counts=diagonal)
-        unmasked = np.where(own, setting.question.counts, 1.0)
-        yield from setting.out_and_lse("mask ignored", "in the blocks of other ranks", counts=unmasked)
         lagging = np.where(own, setting.question.counts, 0.0)
         yield from setting.out_and_lse("no exchange", "each rank attends to its own keys only", counts=lagging)
         by_block = setting.q_rank[:, None] > setting.kv_rank[None, :]
@@ -133,14 +131,55 @@ def _elsewhere(setting: Setting) -> Iterator[Guess]:
         kv_other = _other_positions(name, case.layout, case.length + case.past, case.world_size, 0)
         if q_other is not None and kv_other is not None:
             yield from _by_positions(setting, "positions of another layout", f"those of {name}", q_other, kv_other)
-    if setting.question.q_turns is not None and setting.question.kv_turns is not None:
-        turns = {"q_turns": q_local, "kv_turns": kv_local}
-        yield from setting.out_and_lse("RoPE offset", "positions begin at 0 on every rank", **turns)
-        yield from setting.out_and_lse("RoPE offset", "queries begin at 0 on every rank", q_turns=q_local)
-        yield from setting.out_and_lse("RoPE offset", "keys begin at 0 on every rank", kv_turns=kv_local)
-        yield from setting.out_and_lse("RoPE offset", "keys are off by one", kv_turns=setting.question.kv_turns + 1)
-        yield from setting.out_and_lse("RoPE offset", "queries are off by one", q_turns=setting.question.q_turns + 1)
-        yield from setting.out_and_lse("RoPE left out", q_turns=None)
+
+
+def _in_some_blocks(setting: Setting) -> Iterator[Guess]:
+    """Mistakes about the mask in some blocks, where the others are right."""
+    case, counts, hops = setting.case, setting.question.counts, setting.hops()
+    q, kv = case.q_layout().all_positions(), case.kv_layout().all_positions()
+    q_local, kv_local = _local(setting.q_rank).astype(int), _local(setting.kv_rank).astype(int)
+    changed = [
+        (mistake, detail, visible(pattern, q, kv)) for mistake, detail, pattern in _changed_patterns(case.pattern)
+    ]
+    if case.pattern != ("full",):
+        changed.append(("mask in local positions", "", visible(case.pattern, q_local, kv_local)))
+    for part in parts_of(case.pattern):
+        if part[0] == "prefix":
+            at_head = (kv_local < part[1]) | (kv[None, :] <= q[:, None])
+            changed.append(("mask in local positions", "the prefix of every shard", at_head.astype(float)))
+            yield from setting.out_and_lse(*changed[-1][:2], counts=at_head.astype(float))
+    for scope, steps in setting.scopes():
+        here = np.isin(hops, steps)
+        for mistake, detail, table in changed:
+            wrong = np.where(here, table, counts)
+            if not np.array_equal(wrong, counts):
+                yield from setting.out_and_lse(mistake, f"{detail}, {scope}".lstrip(", "), counts=wrong)
+
+
+def _turned(setting: Setting) -> Iterator[Guess]:
+    """RoPE by wrong positions, or of one side only."""
+    q, kv = setting.question.q_turns, setting.question.kv_turns
+    if q is None or kv is None:
+        return
+    q_local, kv_local = _local(setting.q_rank), _local(setting.kv_rank)
+    turns: tuple[tuple[str, str, Numbers | None, Numbers], ...] = (
+        ("RoPE offset", "positions begin at 0 on every rank", q_local, kv_local),
+        ("RoPE offset", "queries begin at 0 on every rank", q_local, kv),
+        ("RoPE offset", "keys begin at 0 on every rank", q, kv_local),
+        ("RoPE offset", "keys are off by one", q, kv + 1),
+        ("RoPE offset", "queries are off by one", q + 1, kv),
+        ("RoPE left out", "", None, kv),
+        ("RoPE left out", "of queries", 0 * q, kv),
+        ("RoPE left out", "of keys", q, 0 * kv),
+        ("RoPE turned the wrong way", "", -q, -kv),
+        ("RoPE turned the wrong way", "queries only", -q, kv),
+        ("RoPE turned the wrong way", "keys only", q, -kv),
+        ("RoPE applied twice", "", 2 * q, 2 * kv),
+        ("RoPE applied twice", "to queries", 2 * q, kv),
+        ("RoPE applied twice", "to keys", q, 2 * kv),
+    )
+    for mistake, detail, of_q, of_kv in turns:
+        yield from setting.out_and_lse(mistake, detail, q_turns=of_q, kv_turns=of_kv)
 
 
 def _local(ranks: Numbers) -> Numbers:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from ringspan.verify.guesses.base import Guess, Setting
-from ringspan.verify.oracle import BlockParts, block_parts
+from ringspan.verify.oracle import BlockParts, block_parts, operands, softmax
 from ringspan.verify.patterns import Numbers
 
 LOG2 = math.log(2)
@@ -16,11 +18,7 @@ def guess_merges(setting: Setting) -> Iterator[Guess]:
     """All guesses about merging, scaling, sinks and normalising."""
     yield from _scales(setting)
     yield from _sinks(setting)
-    if setting.question.softcap is not None:
-        yield from setting.out_and_lse("softcap ignored", softcap=None)
-        yield from setting.out_and_lse(
-            "softcap before the scale", softcap=setting.question.softcap / setting.question.scale
-        )
+    yield from _softcaps(setting)
     if setting.case.world_size > 1:
         parts = block_parts(setting.question, setting.kv_rank, setting.case.world_size)
         yield from _at_once(setting, parts)
@@ -68,6 +66,26 @@ def _sinks(setting: Setting) -> Iterator[Guess]:
     yield Guess("sink ignored", "out", without.values * (1 - share[..., None]) ** 2, "its share is taken twice")
 
 
+def _softcaps(setting: Setting) -> Iterator[Guess]:
+    question, cap = setting.question, setting.question.softcap
+    if cap is None:
+        return
+    yield from setting.out_and_lse("softcap ignored", softcap=None)
+    yield from setting.out_and_lse("softcap before the scale", softcap=cap / question.scale)
+    q, k, v = operands(question)
+    raw = q @ k.swapaxes(-1, -2) * question.scale
+    squashed = {
+        "not multiplied again": np.tanh(raw / cap),
+        "not divided before": cap * np.tanh(raw),
+        "clipped": np.clip(raw, -cap, cap),
+        "applied twice": cap * np.tanh(np.tanh(raw / cap)),
+    }
+    for detail, scores in squashed.items():
+        weights, lse = softmax(question, scores)
+        yield Guess("wrong softcap", "out", weights @ v, detail)
+        yield Guess("wrong softcap", "lse", lse, detail)
+
+
 def _weighted(parts: BlockParts, weights: Numbers) -> Numbers:
     """The mean of the partial outputs with weights (ranks, batch, heads, n)."""
     total = weights.sum(0)
@@ -93,9 +111,11 @@ def _at_once(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
         yield Guess("running maximum ignored", "out", _weighted(parts, np.nan_to_num(peaks)), "maxima for weights")
         yield Guess("weights not normalised", "out", (np.exp(parts.lse)[..., None] * parts.out).sum(0))
         yield Guess("merge weights swapped", "out", _weighted(parts, np.nan_to_num(np.exp(-lse), posinf=0.0)))
-
-
-Merge = Callable[[Numbers, Numbers, Numbers, Numbers], tuple[Numbers, Numbers]]
+    if not np.isfinite(parts.lse).all():
+        finite = np.where(np.isneginf(parts.lse), 0.0, parts.lse)
+        total = np.logaddexp.reduce(finite, axis=0)
+        out = (np.exp(finite - total)[..., None] * parts.out).sum(0)
+        yield from with_sinks(setting, "empty block weighted", "log-sum-exp 0 for a block without a key", out, total)
 
 
 def _share(a: Numbers, b: Numbers) -> Numbers:
@@ -105,71 +125,69 @@ def _share(a: Numbers, b: Numbers) -> Numbers:
     return share
 
 
-def _swapped(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    weights = _share(part_lse, lse), _share(lse, part_lse)
-    return out * weights[0] + part * weights[1], np.logaddexp(lse, part_lse)
+class _Partials(NamedTuple):
+    """What is accumulated, and the next block's result."""
+
+    out: Numbers
+    lse: Numbers
+    new: Numbers
+    new_lse: Numbers
 
 
-def _binary(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    weights = _share(lse / LOG2, part_lse / LOG2), _share(part_lse / LOG2, lse / LOG2)
-    return out * weights[0] + part * weights[1], np.logaddexp(lse, part_lse)
+def _added(x: _Partials, weight: float | Numbers, new_weight: float | Numbers) -> Numbers:
+    out: Numbers = x.out * weight + x.new * new_weight
+    return out
 
 
-def _not_updated(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    return out * _share(lse, part_lse) + part * _share(part_lse, lse), np.where(np.isneginf(lse), part_lse, lse)
-
-
-def _overwritten(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    return out * _share(lse, part_lse) + part * _share(part_lse, lse), part_lse
-
-
-def _not_rescaled(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    return out + part * _share(part_lse, lse), np.logaddexp(lse, part_lse)
-
-
-def _unshared(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    return out * _share(lse, part_lse) + part, np.logaddexp(lse, part_lse)
-
-
-def _halved(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    is_first = np.isneginf(lse)[..., None]
-    return np.where(is_first, part, (out + part) / 2), np.logaddexp(lse, part_lse)
-
-
-def _larger(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    with np.errstate(invalid="ignore"):
-        return np.where((part_lse > lse)[..., None], part, out), np.maximum(lse, part_lse)
-
-
-def _last(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    del out, lse
-    return part, part_lse
-
-
-def _last_seen(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    is_empty = np.isneginf(part_lse)
-    return np.where(is_empty[..., None], out, part), np.where(is_empty, lse, part_lse)
-
-
-def _added_lse(out: Numbers, lse: Numbers, part: Numbers, part_lse: Numbers) -> tuple[Numbers, Numbers]:
-    is_first = np.isneginf(lse)
-    total = np.where(is_first, part_lse, np.where(np.isneginf(part_lse), lse, lse + part_lse))
-    return out * _share(lse, part_lse) + part * _share(part_lse, lse), total
-
-
-_MERGES: tuple[tuple[str, str, Merge], ...] = (
-    ("merge weights swapped", "the old result gets the new one's weight", _swapped),
-    ("log-sum-exp in base 2", "log2 taken for ln", _binary),
-    ("log-sum-exp not updated", "that of the first block stays", _not_updated),
-    ("log-sum-exp not updated", "that of the latest block replaces it", _overwritten),
-    ("log-sum-exp not updated", "log-sum-exps added", _added_lse),
-    ("partials not rescaled", "the accumulated one", _not_rescaled),
-    ("partials not rescaled", "the new one", _unshared),
-    ("partials averaged", "two at a time", _halved),
-    ("larger partial wins", "", _larger),
-    ("last partial wins", "", _last),
-    ("last partial wins", "of the blocks that are seen", _last_seen),
+_OUTS: tuple[tuple[str, str, Callable[[_Partials], Numbers]], ...] = (
+    ("", "", lambda x: _added(x, _share(x.lse, x.new_lse), _share(x.new_lse, x.lse))),
+    (
+        *("merge weights swapped", "the old result gets the new one's weight"),
+        lambda x: _added(x, _share(x.new_lse, x.lse), _share(x.lse, x.new_lse)),
+    ),
+    (
+        *("log-sum-exp in base 2", "log2 taken for ln"),
+        lambda x: _added(x, _share(x.lse / LOG2, x.new_lse / LOG2), _share(x.new_lse / LOG2, x.lse / LOG2)),
+    ),
+    ("partials not rescaled", "the accumulated one", lambda x: _added(x, 1, _share(x.new_lse, x.lse))),
+    ("partials not rescaled", "the new one", lambda x: _added(x, _share(x.lse, x.new_lse), 1)),
+    (
+        *("partials averaged", "two at a time"),
+        lambda x: np.where(np.isneginf(x.lse)[..., None], x.new, (x.out + x.new) / 2),
+    ),
+    ("larger partial wins", "", lambda x: np.where((x.new_lse > x.lse)[..., None], x.new, x.out)),
+    ("last partial wins", "", lambda x: x.new),
+    (
+        *("last partial wins", "of the blocks that are seen"),
+        lambda x: np.where(np.isneginf(x.new_lse)[..., None], x.out, x.new),
+    ),
 )
+_LSES: tuple[tuple[str, Callable[[_Partials], Numbers]], ...] = (
+    ("", lambda x: np.logaddexp(x.lse, x.new_lse)),
+    ("that of the first block stays", lambda x: np.where(np.isneginf(x.lse), x.new_lse, x.lse)),
+    ("that of the latest block replaces it", lambda x: x.new_lse),
+    ("that of the latest block that is seen stays", lambda x: np.where(np.isneginf(x.new_lse), x.lse, x.new_lse)),
+    ("the larger one stays", lambda x: np.maximum(x.lse, x.new_lse)),
+    (
+        "log-sum-exps added",
+        lambda x: np.where(np.isneginf(x.lse), 0, x.lse) + np.where(np.isneginf(x.new_lse), 0, x.new_lse),
+    ),
+)
+
+
+def _wrong_merges() -> Iterator[tuple[str, str, Callable[[_Partials], tuple[Numbers, Numbers]]]]:
+    """Every way to merge outputs with every way to merge log-sum-exps, but for the right one."""
+    for mistake, detail, merge_out in _OUTS:
+        for which, merge_lse in _LSES:
+            if mistake or which:
+                what = ", ".join(filter(None, (detail, which)))
+                yield mistake or "log-sum-exp not updated", what, partial(_merged, merge_out, merge_lse)
+
+
+def _merged(
+    merge_out: Callable[[_Partials], Numbers], merge_lse: Callable[[_Partials], Numbers], x: _Partials
+) -> tuple[Numbers, Numbers]:
+    return merge_out(x), merge_lse(x)
 
 
 def _one_by_one(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
@@ -181,14 +199,14 @@ def _one_by_one(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
         "rank order": lambda _: range(world_size),
     }
     for order, blocks_of in orders.items():
-        for mistake, detail, merge in _MERGES:
+        for mistake, detail, merge in _wrong_merges():
             out, lse = np.zeros_like(setting.right.out), np.full_like(setting.right.lse, -np.inf)
             for rank in setting.ranks:
                 rows = setting.q_rank == rank
                 own_out, own_lse = out[:, :, rows], lse[:, :, rows]
                 for block in blocks_of(rank):
-                    part, part_lse = parts.out[block][:, :, rows], parts.lse[block][:, :, rows]
-                    own_out, own_lse = merge(own_out, own_lse, part, part_lse)
+                    new = parts.out[block][:, :, rows], parts.lse[block][:, :, rows]
+                    own_out, own_lse = merge(_Partials(own_out, own_lse, *new))
                 out[:, :, rows], lse[:, :, rows] = own_out, own_lse
             yield from with_sinks(setting, mistake, f"{detail}, {order}".lstrip(", "), out, lse)
 

@@ -1,6 +1,7 @@
 """Mistakes in what travels: blocks missing, twice, stale or from the wrong side; heads, rows and batches mixed up."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ def guess_schedules(setting: Setting) -> Iterator[Guess]:
     if setting.case.world_size > 1:
         yield from _counted_wrongly(setting)
         yield from _other_data(setting)
+        yield from _changed_data(setting)
         yield from _rounded(setting)
 
 
@@ -26,8 +28,11 @@ def _counted_wrongly(setting: Setting) -> Iterator[Guess]:
     hops, world_size, counts = setting.hops(), setting.case.world_size, setting.question.counts
     yield from setting.out_and_lse("no exchange", "each rank attends to its own keys only", counts=counts * (hops == 0))
     for hop in range(world_size):
-        missing = "last hop missing" if hop == world_size - 1 else "block missing"
-        yield from setting.out_and_lse(missing, f"that of step {hop}", counts=counts * (hops != hop))
+        rest = counts * (hops != hop)
+        if hop == world_size - 1:
+            yield from setting.out_and_lse("last hop missing", f"that of step {hop}", counts=rest)
+        if hop < world_size - 1 or world_size == 2:
+            yield from setting.out_and_lse("block missing", f"that of step {hop}", counts=rest)
         yield from setting.out_and_lse(
             "block counted twice", f"that of step {hop}", counts=counts * (1 + (hops == hop))
         )
@@ -101,6 +106,47 @@ def _replaced(setting: Setting, source: list[int], names: tuple[str, ...]) -> Ca
             into, out_of = rows_of[(rank - hop) % world_size], rows_of[(rank - source[hop]) % world_size]
             for name in names:
                 changed[name][:, :, into] = getattr(setting.question, name)[:, :, np.resize(out_of, len(into))]
+        return changed
+
+    return change
+
+
+def _changed_data(setting: Setting) -> Iterator[Guess]:
+    """Keys or values that changed on the way: the right block with wrong numbers."""
+    changes: list[tuple[str, str, Callable[[Numbers], Numbers]]] = [
+        ("keys or values left at zero", "", np.zeros_like),
+        ("rows of a block in another order", "in reverse", lambda x: x[:, :, ::-1]),
+        ("rows of a block in another order", "off by one", lambda x: np.roll(x, 1, 2)),
+        ("rows of a block in another order", "off by one", lambda x: np.roll(x, -1, 2)),
+    ]
+    if setting.case.batch > 1:
+        changes += [
+            ("batch rows mixed up", "row 0 for all", lambda x: np.broadcast_to(x[:1], x.shape)),
+            ("batch rows mixed up", "in reverse", lambda x: x[::-1]),
+        ]
+    if setting.case.num_kv_heads > 1:
+        changes.append(("wrong KV head", "KV head 0 for all", lambda x: np.broadcast_to(x[:, :1], x.shape)))
+        changes += [("wrong KV head", f"off by {n}", partial(np.roll, shift=n, axis=1)) for n in (1, -1)]
+    everywhere = ("everywhere", tuple(setting.ranks))
+    for scope, steps in (everywhere, *setting.scopes()):
+        for mistake, detail, function in changes:
+            for names in ("k", "v", "kv"):
+                change = _in_steps(setting, steps, names, function)
+                what = {"k": "keys", "v": "values", "kv": "keys and values"}[names]
+                yield from setting.by_rank(mistake, change, ", ".join(filter(None, (f"{what} {scope}", detail))))
+
+
+def _in_steps(
+    setting: Setting, steps: tuple[int, ...], names: str, function: Callable[[Numbers], Numbers]
+) -> Callable[[int], dict[str, Any]]:
+    """For each rank, the blocks of some steps changed in k, v or both."""
+
+    def change(rank: int) -> dict[str, Any]:
+        changed = {name: getattr(setting.question, name).copy() for name in names}
+        for step in steps:
+            rows = np.flatnonzero(setting.kv_rank == (rank - step) % setting.case.world_size)
+            for x in changed.values():
+                x[:, :, rows] = function(x[:, :, rows])
         return changed
 
     return change
