@@ -335,3 +335,32 @@ def test_ringmaster_setup_knows_the_ranks():
         ringmaster.get_runtime()
     with pytest.raises(rs.ShapeError, match="has 1 ranks"):
         ringmaster.setup(ringmaster.RingmasterConfig(size=2))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("lfm2", r"conv_L_cache"),
+        ("granitemoehybrid", "layer_types"),  # no layer of it attends
+        ("llama dynamic", "depends on the length"),
+    ],
+)
+def test_attention_by_name_refuses_models_in_which_more_depends_on_other_ranks(model, says):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if model == "lfm2":
+        made = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes))
+    elif model == "granitemoehybrid":
+        mamba = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "layer_types": ["linear_attention"] * 2}
+        made = transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**sizes, **mamba))
+    else:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rope_parameters=rope))
+    ring_flash_attn.substitute_hf_flash_attn(None, 1)
+    made.set_attn_implementation("ring_attn")
+    ring_flash_attn.update_ring_flash_attn_params(torch.tensor([0, 3, 8]), None)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    with pytest.raises(rs.UnsupportedError, match=says):
+        made(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)

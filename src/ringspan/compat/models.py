@@ -22,6 +22,8 @@ from ringspan.runtime.session import session_of
 __all__ = ["ShardAttention", "Shards"]
 
 _REFUSED = ("bias", "attn_bias", "position_bias", "head_mask")
+_MIXERS = ("mamba", "ssm_", "conv_", "linear_", "lru_", "state_size")  # of tokens, besides attention
+_ATTENDING = {"attention", "full_attention", "sliding_attention"}
 
 
 class Shards(NamedTuple):
@@ -109,10 +111,7 @@ class ShardAttention:
                 raise UnsupportedError("it has the keys of this rank only", argument=name, remedy="leave it out")
         if dropout:
             raise UnsupportedError("ranks would drop other weights than one process", argument="dropout", value=dropout)
-        if (chunk_size := _chunk_size(module)) is not None:
-            raise UnsupportedError(
-                "attention by this name does not compute it", argument="attention_chunk_size", value=chunk_size
-            )
+        _check_config(getattr(module, "config", None))
         self._check_positions(position_ids, shards)
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if shards.may_be_padded and not is_causal:
@@ -168,8 +167,30 @@ class ShardAttention:
         self._seen = position_ids
 
 
-def _chunk_size(module: nn.Module) -> int | None:
-    return getattr(getattr(module, "config", None), "attention_chunk_size", None)
+def _check_config(config: Any) -> None:
+    """Refuse a model in which more than attention depends on the tokens of other ranks."""
+    said = {} if config is None else config.to_dict()
+    for name, value in said.items():
+        is_mixer = name.startswith(_MIXERS) or (name in ("layer_types", "block_types") and not {*value} <= _ATTENDING)
+        if value and (is_mixer or name in ("attention_chunk_size", "attn_temperature_tuning")):
+            raise UnsupportedError(
+                "attention by this name does not compute it",
+                argument=f"config.{name}",
+                value=value,
+                remedy="call rs.adapters.transformers.parallelize(model)",
+            )
+    if kinds := _rope_types(said.get("rope_parameters")) & {"dynamic", "longrope"}:
+        raise UnsupportedError(
+            "it depends on the length of the sequence, and a rank sees a part of it",
+            argument="config.rope_parameters",
+            value=min(kinds),
+        )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    if not isinstance(parameters, dict):
+        return set()
+    return {parameters.get("rope_type", "default")}.union(*map(_rope_types, parameters.values()))
 
 
 def _mask(is_causal: bool, window: int | None, lengths: tuple[tuple[int, ...], ...] | None) -> Mask:
@@ -184,5 +205,7 @@ def _mask(is_causal: bool, window: int | None, lengths: tuple[tuple[int, ...], .
     return rows[0] if len(rows) == 1 else per_row(rows)
 
 
-def _no_mask(**options: Any) -> None:
+def _no_mask(config: Any = None, **options: Any) -> None:
+    """Called in each forward, even by a model whose layers are no attention."""
     del options
+    _check_config(config)
