@@ -10,7 +10,7 @@ from ringspan.compat.sequence_first import FlashOptions, flash_mask
 from ringspan.layout import contiguous
 from ringspan.runtime.api import attention
 from ringspan.runtime.session import session_of
-from ringspan.transports.single import ALONE
+from ringspan.transports.base import ALONE
 
 __all__ = ["ring_attention"]
 
