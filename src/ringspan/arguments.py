@@ -19,7 +19,7 @@ MOST_RANKS = 2**16
 
 
 class Kind(NamedTuple):
-    """What an argument must be."""
+    """The kind of value that an argument must have."""
 
     expected: str
     remedy: str

@@ -193,7 +193,7 @@ def ring_of_degrees(ulysses: int, ring: int) -> str:
 
 
 class RingWork(NamedTuple):
-    """What the busiest rank of a call computes, and what a hop carries: counted, so masks and uneven shards are in."""
+    """Work of the busiest rank, and bytes of a hop. Both are counted, so masks and uneven shards are included."""
 
     flops: float
     kv_bytes: int
@@ -202,7 +202,7 @@ class RingWork(NamedTuple):
 
 
 class RingMachine(NamedTuple):
-    """Figures of the machine at hand: what each rank computes and what its link takes, all ranks at work.
+    """Measured figures of this machine: each rank's compute rate and its link, with all ranks at work.
 
     `busy_s_per_byte` is what a byte on its way takes from computing, where the CPU that computes also moves it.
     """

@@ -60,7 +60,7 @@ class Load(NamedTuple):
 
 
 class Costs(Protocol):
-    """What one layer's attention costs on one device of one rank."""
+    """The costs of one layer's attention on one device of one rank."""
 
     @property
     def num_heads(self) -> int:
@@ -105,7 +105,7 @@ class Sequence(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Who takes part: ranks in nodes of `per_node`; `inner` is the Ulysses degree, or the ring inside a node."""
+    """The ranks of a call, in nodes of `per_node`; `inner` is the Ulysses degree, or the ring inside a node."""
 
     world_size: int
     per_node: int
@@ -135,7 +135,7 @@ class RegularCall:
         return RegularCall(self.ring, self.sequence, costs, is_backward=self.is_backward)
 
     def _period(self) -> int:
-        """After how many ranks the next one is like the first."""
+        """The number of ranks after which the pattern repeats."""
         size, per_node, inner = self.ring
         if self.is_uneven:
             return size
@@ -165,7 +165,7 @@ class RegularCall:
         return Round(self.ranks, dst % self.period, nbytes, is_far, reads_at, is_exchange)
 
     def ahead(self, distance: int, nbytes: float, *, reads_at: int = 0, is_exchange: bool = False) -> Round:
-        """A message from every rank to the one so many places further."""
+        """A message from every rank to the rank `distance` places ahead."""
         return self.moves(lambda ranks: ranks + distance, nbytes, reads_at=reads_at, is_exchange=is_exchange)
 
     def everywhere(self, seconds: float) -> Seconds:
@@ -175,7 +175,7 @@ class RegularCall:
     # Whom a rank sees. `times` ranks were joined by an exchange of heads, so that there are as many times the tokens.
 
     def seers(self, times: int = 1) -> Collection[int]:
-        """How many places round the ring it is to the ranks, or groups of `times`, that see one's keys; ascending."""
+        """The distances round the ring to the ranks, or groups of `times` ranks, that see a rank's keys; ascending."""
         size = self.ring.world_size // times
         if not self.window or self.sequence.cached_tokens or self.sequence.layout == "striped":
             return range(1, size)
@@ -185,7 +185,7 @@ class RegularCall:
         return sorted({*range(1, reach + 1), *range(size - reach, size)})  # a late run is seen from the ranks before
 
     def seen(self) -> Collection[int]:
-        """How many places it is to the ranks whose keys one sees; ascending."""
+        """The distances to the ranks whose keys a rank sees; ascending."""
         size, seers = self.ring.world_size, self.seers()
         return range(size - len(seers), size) if self.sequence.layout == "contiguous" else seers
 
@@ -209,7 +209,7 @@ class RegularCall:
     # Tiles. Tokens that were joined are in one tile, or in one tile for every pair of blocks, as the practice is.
 
     def own_s(self, times: int = 1) -> float:
-        """A rank's queries against its own keys."""
+        """Seconds of a rank's queries against its own keys."""
         if self.window:
             return self._window_s(times, is_own=True)
         if times > 1 and not self.costs.joins_tiles:
@@ -224,7 +224,7 @@ class RegularCall:
         return self.costs.tile_s(q_len, q_len, is_causal=True) + self.costs.tile_s(q_len, self.cached_len * times)
 
     def other_s(self, times: int = 1) -> float:
-        """Against another rank's keys, where it sees them as far as the layout lets it; merging included."""
+        """Seconds against another rank's keys, as far as the layout shows them; merging included."""
         if self.window:
             return self._window_s(times, is_own=False)
         if times > 1 and not self.costs.joins_tiles:
@@ -239,7 +239,7 @@ class RegularCall:
         return self.costs.tile_s(q_len, q_len, is_causal=True) + cached_s
 
     def unseen_s(self, times: int = 1) -> float:
-        """Against a rank whose new tokens all come later: only its cached ones are seen."""
+        """Seconds against a rank whose new tokens all come later: only its cached tokens are seen."""
         if not self.cached_len:
             return 0.0
         tiles = 1 if self.costs.joins_tiles else times
@@ -247,7 +247,7 @@ class RegularCall:
         return tiles**2 * (self.costs.tile_s(q_len, cached_len) + self.merging_s(q_len))
 
     def gathered_s(self) -> Seconds:
-        """By rank: its queries against all keys that it sees, in one kernel over gathered keys."""
+        """Seconds by rank of its queries against all keys that it sees, in one kernel over gathered keys."""
         size = self.ring.world_size
         if self.window:
             return self.everywhere(self.own_s() + len(self.seers()) * self.other_s())
@@ -282,7 +282,7 @@ class RegularCall:
         return self.costs.merge_s(q_len)
 
     def _window_s(self, times: int, *, is_own: bool) -> float:
-        """Against the part of a window's keys that one rank, or group, holds; merging included if it is another."""
+        """Seconds against the part of a window's keys on one rank or group; merging included if it is another."""
         q_len = self.q_len * times
         fits = self.window * self._num_runs <= q_len
         is_dealt = self.sequence.layout == "striped" or (self.sequence.cached_tokens > 0 and not fits)

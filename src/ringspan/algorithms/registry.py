@@ -190,7 +190,7 @@ def _check_record(record: Algorithm) -> None:
             raise _refusal(field, getattr(record, field), "must be callable", "give a function")
     if not isinstance(record.options, frozenset) or not record.options <= OPTIONS:
         known = f"give a frozenset of {', '.join(sorted(OPTIONS))}"
-        raise _refusal("options", record.options, "an option is not known, or they are no frozenset", known)
+        raise _refusal("options", record.options, "an option is not known, or the value is not a frozenset", known)
     _check_signature(record)
 
 

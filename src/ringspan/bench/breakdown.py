@@ -15,7 +15,7 @@ EVEN = 1.1  # ratio between two ranks up to which their attention time counts as
 
 
 class Interval(NamedTuple):
-    """When a rank's call began and ended, on the clock of the activities."""
+    """Begin and end of a rank's call, on the clock of the activities."""
 
     start_s: float
     end_s: float

@@ -157,7 +157,7 @@ def _tile_s(here: _Here, n: int, kind: PieceKind) -> list[float]:
 
 
 def _backward_tile_s(here: _Here, n: int, kind: PieceKind) -> list[float]:
-    """The gradients of a tile, as the first of their sums; what is read besides may have any values."""
+    """Seconds of the gradients of a tile that starts its sums; the values of the other operands do not matter."""
     q, kv, out = _operands(here, n)
     dout = torch.randn_like(out[0]).to(q[0].dtype)
     q_grad = (*q, dout, torch.zeros_like(dout), torch.full_like(out[1], math.log(n)))
@@ -171,7 +171,7 @@ def _merge_s(here: _Here, n: int) -> list[float]:
 
 
 def _stolen_s(here: _Here) -> list[float]:
-    """How much longer a tile takes while the largest message travels both ways, for each pair of repeats."""
+    """Extra seconds of a tile while the largest message travels both ways, for each pair of repeats."""
     q, kv, out = _operands(here, STOLEN_FROM)
     piece = Piece(slice(0, STOLEN_FROM), slice(0, STOLEN_FROM), PieceKind.FULL, None, None)
     exchange = _exchange(here, MESSAGE_BYTES[-1])

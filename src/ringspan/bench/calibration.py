@@ -18,7 +18,7 @@ Point = tuple[int, float, float]  # tokens, FLOPs, seconds
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a rank of this machine reaches while the others are busy too."""
+    """Rates that a rank of this machine reaches while the other ranks are busy too."""
 
     attention: AttentionCurve
     link: tuple[float, float]  # bytes per second, latency
@@ -100,7 +100,7 @@ def _solve(
 
 
 def format_calibration(calibration: Calibration) -> str:
-    """As TOML, for `ringspan plan`."""
+    """The calibration as TOML, for `ringspan plan`."""
     rate, latency_s = calibration.link
     lines = [
         "# Written by ringspan bench calibrate. SI units; what one rank reaches while the others are busy too.",

@@ -141,7 +141,7 @@ def _parameters(settings: Settings, kernel: str) -> BenchParameters:
 
 
 def machine_of(device: torch.device) -> MachineInfo:
-    """Where this process runs."""
+    """The machine of this process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = str(torch.__version__)  # unpickling torch's own type would load torch in the parent
     return MachineInfo(platform.platform(), os.cpu_count() or 1, name, platform.python_version(), version)
@@ -238,7 +238,7 @@ StepTimes = dict[str, list[float]]
 
 
 class Learned(NamedTuple):
-    """What was learned of the model, and how long that took."""
+    """The learned plan of the model, and the time that learning took."""
 
     num_parameters: int
     plan: str

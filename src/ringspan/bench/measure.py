@@ -41,7 +41,7 @@ DISSECTED = 3  # recorded runs, at most
 
 
 class _Bench(NamedTuple):
-    """What one rank needs to measure."""
+    """One rank's inputs and options of a measurement."""
 
     settings: Settings
     group: Any

@@ -279,7 +279,7 @@ Answer = list[torch.Tensor]
 
 
 class Outcome(NamedTuple):
-    """What one run of the model computed."""
+    """The results of one run of the model."""
 
     answer: Answer
     trained: Trained

@@ -76,7 +76,7 @@ def _run_mpi(timeout_s: float) -> list[PathCheck]:
 
 
 def _run_mpirun(arguments: list[str], world_size: int, timeout_s: float) -> str:
-    """What `ringspan ARGUMENTS` prints under mpirun."""
+    """The output of `ringspan ARGUMENTS` under mpirun."""
     command = ["mpirun", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     program = [sys.executable, "-P", "-c", "from ringspan.cli import main; main()", *arguments]
     process = subprocess.Popen(  # noqa: S603 - our own command

@@ -24,7 +24,7 @@ Report = Callable[[Progress], None]
 
 
 def main() -> None:
-    """A rank that `launch.py` has started."""
+    """The main function of a rank that `launch.py` started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     rank, store = int(sys.argv[1]), sys.argv[2]
     channel = os.fdopen(os.dup(1), "wb")

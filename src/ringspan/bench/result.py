@@ -55,7 +55,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where the time of one rank went; the parts add up to the time of the call on all ranks."""
+    """The parts of one rank's time; they add up to the time of the call on all ranks."""
 
     attention_s: float
     merge_s: float
@@ -85,7 +85,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What one rank did."""
+    """One rank's activities and counts."""
 
     rank: int
     breakdown: Breakdown

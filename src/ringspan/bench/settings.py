@@ -1,4 +1,4 @@
-"""What is to be measured? Settings are checked, as far as possible without torch, before any rank is started."""
+"""What is measured? Settings are checked, as far as possible without torch, before any rank is started."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -138,15 +138,15 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
         return self.layout.world_size
 
     def passes(self) -> tuple[Side | None, ...]:
-        """What is run: None for the forward pass, and the side that travels in the backward pass if there is one."""
+        """The passes: None for the forward pass, and the travelling side of the backward pass if there is one."""
         return (None, self.problem().lighter_side()) if self.has_backward else (None,)
 
     def problem(self) -> Problem:
-        """What is computed, in the terms of the runtime."""
+        """The attention problem of the measurement."""
         heads = Heads(self.num_heads, self.num_kv_heads)
         shapes = Shapes((self.batch,), heads, self.head_dim, self.head_dim, *DTYPES[self.dtype])
         return Problem(self.mask, self.layout, self.layout, shapes)
@@ -214,7 +214,7 @@ class VideoSettings:
 
     @property
     def video(self) -> Video:
-        """How its frames become tokens."""
+        """The rule by which frames become tokens."""
         video = self.shapes.video
         assert video is not None
         return video
@@ -267,5 +267,5 @@ class Job:
 
     @property
     def num_processes(self) -> int:
-        """Ranks that are threads share a process."""
+        """The number of processes; ranks that are threads share one."""
         return 1 if self.carrier == "threads" else self.world_size

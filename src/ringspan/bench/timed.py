@@ -34,7 +34,7 @@ from ringspan.transports.base import MessageHandle, Posted, Receive, Send, Trans
 
 
 class Watch:
-    """Writes down what one rank does in one call."""
+    """Records one rank's activities in one call."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.activities: list[Activity] = []
@@ -55,17 +55,17 @@ class Watch:
         return time.perf_counter()
 
     def note(self, event: Event) -> None:
-        """Hear from the executor which tile comes next."""
+        """Note the tile that the executor computes next."""
         if event.action == "attend":
             self._step = self.first_step + event.step
             self.tile = "×".join(map(str, event.blocks))
 
     def computed(self, kind: Literal["attend", "merge"], name: str, start_s: float) -> None:
-        """Something that began at `start_s` has just been computed."""
+        """Record a computation that began at `start_s` and has just ended."""
         self.activities.append(Activity(self._rank, self._step, kind, name, start_s, self.now()))
 
     def begin_attention(self) -> None:
-        """A call that is not taken apart, but for its messages, begins."""
+        """Begin a call of attention of which only the messages are recorded separately."""
         self._begun = self.now(), self.message_s
 
     def end_attention(self, name: str) -> None:
@@ -98,7 +98,7 @@ class TimedKernel:
         self.name = kernel.name
 
     def refuses(self, request: KernelRequest) -> str | None:
-        """As the kernel itself."""
+        """Refuse the requests that the kernel refuses."""
         return self.kernel.refuses(request)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
@@ -217,7 +217,7 @@ class TimedTransport(WrappedTransport):
         return Posted(outgoing, incoming)
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
-        """Recorded as one message from all to all, which arrives when the last rank has sent."""
+        """Gather, recorded as one message from all ranks to all ranks that arrives when the last rank has sent."""
         start_s = self.watch.now()
         everyone = self.inner.all_gather_bytes(payload, timeout_s)
         number = self._count(_EVERYONE, _EVERYONE)
@@ -263,7 +263,7 @@ T = TypeVar("T")
 
 
 class Timed(NamedTuple, Generic[T]):
-    """What a call returned, and its seconds of wall and processor time."""
+    """The result of a call, with its wall time and processor time in seconds."""
 
     value: T
     taken_s: float

@@ -51,7 +51,7 @@ def measure_transformer(
 
 
 class _ModelBench:
-    """What one rank needs, and what it records."""
+    """One rank's inputs and measurements."""
 
     def __init__(self, job: Job, group: Any, device: torch.device, report: Callable[[Progress], None]) -> None:
         assert job.transformer is not None

@@ -55,7 +55,7 @@ def measure_video(job: Job, group: Any, device: torch.device, report: Callable[[
 
 
 class _VideoBench:
-    """What one rank needs, and what it records."""
+    """One rank's inputs and measurements."""
 
     one_memory: StepMemory  # on rank 0
     memory: StepMemory
@@ -99,7 +99,7 @@ class _VideoBench:
             self._time(who, calls[who])
 
     def take_apart(self) -> FoundSteps:
-        """One more run, under a watch, with all that was found before."""
+        """Run once more with recording, and return all measurements."""
         self.tell("where the time goes")
 
         def call(watch: Watch) -> None:
@@ -110,7 +110,7 @@ class _VideoBench:
         return FoundSteps(self.times, self.cpu_times, dissected, self.memory, self.output.cpu())
 
     def check(self, outputs: Sequence[torch.Tensor]) -> ResultCheck:
-        """Hold the output of every rank to that of one process; in a half type to that of one process in float32."""
+        """Compare every rank's output with one process; in half dtypes with one process in float32."""
         assert self.unmodified is not None
         right, name, tolerance = self.expected, "one process", _RELATIVE.get(self.settings.dtype)
         if tolerance is None:
@@ -121,17 +121,17 @@ class _VideoBench:
         return ResultCheck(worst if math.isfinite(worst) else None, tolerance, name)
 
     def alone(self) -> torch.Tensor:
-        """One process with the unmodified model; nothing on other ranks than the first."""
+        """Run the unmodified model in one process, on rank 0 only."""
         output: torch.Tensor = self.arguments["hidden_states"]
         return output if self.unmodified is None else self.unmodified(**self.arguments)[0]
 
     def on_ranks(self) -> torch.Tensor:
-        """The parallelized model, as a user calls it."""
+        """Run the parallelized model as a user calls it."""
         output: torch.Tensor = self.model(**self.arguments)[0]
         return output
 
     def without_messages(self) -> torch.Tensor:
-        """The ideal."""
+        """Run the ideal."""
         adapter = self.handle.adapters["transformer"]
         run = MessagelessRun(adapter.find_plan(self.arguments), adapter.options, self.pieces)
         with adapter.wiring.running(run):
@@ -150,13 +150,13 @@ class _VideoBench:
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
-    """A copy with the very same parameters."""
+    """A copy of the model that shares its parameters."""
     return copy.deepcopy(model, {id(x): x for x in model.parameters()})
 
 
 @contextmanager
 def attention_watched(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """Record every call of attention of the model's forward, inside of whatever else takes them."""
+    """Record every call of attention in the model's forward."""
     stack = ExitStack()
     hooks = [
         model.register_forward_pre_hook(lambda *_: stack.enter_context(_AttentionMode(watch)) and None),

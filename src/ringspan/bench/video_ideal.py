@@ -27,7 +27,7 @@ Pieces = dict[Any, tuple[Kernel, list[Operands]]]
 
 
 class MessagelessRun(TokenShardRun):
-    """A forward of this rank's rows that talks to no other rank."""
+    """A forward of this rank's rows without messages."""
 
     def __init__(self, plan: ForwardPlan, options: RankOptions, pieces: Pieces) -> None:
         super().__init__(plan, options)
@@ -43,7 +43,7 @@ class MessagelessRun(TokenShardRun):
         return asked.query
 
     def gather_rows(self, rows: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
-        """As many rows as all ranks have."""
+        """Return placeholder rows for all ranks."""
         shape = list(rows.shape)
         shape[dim] = layout.num_positions
         return rows.new_zeros(shape)

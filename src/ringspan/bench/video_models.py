@@ -56,7 +56,7 @@ class Draw:
         return drawn.to(self._device, self._dtype)
 
     def filled(self, value: float, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Rows of one number."""
+        """Rows filled with one number."""
         return torch.full((self._batch, *shape), value, device=self._device, dtype=dtype or self._dtype)
 
     def angles(self, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,7 +121,7 @@ class TurnProblem:
         return (Span(part.start, part.start + part.num_new),) if owner == ALL else part.new[owner]
 
     def visible(self) -> Visible:
-        """Which rank's new queries see keys of which rank."""
+        """The matrix that says which rank's new queries see which rank's keys."""
         ranks = range(self.world_size)
         return Visible.of([[self._sees(ALL if self.is_replicated else q, kv) for kv in ranks] for q in ranks])
 

@@ -41,7 +41,7 @@ class SavedBlock(NamedTuple):
     checksums: tuple[int, ...]
 
     def key(self, sequence: int, i: int) -> str:
-        """The name of its i-th tensor."""
+        """The name of the block's i-th tensor."""
         return f"{sequence}.{self.start}.{i}"
 
 
@@ -50,7 +50,7 @@ SavedBlocks = Mapping[int, tuple[SavedBlock, ...]]
 
 
 class SavedIndex(NamedTuple):
-    """What `cache.json` says, checked."""
+    """The checked contents of `cache.json`."""
 
     data: str
     placements: Mapping[int, Placement]

@@ -1,4 +1,4 @@
-"""What does a cache hold on this rank, and what does it know of all ranks?"""
+"""What does a cache hold on this rank, and what does this rank know of all ranks?"""
 
 import hashlib
 from collections.abc import Mapping

@@ -110,7 +110,7 @@ class Turn:
 
     @cached_property
     def layout(self) -> Layout:
-        """Which rank computes which new token, counted through all sequences; for `rs.shard` and `rs.gather`."""
+        """The layout of the turn's new tokens, counted through all sequences; for `rs.shard` and `rs.gather`."""
         if self.query == "replicated":
             return Layout(((),) * self._state.world_size, (Span(0, self.num_tokens),))
         return Layout(tuple(tuple(self._rows(rank)) for rank in range(self._state.world_size)))
@@ -129,7 +129,7 @@ class Turn:
 
     @cached_property
     def own_rows(self) -> list[tuple[int, int, list[slice]]]:
-        """What this rank stores: (sequence, index in its storage, rows of the k and v this rank is given)."""
+        """The rows that this rank stores: (sequence, index in its storage, rows of this rank's k and v)."""
         rank, taken, own = self._state.rank, 0, []
         offset = 0
         for part in self.parts:

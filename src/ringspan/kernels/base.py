@@ -18,7 +18,7 @@ from ringspan.program.pieces import Piece, PieceKind
 
 
 class KernelRequest(NamedTuple):
-    """What a call needs of its kernel.
+    """The features that a call needs of its kernel.
 
     With `reproducible`, a row's bits must not depend on the other rows or heads. With `softcap`, a score s becomes
     softcap · tanh(s / softcap) before the mask and the softmax.

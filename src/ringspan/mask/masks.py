@@ -30,7 +30,7 @@ _DEEPEST = 64  # levels of brackets in a mask; a chain without brackets is one l
 
 
 class Mask(ABC):
-    """Which key positions each query position sees. Built by the functions below, combined with `&` and `|`."""
+    """The key positions that each query position sees. Built by the functions below, combined with `&` and `|`."""
 
     __slots__ = ()
 

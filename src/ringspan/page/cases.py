@@ -128,7 +128,7 @@ class Combination(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the page and in permalinks."""
+        """The name of the combination in the page and in permalinks."""
         return "|".join(map(str, self))
 
 
@@ -161,7 +161,7 @@ def list_combinations() -> Iterator[Combination]:
 
 
 def run_combination(one: Combination) -> Simulation:
-    """Simulate it, in float64."""
+    """Simulate the combination in float64."""
     if one.algorithm in DECODES:
         return _run_decode(one)
     layout = BUILDERS[one.layout](SEQ_LEN, one.ranks)

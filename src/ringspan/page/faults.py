@@ -1,4 +1,4 @@
-"""What happens if one thing is done wrong? The error that follows, and what the proof says of such a schedule.
+"""What happens after one mistake? The error of its result, and the verdict of the proof on such a schedule.
 
 Each fault is run for real on the lesson's ring: the numbers come from the executor, the refusal from `validate`. Where
 the schedule is right and only the arithmetic or the balance is wrong, the proof has nothing to refuse, and says so.
@@ -25,7 +25,7 @@ WORLD_SIZE = 4
 
 
 class LessonFault(NamedTuple):
-    """A mistake: what ran in place of the right program, and the schedule that describes what was done."""
+    """A mistake: the run with the mistake, and the schedule that describes this run."""
 
     key: str
     label: str
@@ -39,7 +39,7 @@ class LessonFault(NamedTuple):
 
 
 def describe_faults() -> list[dict[str, Any]]:
-    """The right run first, then each fault."""
+    """The correct run first, then each fault."""
     return [_describe(fault) for fault in list_faults()]
 
 
@@ -132,12 +132,12 @@ def list_faults() -> list[LessonFault]:
 
 
 def ring(layout: Layout, direction: str = "forward") -> Schedule:
-    """The right schedule."""
+    """The correct schedule."""
     return build_schedule(DEFAULT_ALGORITHM, visible_blocks(causal(), layout), direction=direction)  # type: ignore[arg-type]
 
 
 def refusal_of(fault: LessonFault) -> str | None:
-    """What the proof says of the schedule, with the step at fault marked; None if it passes."""
+    """The error of the schedule's proof, with the faulty step marked; None if the proof succeeds."""
     try:
         validate(fault.described, visible_blocks(causal(), fault.layout))
     except ScheduleError as error:
@@ -206,7 +206,7 @@ def _both_ways(layout: Layout) -> list[tuple[Step, Step]]:
 
 
 def _from_the_other_side(step: int, transfer: Transfer) -> tuple[int, Transfer]:
-    """What arrives is what the previous rank sent, which it takes for the block of the rank `step` places ahead."""
+    """A delivery in which each rank takes the previous rank's block for the block of the rank `step` places ahead."""
     source = (transfer.dst - 1) % WORLD_SIZE
     return step, Transfer(Block("kv", (source + step) % WORLD_SIZE), source, (source - 1) % WORLD_SIZE)
 

@@ -30,7 +30,7 @@ HIDDEN = 0.01  # of the time blocked by messages: below this the ring hides them
 
 
 def describe_hiding() -> dict[str, Any]:
-    """The table, the structure that all its timelines share, and what was assumed."""
+    """The table, the structure that its timelines share, and the assumptions."""
     loads = {tokens: {name: build_loads(name, tokens) for name in LAYOUTS} for tokens in TOKENS}
     return {
         "device": load_device(DEVICE).id,
@@ -52,7 +52,7 @@ def time_ring(loads: list[Load], gigabytes_per_s: float) -> Timeline:
 
 
 def build_loads(layout_name: str, tokens: int) -> list[Load]:
-    """What the ring computes and sends, step by step."""
+    """The ring's computations and messages, step by step."""
     layout, mask, device = LAYOUTS[layout_name](tokens, WORLD_SIZE), causal(), load_device(DEVICE)
     shapes = Shapes((1,), HEADS, HEAD_DIM, HEAD_DIM, 2, 4)
     schedule = build_schedule(DEFAULT_ALGORITHM, visible_blocks(mask, layout))
@@ -63,7 +63,7 @@ def build_loads(layout_name: str, tokens: int) -> list[Load]:
 
 
 def _structure(loads: list[Load]) -> dict[str, Any]:
-    """What is computed and sent in each step: the same at every length."""
+    """The computations and messages of each step, which are the same at every length."""
     return {
         "tiles": [list(load.names) for load in loads],
         "messages": [

@@ -50,7 +50,7 @@ def build_app_page(title: str, script: str, style: str = "") -> str:
 
 
 def embed_json(value: Any) -> str:
-    """JSON that can stand in a script element: no character of it ends the element or is read as markup."""
+    """JSON for a script element: none of its characters ends the element or is read as markup."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     if len(text) > MOST_BYTES:
         raise ShapeError(

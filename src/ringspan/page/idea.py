@@ -62,7 +62,7 @@ VALUES = (np.array([2.0, 4.0]), np.array([1.0]))
 
 
 class MergedPart(NamedTuple):
-    """What attention over some keys gives: the output, and the logarithm of the sum of exponentials."""
+    """Attention over some keys: the output, and the logarithm of the sum of exponentials."""
 
     out: float
     lse: float

@@ -45,7 +45,7 @@ class Replay(NamedTuple):
 
 
 class PlainSum(RankState):
-    """The mistake: outputs of blocks are added as they are, not weighed by their share of the softmax."""
+    """The mistake: outputs of blocks are added without weighting them by their share of the softmax."""
 
     def attend(self, tile: Tile) -> None:
         """Attend the tile by itself, then add it. The log-sum-exp stays right, so only the outputs are wrong."""
@@ -59,7 +59,7 @@ class PlainSum(RankState):
 
 
 def as_sent(step: int, transfer: Transfer) -> tuple[int, Transfer]:
-    """Every message arrives as it was sent."""
+    """Deliver every message as it was sent."""
     return step, transfer
 
 
@@ -93,7 +93,7 @@ def replay(
 
 
 class _ReplayNetwork:
-    """Messages by step and transfer; what arrives is what `deliver` says."""
+    """Messages by step and transfer; `deliver` decides which message arrives."""
 
     def __init__(self, deliver: Deliver) -> None:
         self.deliver = deliver
@@ -107,10 +107,10 @@ class _ReplayNetwork:
         return self.messages[self.deliver(step, transfer)]
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Messages are handed over by reference."""
+        """Do nothing: messages are passed by reference."""
 
     def release(self, value: Value, /) -> None:
-        """Nothing to reuse."""
+        """Do nothing: there are no buffers to reuse."""
 
 
 def _blocks_of(rank: int, problem: Problem, inputs: ReplayInputs) -> dict[Block, Value]:

@@ -78,7 +78,7 @@ def describe_mask(simulation: Simulation) -> list[str]:
 
 
 def _describe_cell(cell: RankStep) -> list[list[Any]]:
-    """What a rank holds of others, its tiles (q, kv, pairs) and its messages (block, rank, bytes) in one step."""
+    """The blocks that a rank received, its tiles (q, kv, pairs) and its messages (block, rank, bytes) in one step."""
     foreign = [str(block) for block in cell.held if block.owner not in (cell.rank, ALL)]
     tiles = [[str(event.blocks[0]), str(event.blocks[1]), event.pairs] for event in cell.attended]
     sends = [[str(event.blocks[0]), event.peer, event.nbytes] for event in cell.sent]

@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """What running a program asks about its blocks; `block_shapes` remembers its results."""
+    """The sizes of blocks that running a program needs; `block_shapes` caches its results."""
 
     world_size: int
     block_shapes: Callable[[Block], tuple[Shape, ...]]

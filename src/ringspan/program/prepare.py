@@ -20,7 +20,7 @@ NewState = Callable[[int, BlockSizes, dict[Block, Value], Arithmetic], RankState
 
 
 class Bound(NamedTuple):
-    """A rank's program, and what makes its state from (rank, sizes, inputs, arithmetic)."""
+    """A rank's program, and the factory of its state from (rank, sizes, inputs, arithmetic)."""
 
     program: BoundProgram
     new_state: NewState
@@ -55,7 +55,7 @@ REPRODUCIBLE = Mode("reproducible", "straight", _bind_reproducible)
 
 
 class ProgramOptions(NamedTuple):
-    """What beside the algorithm decides a program."""
+    """The options of a program besides its algorithm."""
 
     mesh: Mesh | None = None
     direction: Direction | None = None
@@ -108,13 +108,13 @@ def prepare(problem: Problem, rank: int, algorithm: str, options: ProgramOptions
 
 
 def prepare_ranks(problem: Problem, schedule: Schedule, options: ProgramOptions = _FORWARD) -> list[Prepared[Problem]]:
-    """The programs of all ranks for a schedule that is at hand, which is proved first."""
+    """The programs of all ranks for a given schedule, which is proved first."""
     validate(schedule, problem.visible())
     return [_prepared(problem, schedule, rank, options) for rank in range(problem.world_size)]
 
 
 def prepare_turn(problem: AnySizes, rank: int, algorithm: str, query: Query) -> Prepared[AnySizes]:
-    """One rank's program for a turn of a cache, whose sizes never come again; its schedule does, and is kept."""
+    """One rank's program for a turn of a cache. Its sizes never recur, so only the schedule is cached."""
     return _prepared(problem, _proved_for_turn(problem.visible(), algorithm, query), rank, _FORWARD)
 
 

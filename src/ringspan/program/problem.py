@@ -41,13 +41,13 @@ class Shapes:
 
 
 class Sizes(Protocol):
-    """What preparing and running a program asks about its blocks."""
+    """The sizes and pieces of blocks that preparing and running a program needs."""
 
     @property
     def world_size(self) -> int: ...
 
     def visible(self) -> Visible:
-        """Which blocks have visible pairs."""
+        """The blocks that have visible pairs."""
 
     def block_shapes(self, block: Block, /) -> tuple[Shape, ...]:
         """The shapes of a block's arrays; lse has a last dim of 1, so that all of them slice alike."""
@@ -96,7 +96,7 @@ class Problem:
         return self.layout.world_size
 
     def visible(self) -> Visible:
-        """Which blocks have visible pairs."""
+        """The blocks that have visible pairs."""
         return visible_blocks(self.mask, self.layout, self.kv_layout)
 
     def cut_tile(self, q: Block, kv: Block) -> Cut:

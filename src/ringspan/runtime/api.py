@@ -86,7 +86,7 @@ def attention(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In a region of autocast its type, as PyTorch's own attention takes it."""
+    """Cast to autocast's dtype inside its region, as PyTorch's own attention does."""
     if not all(isinstance(x, torch.Tensor) and x.device.type != "meta" for x in tensors):
         return tensors  # refused below
     device = tensors[0].device.type

@@ -46,7 +46,7 @@ def gradients_of(call: Call, number: int) -> Call:
 
 
 def check_grads(out: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> torch.Tensor:
-    """Dout, zeros if it is None; a gradient of lse is refused."""
+    """Return dout, or zeros if it is None; refuse a gradient of lse."""
     if dlse is not None:
         refuse_lse()
     return torch.zeros_like(out) if dout is None else dout
@@ -62,7 +62,7 @@ def _has_tangent(x: torch.Tensor) -> bool:
 
 
 def _refusal(x: torch.Tensor) -> UnsupportedError:
-    """Tensors of torch.func cannot be sent, and torch says so only in the middle of a call.
+    """Refuse tensors of torch.func before the call: they cannot be sent, and torch fails only in the middle of it.
 
     Tangents of forward-mode differentiation are not sent either, so those of other ranks' keys would be missing.
     """
@@ -102,7 +102,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that cannot be differentiated again; trying to is refused."""
+    """Gradients that refuse to be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004

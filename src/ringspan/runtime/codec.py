@@ -77,7 +77,7 @@ class Quantized(NamedTuple):
 
 
 class KVSource(Protocol):
-    """Where the rows of a kv block lie."""
+    """Gives access to the rows of a kv block."""
 
     def rows(self, kv: Value, rows: slice, /) -> Value:
         """The tensors of some rows, as views."""

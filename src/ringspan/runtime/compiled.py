@@ -42,7 +42,7 @@ def attend_compiled(
 
 
 class _Entry(NamedTuple):
-    """A call of a compiled program, its group apart."""
+    """A call of a compiled program without its group."""
 
     call: Call
     find_group: Callable[[], Any]

@@ -48,12 +48,12 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, fields: Mapping[str, object]) -> "Signature":
-        """From values that differ if their text differs."""
+        """Make a signature from values; two values are equal if their texts are."""
         return cls.of_text(json.dumps({name: str(value) for name, value in fields.items()}).encode())
 
     @classmethod
     def of_text(cls, text: bytes) -> "Signature":
-        """From JSON."""
+        """Make a signature from JSON text."""
         return cls(text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
     def at(self, place: Place) -> "Signature":
@@ -144,7 +144,7 @@ class _Header(NamedTuple):
 
 
 def _complaint(headers: list[_Header], texts: list[dict[str, str]]) -> str | None:
-    """What the ranks disagree about, as the same text on every rank; None if they agree."""
+    """The difference between the ranks' calls, as the same text on every rank; None if they agree."""
     refusals = [f"rank {rank}: {text['refused']}" for rank, text in enumerate(texts) if "refused" in text]
     if refusals:
         return f"the call was refused, on {'; '.join(refusals)}"

@@ -109,7 +109,7 @@ class RankCall:
 
 
 def was_told(error: BaseException, since: int) -> bool:
-    """Whether a call has told of an error, after the first `since` errors of its group: nobody listens twice."""
+    """Whether a call has announced an error since its group had `since` errors; each error is announced once."""
     return isinstance(error, TransportError) or error.__dict__.get(_TOLD, 0) > since
 
 
@@ -118,7 +118,7 @@ _SESSIONS: "WeakKeyDictionary[Any, dict[tuple[int, int] | None, Session]]" = Wea
 
 
 def session_of(group: Any) -> Session:
-    """The session of anything that `find_group` accepts."""
+    """Return the session of anything that `find_group` accepts."""
     try:
         return _SESSIONS[group][None]
     except (KeyError, TypeError):  # first use, None, or a mesh

@@ -22,7 +22,7 @@ _SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 
 
 class Buffers:
-    """Receive buffers that outlive a call: allocating them anew would cost more than filling them."""
+    """Receive buffers that outlive a call: allocating new ones would cost more than filling them."""
 
     def __init__(self) -> None:
         self._shelves: defaultdict[tuple[object, ...], _Shelf] = defaultdict(_Shelf)

@@ -159,7 +159,7 @@ class Step:
 
 
 class Schedule:
-    """What all ranks of an algorithm do, step by step.
+    """The actions of all ranks of an algorithm, step by step.
 
     Steps are built on demand, so a ring of thousands of ranks costs nothing until a step is read. Equality compares
     steps. `heads` is None unless a block names a range of heads.

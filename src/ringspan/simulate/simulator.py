@@ -29,7 +29,7 @@ Array = npt.NDArray[np.floating]
 
 
 class RankStep(NamedTuple):
-    """What one rank holds and does in one step."""
+    """One rank's blocks and events in one step."""
 
     rank: int
     step: int
@@ -120,7 +120,7 @@ class Case:
         return build(self.problem, self.algorithm, self.options(backward))
 
     def options(self, backward: Side | None = None) -> ProgramOptions:
-        """What beside the algorithm decides a program."""
+        """The options of a program besides its algorithm."""
         mode = REPRODUCIBLE if self.reproducible else DEFAULT
         return ProgramOptions(as_mesh(self.mesh), self.direction, backward, mode)
 
@@ -228,10 +228,10 @@ class _Network:
         return self.messages.pop((step, transfer))
 
     def sent(self, step: int, transfer: Transfer, /) -> None:
-        """Messages are passed by reference, so there is nothing to wait for."""
+        """Do nothing: messages are passed by reference."""
 
     def release(self, value: Value, /) -> None:
-        """There are no buffers to reuse."""
+        """Do nothing: there are no buffers to reuse."""
 
 
 def _run(

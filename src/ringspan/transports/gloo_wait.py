@@ -1,10 +1,10 @@
-"""How does a rank wait for gloo without being at its mercy?
+"""How does a rank wait for gloo with a deadline?
 
-A wait in gloo can neither be polled nor called off, and one whose peer dies in the middle of a message never ends. So a
-thread waits there, and the caller waits for the thread: it can look around meanwhile and go on without it. A long
-message is sent in parts; how many have arrived says whether it makes progress, and how far it got.
+A wait in gloo can be neither polled nor cancelled, and it never ends if the peer dies in the middle of a message. So a
+thread waits in gloo and the caller waits for the thread; meanwhile the caller can look for failures, and it can give up
+without the thread. A long message is sent in parts, so that the number of parts that arrived shows progress.
 
-A wait that was called off keeps its thread and its buffers for as long as gloo does: nobody else may write to those.
+An abandoned wait keeps its thread and its buffers until gloo returns; until then these buffers must not be reused.
 """
 
 import queue
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 PART_BYTES = 2**20
-_NEVER = timedelta(seconds=1e9)  # gloo adds it to a clock
+_NEVER = timedelta(seconds=1e9)  # gloo adds it to the current time, so it must not overflow
 
 
 def cut(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

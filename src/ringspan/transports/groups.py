@@ -1,4 +1,4 @@
-"""Messages between ranks, whatever carries them. `open_transport` finds out from the group what that is."""
+"""Which transport carries the messages of a group? `open_transport` decides by the kind of the group."""
 
 import os
 import weakref

@@ -1,16 +1,16 @@
-"""Are the other ranks alive, and if not, what has become of them?
+"""Are the other ranks alive, and if not, what happened to them?
 
-Every rank sends a byte a second to every other one. A rank that is waiting asks for a verdict a few times a second:
+Every rank sends a byte per second to every other rank. A waiting rank asks for a verdict a few times per second:
 
 - gone: the connection was closed without a farewell, so the process has died;
-- frozen: nothing was heard for the limit, though the machine still acknowledges what is sent to it;
-- cut off: the machine acknowledges nothing either.
+- frozen: no heartbeat arrived within the limit, but the machine still acknowledges packets;
+- cut off: the machine does not acknowledge packets either.
 
-A rank that is alive may still be late. Every beat says for whom its rank waits, so that the late one is found at the
-end of a chain of ranks that wait for each other.
+A rank that is alive may still be late. Every heartbeat names the rank for which its sender waits, so the straggler is
+found at the end of the chain of waiting ranks.
 
-Whoever gives up tells all others why over the same connections, so that they raise the same reason instead of waiting
-for a rank that has left. A rank that was frozen itself judges nobody by the time it slept.
+A rank that aborts sends its reason over the same connections, so that all ranks raise the same error instead of waiting
+for it. A rank that was frozen itself does not count the time of its sleep against others.
 """
 
 import os
@@ -31,10 +31,10 @@ SILENCE = "RINGSPAN_SILENCE_S"
 
 _DEFAULT_SILENCE_S = 5.0
 _BEAT_EVERY_S = 1.0
-_LATE_S = 2.0  # a gap between two looks of this rank's own thread that its clock alone cannot judge by
-_GRACE_S = 0.5  # what a rank that died had sent may still arrive
+_LATE_S = 2.0  # after this time a heartbeat is outdated, and a gap between polls means a suspended rank
+_GRACE_S = 0.5  # messages that a dead rank had sent may still arrive
 _BEAT, _FAREWELL, _REASON = b".", b"-", b"!"
-_WAIT = struct.Struct("<bi")  # in every beat: what for, and for which rank
+_WAIT = struct.Struct("<bi")  # in every heartbeat: the kind of wait, and the awaited rank
 _NOTHING, RECEIVING, SENDING = range(3)
 _LENGTH = struct.Struct("<I")
 _LONGEST_REASON = 8192
@@ -60,7 +60,7 @@ class _Peer:
         self.link = link
         self.heard_at = now
         self.ended_at: float | None = None
-        self.has_left = False  # with a farewell
+        self.has_left = False  # True after a farewell
         self.unread = b""
         self.waits_for: tuple[int, int] = (_NOTHING, -1)
 
@@ -77,7 +77,7 @@ class Heartbeat:
         self._awake_since = self._looked_at = now
         self._writing = threading.Lock()
         self._is_closed = threading.Event()
-        self.reason: str | None = None  # why another rank has given up
+        self.reason: str | None = None  # why another rank aborted
         self._waits_for: tuple[int, int] = (_NOTHING, -1)
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
@@ -125,12 +125,12 @@ class Heartbeat:
         rank = awaited
         while rank not in seen and rank in self._peers:
             if self._wait_of(late) == (SENDING, rank) and self._wait_of(rank) == (RECEIVING, late):
-                break  # what the one sends and the other is waiting for does not get through
+                break  # both ranks of a message wait, so the message does not get through
             seen.add(late)
             late = rank
             what, rank = self._wait_of(late)
             if what == _NOTHING or self._silent_s(self._peers[late], now) > _LATE_S:
-                break  # it is busy; or what it says is late itself
+                break  # the rank is busy, or its heartbeat is outdated
         return late
 
     def is_busy(self, rank: int) -> bool:
@@ -190,7 +190,9 @@ class Heartbeat:
         with self._writing:
             for peer in self._peers.values():
                 if peer.ended_at is None:
-                    with suppress(OSError):  # full, so it will be silent; or closed, as reading it will tell
+                    with suppress(
+                        OSError
+                    ):  # full, so the peer counts as silent; or closed, which the next read reports
                         peer.link.socket.send(packet)
 
     def _silent_s(self, peer: _Peer, now: float) -> float:
@@ -198,7 +200,7 @@ class Heartbeat:
 
     def _silence(self, now: float) -> str | None:
         if now - self._looked_at > _LATE_S:
-            return None  # this rank's own thread has slept: it reads before it judges
+            return None  # this thread was suspended: read pending heartbeats before judging
         present = [peer for peer in self._peers.values() if peer.ended_at is None]
         silent = [peer for peer in present if self._silent_s(peer, now) > self.limit_s]
         if not silent:

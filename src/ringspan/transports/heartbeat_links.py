@@ -1,9 +1,10 @@
-"""Over which connections do ranks tell each other that they are alive?
+"""Over which connections do ranks exchange heartbeats?
 
-Each two ranks have a TCP connection of their own for it, beside whatever carries their messages: a process that dies
-closes it at once, however much of a message is under way, and the system says whether the other machine still answers.
-All ranks tell each other an address, lower ranks listen, higher ones connect; both prove themselves with words that
-went through the group. Where two cannot connect (a firewall, no address) they go without.
+Every pair of ranks has a TCP connection for heartbeats, separate from the transport of messages. It closes at once when
+a process dies, even in the middle of a message, and the system reports whether the other machine still acknowledges
+packets. All ranks exchange addresses through the group; the lower rank of a pair listens, the higher one connects, and
+both authenticate with secrets that they exchanged through the group. A pair that cannot connect (a firewall, no
+address) has no heartbeats.
 """
 
 import os
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 _WORD_BYTES = 16
 _CARD = struct.Struct(f"<46sHI32s{_WORD_BYTES}s")  # address, port, process, host's name, word
-_HELLO = struct.Struct(f"<I{_WORD_BYTES}s{_WORD_BYTES}s")  # rank, its word, the word of the rank it is for
+_HELLO = struct.Struct(f"<I{_WORD_BYTES}s{_WORD_BYTES}s")  # rank, its word, the receiver's word
 _PATIENCE_S = 5.0
 _INTERFACE_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 
@@ -101,7 +102,7 @@ def _own_address(store: Any) -> str | None:
     with suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing; the system picks the way
+            probe.connect(target)  # sends nothing; the system chooses the route
             return str(probe.getsockname()[0])
     return None
 
@@ -122,7 +123,7 @@ class _Meeting:
         self._cards = cards
         self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._open: dict[socket.socket, int | None] = {}  # rank it leads to, where this rank connects
+        self._open: dict[socket.socket, int | None] = {}  # the peer's rank, if this rank connects
         self._links: dict[int, HeartbeatLink] = {}
 
     def hold(self) -> dict[int, HeartbeatLink]:

@@ -1,10 +1,10 @@
-"""Ranks as threads of one process: the same programs in a notebook or a test, without launching anything.
+"""Ranks as threads of one process: the same programs in a notebook or a test, without a launcher.
 
-A message is copied once, straight from the sender's tensor into the receiver's buffer, by whichever side posts second.
-So no wait needs more of the other rank than that it has posted, in whatever order ranks wait; and there is no thread
-besides the ranks. Unlike real networks this one sees both sizes, and refuses a message that does not fit its buffer.
+A message is copied once, from the sender's tensor into the receiver's buffer, by the side that posts second. So a wait
+needs only that the other rank has posted its end, and the order of waits does not matter; there are no threads besides
+the ranks. Unlike a network, this transport knows both sizes, and it refuses a message that does not fit its buffer.
 
-A group that has failed stays failed: what is under way then cannot be told from what a later call would send.
+A group that has failed stays failed, because its pending messages could be mistaken for those of a later call.
 """
 
 import threading
@@ -24,7 +24,7 @@ from ringspan.transports.base import Posted, Receive, Send
 T = TypeVar("T")
 
 _MOST_THREADS = 1024
-_GRACE_S = 1.0  # for ranks to notice, after the time of a run is over, that their waits have ended
+_GRACE_S = 1.0  # after a run's time limit, for ranks to notice that their waits have ended
 
 
 class _End:
@@ -78,10 +78,10 @@ class _Room:
         self.failed_rank: int | None = None
         self._lock = threading.RLock()
         self._returned: set[int] = set()
-        # Per (src, dst), in order; of one side only, because an end is matched as soon as both are there.
+        # Per (src, dst), in order. Only ends of one side are queued, because an end is matched when both exist.
         self._unmatched: defaultdict[tuple[int, int], deque[_End]] = defaultdict(deque)
         self._num_gathers = [0] * world_size  # by rank
-        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)  # by number, those under way
+        self._rounds: defaultdict[int, _Round] = defaultdict(_Round)  # the pending gathers, by number
 
     def post(self, end: _End) -> None:
         """Match an end with the first one that waits for it, or queue it for the peer."""
@@ -95,7 +95,7 @@ class _Room:
                 waiting.append(end)
                 return self._fail_if_returned(end)
             other = waiting.popleft()
-        # Outside the lock: other pairs of ranks go on while this one copies.
+        # The copy runs outside the lock, so that other pairs of ranks can proceed.
         return self._deliver(end, other)
 
     def gather(self, rank: int, payload: bytes, timeout_s: float | None) -> list[bytes]:

@@ -1,14 +1,14 @@
 """Messages over MPI, point to point, through mpi4py.
 
-MPI's own waits cannot be interrupted and know no deadline. So a wait here polls: is the message through, has another
-rank sent a notice that it gives up, is time up? It spins at first, because most messages are nearly there, and then
-sleeps between looks, because the core may be needed by another rank.
+MPI's own waits have no deadline and cannot be interrupted. So a wait here polls: is the message complete, has another
+rank announced that it aborts, has the deadline passed? It spins at first, because most messages arrive soon, and then
+sleeps between polls, because another rank may need the core.
 
-Messages move while a rank is in a wait or an exchange; most MPI libraries do nothing for it while it computes. A rank
-that dies is not ours to notice: mpirun ends the whole job then, unless it was told otherwise. We never call MPI_Abort.
-A rank that ends with an exception waits for the others inside MPI unless it was started with `python -m mpi4py`.
+Messages make progress while a rank is in a wait or an exchange; most MPI libraries make none while the rank computes.
+MPI itself handles the death of a rank: by default mpirun ends the whole job. MPI_Abort is never called. A rank that
+ends with an exception waits inside MPI for the others unless it was started with `python -m mpi4py`.
 
-A group that has failed stays failed: its communicator may still carry messages that nobody will receive.
+A group that has failed stays failed: its communicator may still carry messages without a receiver.
 """
 
 import sys
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _DATA_TAG, _NOTICE_TAG = 1, 2
-_NOTICE_BYTES = 2000  # short enough to leave at once ("eager") on common MPI libraries, whatever the receivers do
+_NOTICE_BYTES = 2000  # short enough for common MPI libraries to send at once ("eager"), without a posted receive
 _SPIN_S = 100e-6
 _SLEEP_S = 50e-6
 
@@ -35,7 +35,7 @@ _SLEEP_S = 50e-6
 def _import_mpi() -> Any:
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, an MPI library is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, an MPI library is not
         raise UnsupportedError(
             f"the MPI transport needs mpi4py and an MPI library ({error}); "
             "from a checkout, pip install '.[mpi]', and take Open MPI or MPICH from the system's packages"
@@ -98,7 +98,7 @@ class MpiTransport:
             raise TransportError(
                 f"rank {self.rank}: not all {self.world_size} ranks opened the communicator within {timeout_s:g} s"
             )
-        # MPI may use a buffer as long as the communicator lives, so that is how long unfinished messages are kept.
+        # MPI may use a buffer while the communicator exists, so unfinished messages are kept for that long.
         self._under_way: list[_Message] = []
         self._comm.Set_attr(self._mpi.Comm.Create_keyval(), self._under_way)
 

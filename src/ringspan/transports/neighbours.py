@@ -1,12 +1,12 @@
-"""Which ranks are processes of this host whose memory can be read, and how are they joined to this one?
+"""Which ranks are processes of this host whose memory this rank can read, and how are they connected?
 
-All ranks tell each other where they run. Those of one host connect, and each tries to read a word that the other has
-just made up. Whatever the reason that it fails (a container, a rule of the kernel), the two then go on with the network
-as ranks of different hosts do. There is a link where both have succeeded, so both know whether there is one. A rank
-that cannot even say where it is takes part all the same, since the others wait for its word.
+All ranks exchange their hosts. Ranks of one host connect, and each tries to read a random word from the other's memory.
+If that fails for any reason (a container, a kernel setting), the two use the network like ranks of different hosts. A
+link exists only if both reads succeed, so both ends know whether there is one. A rank that cannot determine its host
+still takes part in the exchange, because the others wait for its data.
 
-The sockets have names that every user of the host can read and connect to. So each end asks the kernel who is at the
-other end before it sends anything: processes of other users are dropped and hear nothing.
+Every user of the host can connect to the sockets. So each end asks the kernel for the other end's user before it sends
+anything, and closes connections from other users.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ SWITCH = "RINGSPAN_SAME_HOST"
 _ID_BYTES = 16
 _HELLO = struct.Struct(f"<IQ{_ID_BYTES}s")  # rank, the word's address, the word
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_PATIENCE_S = 5.0  # with ranks that are known to be in the same place
+_PATIENCE_S = 5.0  # for ranks that are known to be on this host
 
 
 def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Peer]:
@@ -41,7 +41,7 @@ def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Pe
     """
     place = _take_place()
     if place is None:
-        cards = gather(bytes(2 * _ID_BYTES))  # that is nowhere
+        cards = gather(bytes(2 * _ID_BYTES))  # zeros: no place
         gather(bytes(len(cards)))
         return []
     host, name, listener = place
@@ -74,7 +74,7 @@ def _take_place() -> _Place | None:
         listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(_address(name))
         listener.listen(socket.SOMAXCONN)
-        opened.pop_all()  # it stays open
+        opened.pop_all()  # the listener stays open
         return _Place(host, name, listener)
     return None
 
@@ -110,7 +110,7 @@ def _meet(rank: int, names: Mapping[int, bytes], listener: socket.socket, hello:
                 link.close()
                 return False
             link.setblocking(False)
-            with suppress(OSError):  # it has left again, which its end of the socket is about to say
+            with suppress(OSError):  # the peer has left; reading its socket reports that
                 link.send(hello)
             selector.register(link, selectors.EVENT_READ)
             return True

@@ -1,7 +1,7 @@
 """Has a wait gone on for too long?
 
-What counts is time without progress. Time for which the awaited rank is known to be alive and busy with something else
-does not count at first: it may load data, or compile. It has a limit of its own.
+Only time without progress counts. While the awaited rank is known to be alive and busy with other work (loading data,
+compiling), a separate, longer limit applies.
 """
 
 import time

@@ -1,14 +1,14 @@
-"""Messages between processes of one host: one copy, straight from the sender's memory into the receiver's buffer.
+"""Messages between processes of one host: one copy, from the sender's memory into the receiver's buffer.
 
-A Unix socket joins each two ranks. What is short travels in it. Of what is long only the address does: the receiver has
-the kernel copy from the sender's memory (process_vm_readv, which MPI libraries know as cross-memory attach) and then
-says that it has taken it. So there is no segment to size, to share or to leave behind, there is no thread, and a wait
-sleeps until a socket has something to say, be it that its other end is gone.
+A Unix socket joins each pair of ranks. Short messages travel in it. For a long message the sender sends only its
+address: the receiver lets the kernel copy from the sender's memory (process_vm_readv, known from MPI libraries as
+cross-memory attach) and then confirms. So there is no shared segment to size or to leave behind and no extra thread,
+and a wait sleeps until a socket has data or its other end is closed.
 
-A sender that gives up closes its sockets before anyone else may write to its memory. A receiver that has read from it
-later than that finds that it cannot say so any more, and does not use what it has read.
+A sender that aborts closes its sockets before its memory may be reused. A receiver that read the memory after that
+cannot send its confirmation, and therefore discards the data.
 
-A wait reads from all sockets, so two ranks whose sockets are full do not wait for each other.
+A wait reads from all sockets, so that two ranks with full sockets do not deadlock.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from ringspan.errors import TransportError
 _INLINE, _OFFER, _TAKEN = range(3)
 _HEADER = struct.Struct("<BIQQ")  # kind, tag, bytes, address
 _MOST_INLINE_BYTES = 16 * 2**10
-_LONGEST_POLL_S = 86400.0  # the system counts in milliseconds, up to 2^31
+_LONGEST_POLL_S = 86400.0  # the system counts milliseconds, up to 2^31
 
 
 class _Span(ctypes.Structure):
@@ -159,7 +159,7 @@ class _Arrived(NamedTuple):
     """A message that a peer sent or offers before this rank posted the receive."""
 
     nbytes: int
-    source: bytes | int  # the message itself, or the address where it is
+    source: bytes | int  # the message itself, or its address
 
 
 class _Link:
@@ -173,11 +173,11 @@ class _Link:
         self._poll = poll
         self._poll.register(self.descriptor, select.POLLIN)
         self._packet = bytearray(_HEADER.size + _MOST_INLINE_BYTES)
-        # Packets that found the socket full, each with the message that is through once it has left.
+        # Packets for a full socket, each with the message that is complete when the packet has left.
         self._unsent: deque[tuple[bytes, SameHostMessage | None]] = deque()
         self._offered: defaultdict[int, deque[SameHostMessage]] = defaultdict(deque)  # by tag
         self._expected: defaultdict[int, deque[SameHostMessage]] = defaultdict(deque)  # by tag
-        self._arrived: defaultdict[int, deque[_Arrived]] = defaultdict(deque)  # by tag; only if nothing is expected
+        self._arrived: defaultdict[int, deque[_Arrived]] = defaultdict(deque)  # by tag; only without a posted receive
 
     def send(self, message: SameHostMessage) -> None:
         address, nbytes = message.tensor.data_ptr(), message.tensor.nbytes
@@ -208,7 +208,7 @@ class _Link:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # the peer had not read everything; what it has sent before is still there
+                continue  # the peer had unread packets; packets that it sent before are still readable
             if nbytes == 0:
                 self._shut()
                 return

@@ -1,25 +1,25 @@
-"""Messages over torch.distributed: gloo between CPUs, NCCL between GPUs; and past gloo between ranks of one host.
+"""Messages over torch.distributed: gloo between CPUs, NCCL between GPUs, and shared memory reads within a host.
 
-The first time all ranks gather bytes they find out which of them share a host (`neighbours.py`). From then on messages
-between those are copied from memory to memory (`same_host.py`), for a fraction of the CPU time that gloo takes.
+The first all-gather of bytes also finds the ranks that share a host (`neighbours.py`). From then on, messages between
+these ranks are copied from memory to memory (`same_host.py`), for a fraction of gloo's CPU time.
 
-Three habits of gloo shape this file. A receive cannot be cancelled or polled, so a thread waits in gloo and the caller
-waits for the thread (`gloo_wait.py`). A closed connection ends only the waits on that connection, and none for a
-message that is half-way: so the caller looks around four times a second, whether another rank has given up or shows no
-sign of life (`heartbeat.py`). A wait in gloo that times out closes every connection of the group: only a rank that
-gives up lets that happen.
+Three properties of gloo shape this file. A receive can be neither cancelled nor polled, so a thread waits in gloo and
+the caller waits for the thread (`gloo_wait.py`). A closed connection ends only the waits on that connection, and no
+wait for a message of which a part has arrived; so the caller checks four times per second whether another rank has
+aborted or sends no heartbeat (`heartbeat.py`). A wait in gloo that times out closes every connection of the group; so
+only a rank that aborts lets a wait time out.
 
-A rank that gives up publishes the reason in the group's store, where the first one stands, so that all ranks raise the
-same; tells it to all others by their heartbeats; and closes its connections. Before the first agreement there are no
-heartbeats, and NCCL goes without them: then a thread looks for the reason in the store while a wait lasts. If the store
-went down with the rank that served it, each rank gives its own reason. A group that was aborted is of no more use.
+A rank that aborts publishes its reason in the group's store, where the first reason is kept, so that all ranks raise
+the same error; it sends the reason with its heartbeats and closes its connections. Before the first agreement, and with
+NCCL, there are no heartbeats; then a thread polls the store during a wait. If the store died with the rank that served
+it, each rank raises its own reason. An aborted group cannot be used again.
 
-What ranks say to agree on a call has a tag of its own: should one of them skip that, no payload meets a buffer that was
-made for a header, which would end the process.
+The messages of the agreement have their own tag. If one rank skips the agreement, no payload arrives in a buffer made
+for a header, which would kill the process.
 
-A group may have NCCL for GPUs and gloo for CPUs: a message goes the way of the device that its tensor is on. NCCL takes
-one batch per rank and step, and wants all ranks in its first call: a group that has it agrees by it. That path has not
-been run here.
+A group may use NCCL for GPUs and gloo for CPUs; the device of its tensor decides which one carries a message. NCCL
+takes one batch per rank and step, and its first call must be made by all ranks: the agreement is that call. The NCCL
+path has never been run.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ from ringspan.transports.same_host import SameHost, SameHostMessage
 _LOG = logging.getLogger("ringspan")
 _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
-_STORE_PATIENCE_S, _LOST_STORE_PATIENCE_S = 1.0, 0.3  # the latter if some rank is silent, which may serve the store
+_STORE_PATIENCE_S, _LOST_STORE_PATIENCE_S = 1.0, 0.3  # the latter if a silent rank may be the one that serves the store
 _NEWS_PATIENCE_S = 0.3
 _LOOK_EVERY_S = 0.25
 _LONGEST_DEADLINE_S = 60.0
 _POLL_EVERY_S = 50e-6
-_SHORTEST_S, _LONGEST_S = 1e-3, 1e9  # NCCL's waits count in milliseconds, and add to a clock
+_SHORTEST_S, _LONGEST_S = 1e-3, 1e9  # NCCL's waits count milliseconds and add them to the current time
 
 
 class TorchDistributed:
@@ -69,13 +69,13 @@ class TorchDistributed:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._group_timeout_s: float = group._get_backend(self._device).options._timeout.total_seconds()
         self.timeout_s: float = min(self._group_timeout_s, _LONGEST_DEADLINE_S)
-        self._have_all_come = False  # to the first agreement: before it nothing is known of a rank
+        self._have_all_come = False  # True after the first agreement; before it, a rank's state is unknown
         self._has_met = self._has_nccl or self.world_size == 1
         self._same_host: SameHost | None = None
         self._heartbeat: Heartbeat | None = None
         self._waiter = Waiter()
         weakref.finalize(self, self._waiter.abandon)
-        self._reason: str | None = None  # why this group is of no more use
+        self._reason: str | None = None  # why this group was aborted
         self._limit_s = silence_limit_s()
         self._waiting_since: float | None = None
         self._is_looking = threading.Lock()
@@ -167,7 +167,7 @@ class TorchDistributed:
         """Gather between GPUs with one collective, which is complete when this returns."""
         work = self.group.allgather([list(everyone)], [mine])
         what = f"{mine.nbytes} bytes from each of {self.world_size} ranks to agree on the call"
-        # Without heartbeats a rank that is busy between its calls is not told from one that is lost.
+        # Without heartbeats, a rank that is busy between its calls looks like a lost one.
         self._wait(_OnHost(work), self._group_timeout_s if timeout_s is None else timeout_s, what)
 
     def abort(self, reason: str) -> None:
@@ -268,7 +268,7 @@ class TorchDistributed:
         heartbeat = self._heartbeat
         is_lost = heartbeat is not None and not heartbeat.hears_all
         patience_s = _LOST_STORE_PATIENCE_S if is_lost else _STORE_PATIENCE_S
-        # A thread that comes back from torch while its interpreter shuts down kills the process: let it come back now.
+        # A thread that returns from torch during interpreter shutdown kills the process, so let it return now.
         self._waiting_since = None
         if self._is_looking.acquire(timeout=patience_s):
             self._is_looking.release()
@@ -290,7 +290,7 @@ class TorchDistributed:
             return
         self.close()
         for peer in range(self.world_size):
-            # Only an expired wait makes gloo close its connections; one to a peer that is gone does not expire.
+            # Gloo closes its connections only when a wait expires; a wait for a dead peer does not expire.
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     self.group.recv([torch.empty(1, device="cpu")], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
@@ -309,7 +309,7 @@ class TorchDistributed:
                 self._reason = self._store.get(_REASON).decode()
                 if self._has_nccl:
                     self._close_connections()
-            except RuntimeError:  # the store is gone, or the group
+            except RuntimeError:  # the store or the group no longer exists
                 pass
             return False
 

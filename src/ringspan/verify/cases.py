@@ -49,7 +49,7 @@ class VerifyCase:
 
     @property
     def features(self) -> frozenset[str]:
-        """What a target must be able to do."""
+        """The features that a target needs for this case."""
         kinds = {part[0] for part in parts_of(self.pattern)}
         asked = {
             "gqa": self.num_heads != self.num_kv_heads,
@@ -70,15 +70,15 @@ class VerifyCase:
         return frozenset(kinds | {self.dtype} | {name for name, is_asked in asked.items() if is_asked})
 
     def counts(self) -> Numbers:
-        """Which pairs are visible: (n, m), or (batch, n, m)."""
+        """The visible pairs: (n, m), or (batch, n, m)."""
         return visible(self.pattern, self.q_layout().all_positions(), self.kv_layout().all_positions())
 
     def q_layout(self) -> Layout:
-        """Who holds which query."""
+        """The layout of the queries."""
         return make_layout(self.layout, self.length, self.world_size, start=self.past)
 
     def kv_layout(self) -> Layout:
-        """Who holds which key."""
+        """The layout of the keys."""
         return make_layout(self.layout, self.length + self.past, self.world_size)
 
     def question(self) -> Question:
@@ -150,7 +150,7 @@ class RankSetting(NamedTuple):
 
 
 def ranks_of(case: VerifyCase) -> RankSetting:
-    """Who holds what, by position."""
+    """The ranks of queries and keys, by position."""
     return RankSetting(_owners(case.q_layout()), _owners(case.kv_layout()))
 
 

@@ -184,7 +184,7 @@ class _Units:
         return 1.0 - 0.5 * float((~self._is_wrong & ~fits).mean())
 
     def _is_closer(self, misses: Numbers) -> bool:
-        """Where the result is wrong the guess must be much nearer to it than the truth is."""
+        """Whether the guess is much nearer to the wrong result than the right answer is."""
         wrong = self._distance > self._limit
         before, after = self._distance[wrong], misses[wrong]
         if not np.isfinite(before).all():
@@ -201,7 +201,7 @@ def _distance(x: Numbers, y: Numbers) -> Numbers:
 
 
 def _by_shape(failures: Sequence[Failure]) -> tuple[str, str]:
-    """What no guess explains: judged by which rows are wrong, and by how much."""
+    """Describe an error that no guess explains, by the wrong rows and the size of the differences."""
     names = {failure.deviations[0].name for failure in failures}
     firsts = [(failure, failure.deviations[0]) for failure in failures]
     if any(

@@ -115,7 +115,7 @@ def _outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def _rows(
     whole: torch.Tensor | None, part: torch.Tensor, layout: Layout | None, rank: int, dim: int
 ) -> torch.Tensor | None:
-    """What a part is to be compared with, if with anything."""
+    """The reference with which a part is compared, or None."""
     if whole is None:
         return None
     if whole.shape == part.shape:

@@ -259,7 +259,7 @@ class LseWithoutMaximum(FaultyRing):
 
 
 def visible_rows(ring: FaultyRing, rank: int) -> Numbers:
-    """Which of all keys the queries of a rank see, with axes for batch and heads."""
+    """The keys that a rank's queries see, with axes for batch and heads."""
     counts = ring.case.counts()[..., ring.q_rows(rank), :] > 0
     seen: Numbers = counts[:, None] if counts.ndim == 3 else counts
     return seen

@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
     @property
     def about(self) -> str:
-        """What is done wrong, in a sentence."""
+        """The mistake in one sentence."""
         return (self.ring.__doc__ or "").strip()
 
     def run(self, case: VerifyCase) -> Computed:

@@ -28,7 +28,7 @@ class RingPart(NamedTuple):
 
 
 class RankView(NamedTuple):
-    """Where a stage is being run: this rank attends to the block of `owner` at `step`."""
+    """The rank, step and block of a stage: this rank attends to the block of `owner` at `step`."""
 
     rank: int
     owner: int
@@ -62,7 +62,7 @@ class FaultyRing:
         return rows
 
     def out_rows(self, rank: int) -> Numbers:
-        """Where this rank's outputs go."""
+        """The arrays that receive this rank's outputs."""
         return self.q_rows(rank)
 
     def q_of(self, rank: int) -> Numbers:
@@ -181,7 +181,7 @@ class FaultyRing:
         return RingPart(part.out * np.exp(part.lse - lse)[..., None], lse)
 
     def deliver(self, rank: int, part: RingPart) -> RingPart:
-        """What the caller gets of a rank's result."""
+        """Return a rank's result to the caller."""
         return part
 
     # The backward pass
@@ -270,7 +270,7 @@ class FaultyRing:
         return {"dsinks": total}
 
     def finish_gradients(self, grads: dict[str, Numbers]) -> dict[str, Numbers]:
-        """What the caller gets of the gradients."""
+        """Return a rank's gradients to the caller."""
         return grads
 
     def run(self) -> Computed:

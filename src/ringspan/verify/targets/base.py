@@ -190,7 +190,7 @@ class FunctionTarget(Target):
         return result
 
     def can_ask(self, case: VerifyCase) -> bool:
-        """Not for what no parameter can say."""
+        """Refuse a case with an option that no parameter can express."""
         return not (case.features & _NEED_PARAMETER) - self._askable
 
 
@@ -205,7 +205,7 @@ def check_features(features: Collection[str]) -> frozenset[str]:
 
 
 def load_object(path: str) -> Any:
-    """What `module:name` stands for."""
+    """The object that `module:name` names."""
     module, _, name = path.partition(":")
     try:
         found = import_module(module)
