@@ -24,10 +24,10 @@ test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow and not wide' $(FAST)
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --durations 30
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations 30
 
 # Random cases for as long as you like; the counts of all runs add up in .fuzz/totals.json.
 SECONDS ?= 600

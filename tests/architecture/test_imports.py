@@ -41,7 +41,7 @@ def test_a_name_that_needs_torch_says_so_when_torch_is_absent(name):
     )
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers"])
+@pytest.mark.parametrize("missing", ["torch", pytest.param("transformers", marks=pytest.mark.wide)])
 def test_an_adapter_says_what_it_needs(missing):
     program = (
         f"import sys; sys.modules[{missing!r}] = None\n"

@@ -85,7 +85,7 @@ def test_the_short_report_fits_into_40_lines() -> None:
     ("words", "best"),
     [
         ([], "zigzag"),
-        (["--reproducible"], "zigzag"),
+        pytest.param(["--reproducible"], "zigzag", marks=pytest.mark.wide),
         (
             ["--tokens", "2K", "--heads", "2", "--mask", "causal & documents:600,1448", "--layout", "balanced"],
             "balanced",

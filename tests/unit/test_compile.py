@@ -246,6 +246,7 @@ def bound_programs():
             yield f"rank {rank} of {name}", heads, bind(compile_rank(schedule, rank), problem)
 
 
+@pytest.mark.wide
 def test_only_a_tile_that_nothing_came_before_is_first():
     """Per head: not after another tile of the same queries, nor after a part has arrived."""
     num_first = 0

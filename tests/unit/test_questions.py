@@ -43,6 +43,7 @@ def test_the_fewest_devices_hold_it_and_one_size_less_does_not():
     assert not build_plan(less).best.fits
 
 
+@pytest.mark.wide
 def test_the_fewest_devices_reach_a_target_and_one_node_less_does_not():
     request = question(model="llama-3.1-70b", tokens=2**20)
     answer = fewest_devices(request, 60.0)
@@ -192,7 +193,9 @@ def test_what_two_ways_share_does_not_part_them():
     [
         (["--target-ttft", "1s"], "✓ 2x8", 0),
         (["--target-ttft", "1us"], "Error: ", 2),
-        (["--target-ttft", "1ms"], "✗ no number of h100-sxm up to 1,024 reaches 1ms", 3),
+        pytest.param(
+            ["--target-ttft", "1ms"], "✗ no number of h100-sxm up to 1,024 reaches 1ms", 3, marks=pytest.mark.wide
+        ),
         (["--max-context"], "✓ ", 0),
         (["--max-batch", "--phase", "decode"], "✓ ", 0),
         (["--max-batch", "--max-context"], "Error: --max-context and --max-batch are two questions", 2),

@@ -90,6 +90,7 @@ def schedules(draw: st.DrawFn) -> rs.Schedule:
     return rs.Schedule.of_steps(world_size, num_heads, draw(st.lists(step, max_size=3)))
 
 
+@pytest.mark.wide
 @given(schedules())
 @settings(deadline=None, max_examples=150)
 def test_parse_is_the_inverse_of_format(schedule):

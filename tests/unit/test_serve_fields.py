@@ -120,6 +120,7 @@ def test_a_prompt_is_one_text(prompt):
         read_prompt({"prompt": prompt})
 
 
+@pytest.mark.wide
 @given(st.dictionaries(NAMES | st.text(max_size=10), JSON, max_size=6))
 def test_no_body_gets_past_with_another_error(body):
     for read in (chat_wishes, completion_wishes, read_messages, read_prompt, read_tools):

@@ -324,6 +324,7 @@ def unnamed_heads(schedule: rs.Schedule, heads: rs.Heads) -> rs.Schedule:
     return draft.freeze()
 
 
+@pytest.mark.wide
 def test_samples_are_valid_and_various(samples):
     for sample in samples:
         assert harm(sample, sample.schedule) is None, sample.name
@@ -335,6 +336,7 @@ def test_samples_are_valid_and_various(samples):
     assert max(densities) == 1.0
 
 
+@pytest.mark.wide
 def test_faults(samples, monkeypatch):
     """Accepted schedules do no harm; refused ones do, or there is another reason to refuse them."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
