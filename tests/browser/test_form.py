@@ -172,7 +172,7 @@ def test_print_leaves_the_controls_out(pages: dict[str, str], open_page: OpenPag
     assert opened.page.locator(".player").is_visible()
     opened.page.emulate_media(media="print")
     assert not opened.page.locator(".player").is_visible()
-    assert opened.page.locator(".ring-picture").is_visible()
+    assert opened.page.locator(".stage .ring-picture").is_visible()
 
 
 def test_the_payload_in_the_page_is_the_payload(pages: dict[str, str], open_page: OpenPage, tmp_path: Path) -> None:

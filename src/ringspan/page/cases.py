@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringspan.algorithms import ALGORITHMS, build_decode
+from ringspan.algorithms import ALGORITHMS, Query, build_decode
 from ringspan.algorithms.ulysses import check_heads
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
@@ -59,6 +59,8 @@ MASKS = (
     ),
 )
 
+DECODE_LABELS: dict[Query, str] = {"replicated": "decode, one sequence", "sharded": "decode, batch"}
+
 
 def _algorithm(name: str, more: str) -> PageChoice:
     """An algorithm in the words of its record, and a sentence more."""
@@ -84,14 +86,14 @@ ALGORITHM_CHOICES = (
     ),
     PageChoice(
         "decode_replicated",
-        "decode, one sequence",
+        DECODE_LABELS["replicated"],
         "All ranks hold the one new query. Each computes it against its part of the cache; one merge gives all "
         "ranks the "
         "result.",
     ),
     PageChoice(
         "decode_sharded",
-        "decode, batch",
+        DECODE_LABELS["sharded"],
         "Each of four sequences has one new query, which one rank owns. The queries travel round the ring; the "
         "cache stays.",
     ),
@@ -204,8 +206,14 @@ def random_inputs(num_queries: int, num_keys: int) -> ReplayInputs:
 
 
 def list_refusals() -> dict[str, str]:
-    """By "ranks|algorithm": why the library refuses the combination with the lesson's heads."""
-    refused = {}
+    """By "ranks|algorithm" or "mask|algorithm": why there is no such run with the lesson's heads and documents."""
+    refused = {
+        "documents|decode_replicated": "The second document ends with the last token, so it has no next token.",
+        **dict.fromkeys(
+            ("full|decode_sharded", "window|decode_sharded", "documents|decode_sharded"),
+            "In the batch each new token sees all of its own sequence, and nothing else.",
+        ),
+    }
     for ranks in (2, 3, 4, 8):
         try:
             check_heads(HEADS, ranks)

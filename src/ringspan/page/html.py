@@ -19,7 +19,7 @@ from ringspan.errors import ShapeError
 
 SCRIPTS = (
     *("dom.js", "state.js", "matrix.js", "ringpicture.js", "follow.js", "player.js", "chooser.js", "ring.js"),
-    *("faults.js", "gantt.js", "hiding.js", "report.js", "questions.js", "main.js"),
+    *("balance.js", "faults.js", "gantt.js", "hiding.js", "report.js", "questions.js", "main.js"),
 )
 MOST_BYTES = 50_000_000  # of a payload; a browser is slow to open more
 

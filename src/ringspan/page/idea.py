@@ -22,10 +22,9 @@ LEAD = (
 
 PARAGRAPHS = (
     "Every token has a query, a key and a value: three short lists of numbers. The output of a token is a weighted "
-    "average of the values of the tokens that it may see. The dot product of its query with a key is the score "
-    "of that key; "
-    "the weight "
-    "is the exponential of the score, divided by the sum of all these exponentials. This is the softmax.",
+    "average of the values of the tokens that it may see. The score of such a token is the dot product of the query "
+    "with its key, divided by the square root of their length. Its weight is the exponential of the score, divided by "
+    "the sum of all these exponentials. This is the softmax.",
     "Now split the tokens over four ranks. Each rank has the queries, keys and values of its own tokens. But "
     "its queries "
     "also need the keys and values of the three other ranks.",

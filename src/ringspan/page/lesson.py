@@ -3,6 +3,7 @@
 from typing import Any
 
 from ringspan.algorithms import ALGORITHMS
+from ringspan.page.balance import describe_balance
 from ringspan.page.cases import (
     ALGORITHM_CHOICES,
     DIRECTIONS,
@@ -58,6 +59,7 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
             describe_idea(),
             ring_section(runs),
             describe_merge(),
+            describe_balance(runs),
             {
                 "kind": "faults",
                 "id": "break",

@@ -10,6 +10,9 @@ from ringspan.page.units import format_tokens
 RING = "4|zigzag|causal|pass_kv|forward"
 PLAIN = "4|contiguous|causal|pass_kv|forward"
 WINDOW = "4|contiguous|window|pass_kv|forward"
+GATHER = "4|zigzag|causal|all_gather|"
+
+MOST_ROUNDING = 1e-12  # in float64
 
 
 def list_questions(runs: Mapping[str, Json], faults: list[Json], hiding: Json, memory: Json) -> list[Json]:
@@ -55,6 +58,14 @@ def list_questions(runs: Mapping[str, Json], faults: list[Json], hiding: Json, m
             unit="%",
         ),
         _number(
+            "How many times as long as a perfectly balanced run does the contiguous ring take under a causal mask?",
+            plain["imbalance"],
+            0.01,
+            "In every step after the first, some rank has a full tile to compute, and the others wait for it.",
+            {"run": PLAIN, "at": "zigzag"},
+            unit="times",
+        ),
+        _number(
             "How many messages does the ring send when each query sees a window of 8 keys (contiguous, 4 ranks)?",
             sum(len(cell[2]) for step in window["steps"] for cell in step),
             0,
@@ -80,6 +91,25 @@ def list_questions(runs: Mapping[str, Json], faults: list[Json], hiding: Json, m
             "Most outputs still look plausible, so looking at them does not find such a bug; a proof does.",
             {"fault": "last_hop", "at": "break"},
         ),
+        _choice(
+            "Is the result of the ring an approximation of attention?",
+            [
+                "no, only rounding is left",
+                "yes, keys that are far away count less",
+                "yes, blocks are merged with estimated weights",
+            ],
+            0 if ring["error"] < MOST_ROUNDING else 1,
+            f"The largest error is {ring['error']}: that is rounding in float64.",
+            {"run": RING, "step": ring["num_steps"], "at": "ring"},
+        ),
+        _choice(
+            "The ring or an all-gather of keys and values: which sends fewer bytes (4 ranks, zigzag, causal)?",
+            ["the ring", "the all-gather", "both send the same"],
+            _fewer(ring["sent"][-1], runs[GATHER]["sent"][-1]),
+            "Either way every block reaches every other rank once. But the ring holds few blocks at a time, and "
+            "computes while they travel.",
+            {"run": GATHER, "at": "ring"},
+        ),
         _hides(hiding),
         _choice(
             "From 8 ranks to 32 ranks, what happens to the memory of one rank in the ring (pass-KV)?",
@@ -103,6 +133,10 @@ def _hides(hiding: Json) -> Json:
         "Computing grows with the square of the tokens, messages only linearly: long sequences hide them.",
         {"tokens": i, "rate": j, "at": "time"},
     )
+
+
+def _fewer(ring: list[int], gather: list[int]) -> int:
+    return 2 if sum(ring) == sum(gather) else int(sum(gather) < sum(ring))
 
 
 def _nearest_quotient(memory: Json) -> int:

@@ -99,7 +99,7 @@ def build_trace_page(measured: Trace, predicted: Trace | None = None, command: s
 
 def timeline_sections(measured: Chart, predicted: Chart | None = None) -> list[Section]:
     """A timeline with the seconds of each rank; a predicted one is laid over it and compared step by step."""
-    charts, lead = [measured], ["Point at a bar, or focus the chart and use the arrow keys."]
+    charts, lead = [measured], list[str]()
     if predicted is not None:
         measured["overlay"] = [
             bar for bar in predicted["bars"] if bar[1] == COMPUTE and bar[0] < len(measured["lanes"])

@@ -37,6 +37,13 @@ function buildChooser(section, runs) {
   }
   return {
     element,
+    // The run in words, and the command that makes it.
+    describe() {
+      const now = parts();
+      const [ranks, ...labels] = CONTROLS.map((control) => chosenOf(section, now, control).label);
+      const [layout, mask, ...others] = labels.filter(Boolean);
+      return { name: [`${ranks} ranks`, `${layout} layout`, `${mask} mask`, ...others].join(', '), command: commandOf(section, now) };
+    },
     show() {
       const now = parts();
       for (const { button, control, choice } of buttons) {
@@ -51,21 +58,26 @@ function buildChooser(section, runs) {
 }
 
 function explain(section, wanted, control, choice) {
-  const refused = section.refusals[`${wanted.ranks}|${wanted.algorithm}`];
+  const refused = section.refusals[`${wanted.ranks}|${wanted.algorithm}`] || section.refusals[`${wanted.mask}|${wanted.algorithm}`];
   if (refused) return [h('strong', {}, 'Not possible. '), refused];
   const takes = section.directed.includes(wanted.algorithm);
   if (control === 'direction' && !takes) return [`This algorithm has no direction; ${choice.label} is for the two rings.`];
-  const option = (name) => (section.choices[name].find(({ key }) => key === wanted[name]) || { option: '' }).option;
-  const algorithm = option('algorithm');
-  if (!algorithm) return ['The page shows decode on 4 ranks with a zigzag cache and a causal mask; every ', h('code', {}, 'ringspan simulate'), ' ends with decode steps of its own settings.'];
+  const { label, option } = chosenOf(section, wanted, 'algorithm');
+  return [`This page does not have that run. This command makes it${option ? '' : ` and calls it “${label}”`}: `, h('code', {}, commandOf(section, wanted))];
+}
+
+const chosenOf = (section, wanted, name) => section.choices[name].find(({ key }) => key === wanted[name]) || { label: '', option: '' };
+
+function commandOf(section, wanted) {
+  const option = (name) => chosenOf(section, wanted, name).option;
   const mesh = section.meshed.includes(wanted.algorithm) ? `--mesh 2x${wanted.ranks / 2}` : '';
-  const words = ['ringspan simulate', option('ranks'), `--tokens ${section.tokens}`, option('mask'), option('layout'), algorithm, takes ? option('direction') : '', mesh, '--html run.html'];
-  return ['This page does not have that run. This command makes it: ', h('code', {}, words.filter(Boolean).join(' '))];
+  const way = section.directed.includes(wanted.algorithm) ? option('direction') : '';
+  return ['ringspan simulate', option('ranks'), `--tokens ${section.tokens}`, option('mask'), option('layout'), option('algorithm'), way, mesh, '--html run.html'].filter(Boolean).join(' ');
 }
 
 // A plain list, for pages that hold the runs of one command.
 function buildRunList(section) {
   const buttons = section.runs.map((run) => h('button', { type: 'button', class: 'choice', 'data-key': run.key, onclick: () => set({ run: run.key, step: 0 }) }, run.label));
   const element = h('div', { class: 'chooser', hidden: buttons.length < 2 }, h('div', { role: 'group', 'aria-label': 'Runs', class: 'choices' }, buttons));
-  return { element, show: (run) => buttons.forEach((button) => button.setAttribute('aria-pressed', String(button.dataset.key === run.key))) };
+  return { element, describe: () => ({}), show: (run) => buttons.forEach((button) => button.setAttribute('aria-pressed', String(button.dataset.key === run.key))) };
 }

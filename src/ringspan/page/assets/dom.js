@@ -58,7 +58,8 @@ function patternDefs() {
   const patterns = [['look', 1], ['cell', 0.3]].flatMap(([name, scale]) => STROKES.map((strokes, look) =>
     s('pattern', { id: `${name}-${look}`, width: 4, height: 4, patternUnits: 'userSpaceOnUse', patternTransform: `scale(${scale})`, class: `pattern look-${look}` },
       s('rect', { width: 4, height: 4 }), ...strokes.map(([tag, attributes]) => s(tag, { class: 'stroke', ...attributes })))));
-  return s('svg', { class: 'defs', 'aria-hidden': 'true', width: 0, height: 0 }, s('defs', {}, ...patterns,
+  const waiting = s('pattern', { id: 'waiting', width: 6, height: 6, patternUnits: 'userSpaceOnUse' }, s('circle', { cx: 2, cy: 2, r: 1.2, class: 'wait-dot' }));
+  return s('svg', { class: 'defs', 'aria-hidden': 'true', width: 0, height: 0 }, s('defs', {}, ...patterns, waiting,
     s('marker', { id: 'head', viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: 'userSpaceOnUse', orient: 'auto' },
       s('path', { d: 'M0 0L8 4L0 8z', class: 'head' }))));
 }
@@ -86,5 +87,8 @@ function chip(name) {
 function show(element, ...children) {
   element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 }
+
+// The width of a chart: as drawn, or what a phone has, so that its text is not shrunk.
+const fitWidth = (width) => Math.max(280, Math.min(width, innerWidth - 32));
 
 const reducesMotion = () => matchMedia('(prefers-reduced-motion: reduce)').matches;

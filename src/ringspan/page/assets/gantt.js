@@ -3,7 +3,7 @@
 const LANE = { label: 64, axis: 24 };
 const KIND_NAMES = { compute: 'computes', message: 'receives', wait: 'waits', start: 'starts a message:' };
 
-const HINT = 'Point at a bar, or focus the chart and use the arrow keys.';
+const HINT = 'Point at a bar or tap it, or focus the chart and use the arrow keys.';
 
 // Draws what `load` is given: bars, the length of the time axis, and for a measured run the outlines of the predicted bars.
 function buildGantt({ title, lanes }) {
@@ -64,11 +64,12 @@ function buildGantt({ title, lanes }) {
   }
   canvas.addEventListener('pointermove', (event) => tell(barAt(event, canvas, byLane, view, laneHeight)));
   canvas.addEventListener('pointerdown', (event) => tell(barAt(event, canvas, byLane, view, laneHeight)));
-  canvas.addEventListener('pointerleave', () => tell(null));
-  canvas.addEventListener('focus', () => { detail.setAttribute('aria-live', 'polite'); if (!chosen) tell(byLane.find((lane) => lane.bars.length)?.bars[0] || null); });
+  canvas.addEventListener('pointerleave', (event) => { if (event.pointerType === 'mouse') tell(null); }); // a finger leaves when it is lifted
+  const firstBar = () => byLane.find((lane) => lane.bars.length)?.bars[0] || null;
+  canvas.addEventListener('focus', () => { detail.setAttribute('aria-live', 'polite'); if (!chosen) tell(firstBar()); });
   canvas.addEventListener('blur', () => detail.removeAttribute('aria-live'));
   canvas.addEventListener('keydown', (event) => {
-    const next = chosen && nextBar(event.key, chosen, byLane);
+    const next = event.key.startsWith('Arrow') && (chosen ? nextBar(event.key, chosen, byLane) : firstBar());
     if (!next) return;
     event.preventDefault();
     tell(next);

@@ -1,6 +1,6 @@
 // Puts the page together from its payload: the title stands in the file, then one section per task, so that it is painted early.
 
-const SECTIONS = { ring: ringSection, faults: faultsSection, hiding: hidingSection, memory: memorySection, questions: questionsSection,
+const SECTIONS = { ring: ringSection, balance: balanceSection, faults: faultsSection, hiding: hidingSection, memory: memorySection, questions: questionsSection,
   text: textSection, facts: factsSection, table: tableSection, curves: curvesSection, bars: barsSection, gantt: ganttSection };
 
 function main() {
@@ -8,7 +8,10 @@ function main() {
   const shells = payload.sections.map((section) => h('section', { 'data-id': section.id, class: 'section', 'data-kind': section.kind, 'aria-label': section.title },
     h('h2', { tabindex: -1 }, section.title), (section.lead || []).map((text) => h('p', { class: 'lead' }, text))));
   document.body.prepend(patternDefs());
-  document.querySelector('header').append(...navigation(payload.sections));
+  const header = document.querySelector('header');
+  header.append(...navigation(payload.sections));
+  const lesson = payload.sections.find((section) => section.kind === 'ring' && section.choices);
+  if (lesson) { header.classList.add('with-hero'); header.append(buildHero(lesson)); }
   document.getElementById('page').append(h('main', {}, shells), footer(payload));
   const fillNext = (i) => {
     if (i === shells.length) { finish(); return; }

@@ -53,7 +53,7 @@ function curvesSection(section) {
 
 // A name looks the same in every chart of the section.
 function drawCurves(chart, lookOfLine) {
-  const [width, height, left, right, top, bottom] = [520, 340, 64, 16, 14, 44];
+  const [width, height, left, right, top, bottom] = [fitWidth(520), 340, 64, 16, 14, 44];
   const all = [...chart.lines, ...chart.dots].flatMap((line) => line.points);
   const xs = all.map(([value]) => value);
   const [x0, x1] = [Math.log2(Math.min(...xs)), Math.log2(Math.max(...xs, 2 * Math.min(...xs)))];
@@ -86,12 +86,23 @@ function drawCurves(chart, lookOfLine) {
   const dots = chart.dots.map((line) => h('li', {}, s('svg', { width: 34, height: 12, 'aria-hidden': 'true' }, s('circle', { cx: 17, cy: 6, r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` })), `${line.name}, measured`));
   const legend = chart.lines.map((line) => [line, lookOfLine(line)]).map(([line, i]) => h('li', {}, s('svg', { width: 34, height: 10, 'aria-hidden': 'true' }, s('path', { d: 'M0 5H34', class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null })), line.name));
   const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `${chart.title}: ${chart.lines.map((line) => `${line.name} ${format.seconds(line.points.at(-1)[1])} at ${format.tokens(line.points.at(-1)[0])}`).join(', ')}` }, ...parts.filter(Boolean));
-  return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend, dots));
+  return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend, dots), curveNumbers(chart));
 }
 
-function tellPoint(line, chart, [x, y, low, high]) {
-  const range = low === high ? '' : ` (${format.seconds(low)} to ${format.seconds(high)})`;
-  return `${line.name}, ${chart.x} ${format.tokens(x)}: ${format.seconds(y)}${range}`;
+function tellPoint(line, chart, point) {
+  return `${line.name}, ${chart.x} ${format.tokens(point[0])}: ${tellValue(point)}`;
+}
+
+function tellValue([, y, low, high]) {
+  return low === high ? format.seconds(y) : `${format.seconds(y)} (${format.seconds(low)} to ${format.seconds(high)})`;
+}
+
+// A column per line and a row per count.
+function curveNumbers(chart) {
+  const lines = [...chart.lines, ...chart.dots.map((line) => ({ ...line, name: `${line.name}, measured` }))];
+  const xs = [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b);
+  const rows = xs.map((x) => ({ label: format.tokens(x), values: lines.map((line) => line.points.find((point) => point[0] === x)) }));
+  return numberTable(chart.x, lines.map((line) => line.name), rows, chart.title, (point) => (point ? tellValue(point) : ''));
 }
 
 const NUM_PIECES = 9;
@@ -124,8 +135,10 @@ function stackedBars(parts, rows, limit, write = format.bytes) {
 }
 
 // The same in numbers, for those who cannot point at a piece.
-function barNumbers(parts, rows, title, write) {
-  const head = h('tr', {}, h('td', {}), parts.map((part) => h('th', { scope: 'col', class: 'number' }, part)));
+const barNumbers = (parts, rows, title, write) => numberTable('', parts, rows, title, write);
+
+function numberTable(corner, parts, rows, title, write) {
+  const head = h('tr', {}, h('td', {}, corner), parts.map((part) => h('th', { scope: 'col', class: 'number' }, part)));
   const lines = rows.map((row) => h('tr', {}, h('th', { scope: 'row' }, row.label), row.values.map((value) => h('td', { class: 'number' }, write(value)))));
   return h('details', {}, h('summary', {}, 'The same in numbers'),
     h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': `${title}, in numbers` }, h('table', {}, h('thead', {}, head), h('tbody', {}, lines))));

@@ -25,7 +25,7 @@ function ringSection(section) {
       matrix = buildMatrix(run, section.tables);
       show(matrixBox, matrix.element);
       drawnKey = run.key;
-      describeRun(about, run);
+      describeRun(about, run, chooser.describe(run));
     }
     const rows = section.tables.rows[run.rows];
     const row = nearest(run.queries.rows, getNumber('query'));
@@ -39,7 +39,8 @@ function ringSection(section) {
   }
   onChange(['run', 'step', 'query'], render);
   const stage = h('div', { class: 'stage' },
-    h('figure', { class: 'panel' }, h('figcaption', {}, 'The ranks'), picture.element),
+    h('figure', { class: 'panel' }, h('figcaption', {}, 'The ranks'), picture.element,
+      h('p', { class: 'legend' }, h('span', { class: 'key pill' }, 'a block on its way'), h('span', { class: 'key waits' }, 'a rank that waits'), ' A card says what its rank computes, and which blocks of others it holds beside its own.')),
     h('figure', { class: 'panel' }, h('figcaption', {}, 'Queries (rows) against keys (columns)'), matrixBox,
       h('p', { class: 'legend' }, h('span', { class: 'key now' }, 'this step'), h('span', { class: 'key done' }, 'done'), h('span', { class: 'key later' }, 'later'),
         h('span', { class: 'key none' }, 'hidden by the mask'), h('span', { class: 'key followed' }, 'the query that is followed below'), ' Colour and pattern: the rank that computes. Strips: the rank that owns the row or column.')));
@@ -48,15 +49,12 @@ function ringSection(section) {
   return { element: body, render };
 }
 
-function describeRun(about, run) {
+function describeRun(about, run, { name, command }) {
   const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent in all by all ranks'],
     [`${run.imbalance.toFixed(2)} ×`, 'the time of a perfectly balanced run'], [format.error(run.error), 'largest error']];
-  show(about, h('p', {}, run.about), run.command ? commandLine(run.command) : null,
-    h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))));
-}
-
-function commandLine(command) {
-  return h('p', { class: 'command' }, h('code', {}, command));
+  show(about, name ? h('h3', {}, name) : null, h('p', {}, run.about),
+    h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))),
+    command ? h('p', { class: 'command legend' }, 'On your machine: ', h('code', {}, command)) : null);
 }
 
 const nearest = (values, wanted) => values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best), values[0]);
@@ -70,7 +68,7 @@ function tellStep(run, t) {
   const bytes = sends.reduce((sum, [, , nbytes]) => sum + nbytes, 0);
   const computing = pairs.filter(Boolean).length;
   const parts = [`Step ${t} (${t + 1} of ${run.num_steps}): ${computing === run.ranks ? 'every rank computes' : computing ? `${format.plural(computing, 'rank')} of ${run.ranks} compute` : 'no rank computes'}`];
-  parts.push(sends.length ? `; meanwhile ${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel.` : '; nothing travels.');
+  parts.push(sends.length ? `; ${computing ? 'meanwhile ' : ''}${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel.` : '; nothing travels.');
   if (waiting.length && computing) parts.push(` Waiting: rank ${waiting.join(', ')}.`);
   return parts.join('') + tellOne(cells);
 }
@@ -113,15 +111,16 @@ function nameBlocks(names) {
 function stepTable(run, t) {
   const last = Math.min(t, run.num_steps - 1);
   const isDone = t >= run.num_steps;
+  const heads = ['rank', 'holds of others', 'computes', 'pairs', 'sends', 'bytes sent so far', 'idle so far'];
+  const cell = (name, column, isNumber, ...shown) => h('td', { 'data-name': name, 'data-label': heads[column], class: isNumber ? 'number' : null }, ...shown);
   const rows = run.steps[last].map(([held, tiles, sends], rank) => h('tr', { 'data-rank': rank },
     h('th', { scope: 'row' }, h('span', { class: `chip ${lookOf(rank)}` }, `rank ${rank}`)),
-    h('td', { 'data-name': 'holds' }, isDone ? '' : !held.length ? h('span', { class: 'none' }, 'nothing') : held.length > 4 ? nameBlocks(held) : held.map(chip)),
-    h('td', { 'data-name': 'computes' }, isDone ? '' : nameTiles(tiles).map((name) => h('span', { class: 'tile-name' }, name))),
-    h('td', { 'data-name': 'pairs', class: 'number' }, isDone ? '' : format.count(tiles.reduce((sum, [, , pairs]) => sum + pairs, 0))),
-    h('td', { 'data-name': 'sends' }, isDone ? '' : sends.map(([block, dst]) => h('span', { class: 'tile-name' }, `${block}→${dst}`))),
-    h('td', { 'data-name': 'sent', class: 'number' }, format.count(run.sent[last][rank])),
-    h('td', { 'data-name': 'idle', class: 'number' }, format.percent(run.idle[last][rank]))));
-  const heads = ['rank', 'holds of others', 'computes', 'pairs', 'sends', 'bytes sent so far', 'idle so far'];
+    cell('holds', 1, false, isDone ? '' : !held.length ? h('span', { class: 'none' }, 'nothing') : held.length > 4 ? nameBlocks(held) : held.map(chip)),
+    cell('computes', 2, false, isDone ? '' : nameTiles(tiles).map((name) => h('span', { class: 'tile-name' }, name))),
+    cell('pairs', 3, true, isDone ? '' : format.count(tiles.reduce((sum, [, , pairs]) => sum + pairs, 0))),
+    cell('sends', 4, false, isDone ? '' : sends.map(([block, dst]) => h('span', { class: 'tile-name' }, `${block}→${dst}`))),
+    cell('sent', 5, true, format.count(run.sent[last][rank])),
+    cell('idle', 6, true, format.percent(run.idle[last][rank]))));
   return h('table', { class: 'ranks' }, h('caption', {}, isDone ? 'After the last step' : `In step ${t}; totals are those at its end`),
     h('thead', {}, h('tr', {}, heads.map((name, i) => h('th', { scope: 'col', class: i > 4 || i === 3 ? 'number' : null }, name)))), h('tbody', {}, rows));
 }

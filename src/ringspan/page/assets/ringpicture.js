@@ -27,7 +27,7 @@ function drawRing(svg, run, t, width) {
   const small = width < 420;
   const columns = Math.max(1, Math.floor(width / (CARD.width + 8)));
   const onRing = numRanks <= 8;
-  const height = onRing ? (numRanks > 4 ? 470 : small ? 330 : 420) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const height = onRing ? (small ? (numRanks > 4 ? 470 : 330) : Math.min(numRanks > 4 ? 520 : 490, 0.9 * width)) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
   const centres = Array.from({ length: numRanks }, (_, rank) => {
     if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
     if (small && numRanks > 4) return placeOnTrack(rank, numRanks, width);
@@ -43,10 +43,32 @@ function drawRing(svg, run, t, width) {
   const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
   const sends = cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
   svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
-  const arrows = onRing ? sends.map((send) => drawArrow(send, centres, sends.length <= 2 * numRanks)) : [];
-  const cards = centres.map((centre, rank) => drawCard(rank, centre, cells[rank], isDone));
-  svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean));
+  const isLabelled = onRing && sends.length <= 2 * numRanks;
+  const arrows = onRing ? sends.map((send) => drawArrow(send, centres, isLabelled)) : [];
+  const receivers = new Set(sends.map(({ dst }) => dst));
+  const cards = centres.map((centre, rank) => drawCard(rank, centre, cells[rank], isDone ? [`out${rank} done`] : describeWork(cells[rank], receivers.has(rank)), isDone));
+  const sum = onRing && !isLabelled ? [drawSum(sends, width / 2, height / 2)] : [];
+  svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean), ...sum);
   return arrows.filter((arrow) => arrow.chipElement);
+}
+
+// The picture at the top of the lesson: the blocks go round once, then it stands still. It leads to the ring.
+function buildHero({ id, runs, first }) {
+  const picture = buildRingPicture();
+  const run = runs.find(({ key }) => key === first);
+  const lastTime = run.num_steps * SPEEDS.normal;
+  let begun = 0;
+  const tick = (now) => {
+    begun ||= now;
+    const share = Math.min(now - begun, lastTime) / SPEEDS.normal;
+    if (share >= run.num_steps) { picture.show(run, 1); return; }
+    picture.show(run, Math.floor(share));
+    picture.move(share % 1);
+    requestAnimationFrame(tick);
+  };
+  picture.show(run, 1);
+  if (!reducesMotion()) requestAnimationFrame(tick);
+  return h('a', { class: 'hero', href: linkTo({ at: id }), 'aria-label': 'Step through the ring', onclick: (event) => { event.preventDefault(); scrollToSection(id); } }, picture.element);
 }
 
 // Where there is no room for a circle: down one side and up the other.
@@ -63,12 +85,12 @@ function describeRing(cells, sends, t, isDone) {
   return `Step ${t}: ${computing.join(', ')}. ${sending.length ? `Travelling: ${sending.join(', ')}.` : 'Nothing travels.'}`;
 }
 
-function drawCard(rank, [x, y], [held, tiles], isDone) {
+function drawCard(rank, [x, y], [held, tiles], work, isDone) {
   const { width } = CARD;
   const room = 15; // characters
-  const shown = describeWork(tiles, rank, isDone).map((line) => shorten(line, room));
+  const shown = work.map((line) => shorten(line, room));
   const holds = isDone ? '' : held.length ? `own + ${held.length > 1 ? `${held.length} blocks` : held[0]}` : 'own blocks only';
-  return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${tiles.length ? 'busy' : 'idle'}` },
+  return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${work[0] === 'waits' ? 'idle' : 'busy'}` },
     s('rect', { width, height: CARD.height, rx: 9, class: 'card-box' }),
     s('path', { d: `M0 22V9A9 9 0 0 1 9 0H${width - 9}A9 9 0 0 1 ${width} 9V22Z`, fill: paintOf(rank) }),
     s('rect', { x: 6, y: 3.5, width: 50, height: 15, rx: 7.5, class: 'name-plate' }),
@@ -77,9 +99,16 @@ function drawCard(rank, [x, y], [held, tiles], isDone) {
     shown.length < 2 ? s('text', { x: width / 2, y: 56, class: 'card-holds' }, shorten(holds, room + 2)) : null);
 }
 
-function describeWork(tiles, rank, isDone) {
-  if (isDone) return [`out${rank} done`];
-  if (!tiles.length) return ['waits'];
+// Too many messages to name each: their number and what they are.
+function drawSum(sends, x, y) {
+  const kinds = [...new Set(sends.map(({ block }) => parseBlock(block).kind))].join(', ');
+  const words = `${sends.length} messages: ${kinds}`;
+  const half = 8 + 3.6 * words.length;
+  return s('g', {}, s('rect', { x: x - half, y: y - 13, width: 2 * half, height: 26, rx: 13, class: 'card-box' }), s('text', { x, y: y + 4, class: 'sum-name' }, words));
+}
+
+function describeWork([, tiles, sends], receives) {
+  if (!tiles.length) return [sends.length ? (receives ? 'exchanges' : 'sends') : receives ? 'receives' : 'waits'];
   const heads = parseBlock(tiles[0][0]).heads;
   if (tiles.length > 2) return [`${tiles.length} tiles`, heads ? nameHeads(heads) : `${tiles[0][0]} × …`];
   return tiles.map(([q, kv]) => `${q} × ${kv}`);

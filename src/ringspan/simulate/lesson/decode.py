@@ -8,6 +8,7 @@ New tokens are dealt round-robin: the i-th new token of sequence b goes to rank 
 algorithm 4).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,18 +61,30 @@ class Decode:
 
 def run_decode(settings: LessonSettings, tokens: Tokens, rng: np.random.Generator) -> Decode:
     """Decode a few tokens after the prefilled `tokens`, then after a batch of shorter sequences."""
+    runs = {query: _run(batch, all_tokens, query) for query, batch, all_tokens in _list_batches(settings, tokens, rng)}
+    return Decode(runs.get("replicated"), runs["sharded"])
+
+
+def first_decode_steps(settings: LessonSettings, tokens: Tokens, rng: np.random.Generator) -> dict[Query, Simulation]:
+    """Simulate the first step of each way in which `run_decode` decodes."""
+    batches = _list_batches(settings, tokens, rng)
+    return {query: _simulate(batch, all_tokens, 0, query) for query, batch, all_tokens in batches}
+
+
+def _list_batches(
+    settings: LessonSettings, tokens: Tokens, rng: np.random.Generator
+) -> Iterator[tuple[Query, "_DecodeBatch", Tokens]]:
+    """The single sequence, if it has a next token, and the batch; each with all its tokens."""
     num_steps = min(max(settings.world_size, 4), MOST_STEPS)
-    one = None
     num_next = min(num_steps, settings.mask.num_positions - settings.seq_len)
     if num_next:
         grown = tokens.then(Tokens.random(settings, num_next, rng))
-        one = _run(_DecodeBatch(settings, settings.mask, 1, settings.seq_len, num_next), grown, "replicated")
+        yield "replicated", _DecodeBatch(settings, settings.mask, 1, settings.seq_len, num_next), grown
     num_sequences = min(settings.world_size, MOST_SEQUENCES)
     prompt = max(1, settings.seq_len // num_sequences)
     mask = documents([prompt + num_steps] * num_sequences)
     batch = _DecodeBatch(settings, mask, num_sequences, prompt, num_steps)
-    new = Tokens.random(settings, num_sequences * (prompt + num_steps), rng)
-    return Decode(one, _run(batch, new, "sharded"))
+    yield "sharded", batch, Tokens.random(settings, num_sequences * (prompt + num_steps), rng)
 
 
 @dataclass(frozen=True, slots=True)
