@@ -8,6 +8,9 @@ import pytest
 from test_bench_cli import run
 
 from ringspan.bench.result import PARTS, PHASES, WAYS
+from ringspan.planner.catalog import load_device
+from ringspan.planner.cost import Shard, tile_s
+from ringspan.planner.software import RINGSPAN
 from support.page import payload_of
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
@@ -37,14 +40,17 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 def test_calibrate_draws_its_points_beside_the_fitted_curves(
     machine: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:
-    _, report, sections = machine
+    file, report, sections = machine
     tiles = sections["curves"]["charts"][0]
+    device, shard = load_device(str(file)), Shard(1, 1, 1, 16, 16, 32, 4, "bf16", RINGSPAN)
+    assert {line["name"] for line in tiles["lines"]} >= {"full tile", "causal tile", "causal backward tile"}
     for dots, line in zip(tiles["dots"], tiles["lines"], strict=True):
         kind = dots["name"].removesuffix(" tile")
         measured = [[n, seconds] for one, n, seconds in report["tiles"] if one == kind]
         assert [point[:2] for point in dots["points"]] == measured
         assert [point[0] for point in line["points"]] == [n for n, _ in measured]
-        assert all(seconds > 0 for _, seconds, *_ in line["points"])
+        form = {"is_causal": "causal" in kind, "is_backward": "backward" in kind}
+        assert [point[1] for point in line["points"]] == [tile_s(device, shard, n, n, **form) for n, _ in measured]
 
 
 def test_attention_lays_the_measured_call_over_the_predicted_one(

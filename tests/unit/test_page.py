@@ -334,14 +334,14 @@ def test_the_pictures_of_the_documents_are_drawn_by_the_library(build: Callable[
 
 
 def test_the_documents_count_what_is_in_the_lesson() -> None:
-    sections = {section["kind"]: section for section in describe_lesson()["sections"]}
-    ring, faults, questions = sections["ring"], sections["faults"], sections["questions"]
+    sections = {section["id"]: section for section in describe_lesson()["sections"]}
+    ring, faults, questions = (sections[key] for key in ("ring", "break", "questions"))
     says = (DOCS / "page.md").read_text()
     assert f"{len(ring['runs'])} runs of 2, 3, 4 or 8 ranks" in says
     assert len(faults["faults"]) == 7  # six mistakes, and none
     assert "Six mistakes" in says
-    assert len(questions["questions"]) == 10
-    assert "Ten, each answered" in says
+    assert len(questions["questions"]) == 13
+    assert "Thirteen, each answered" in says
     assert f"{MOST_TOKENS} tokens, {MOST_RANKS} ranks" in says
     assert f"{MOST_EVENTS:,} events, {MOST_LANES:,} ranks" in says
     assert f"up to {plan_timeline.MOST_RANKS} ranks" in says

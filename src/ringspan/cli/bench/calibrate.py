@@ -138,7 +138,8 @@ def _tiles(calibration: Calibration, settings: CalibrationSettings, device: Devi
     lines, dots = [], []
     for kind in dict.fromkeys(kind for kind, _, _ in calibration.tiles):
         measured = [(n, seconds) for one, n, seconds in calibration.tiles if one == kind]
-        fitted = [(n, tile_s(device, shard, n, n, is_causal=kind == "causal")) for n, _ in measured]
+        form = {"is_causal": kind.startswith("causal"), "is_backward": kind.endswith("backward")}
+        fitted = [(n, tile_s(device, shard, n, n, **form)) for n, _ in measured]
         lines.append((f"{kind} tile", fitted))
         dots.append((f"{kind} tile", measured))
     return chart("A tile of n queries and n keys", "tokens", lines, dots=dots)
