@@ -121,6 +121,14 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
         read_trace(file)
 
 
+def test_an_endless_file_is_refused() -> None:
+    endless = Path("/dev/zero")
+    if not endless.exists():
+        pytest.skip("no /dev/zero on this system")
+    with pytest.raises(ShapeError, match="more than 200,000,000 bytes"):
+        read_trace(endless)
+
+
 # The command line
 
 
@@ -165,7 +173,8 @@ def test_simulate_writes_its_runs(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert [one["algorithm"] for one in json.loads(result.stdout)["prefill"]["runs"]] == ["pass_kv", "pass_q"]
     payload = payload_of(file.read_text(encoding="utf-8"))
-    assert [one["key"] for one in payload["sections"][0]["runs"]] == ["pass-kv", "pass-q"]
+    names = [one["key"] for one in payload["sections"][0]["runs"]]
+    assert names == ["pass-kv", "pass-q", "decode, one sequence", "decode, batch"]
 
 
 def test_simulate_refuses_a_page_of_too_many_tokens(tmp_path: Path) -> None:

@@ -27,17 +27,18 @@ _STEP = re.compile(r"step (\d{1,9})\b")
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file."""
+    """The trace in a file. Reading stops at the limit, so that an endless file ends in a message too."""
     try:
-        size = path.stat().st_size
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise _refusal(str(path), f"the file cannot be read: {error.strerror}", "name a trace file") from None
-    if size > MOST_BYTES:
-        rule = f"the file has {size:,} bytes; the page shows traces of at most {MOST_BYTES:,}"
+    if len(text) > MOST_BYTES:
+        rule = f"the file has more than {MOST_BYTES:,} bytes, which is the most that the page shows"
         raise _refusal(str(path), rule, "trace fewer steps")
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise _refusal(str(path), f"the file is not JSON: {error}", "name a Chrome trace") from None
     return check_trace(found, str(path))
 
@@ -51,18 +52,19 @@ def check_trace(trace: Any, name: str = "trace") -> Trace:
         rule = f"the trace has {len(events):,} events; the page shows at most {MOST_EVENTS:,}"
         raise _refusal(name, rule, "trace fewer steps")
     about = trace.get("otherData") if isinstance(trace, dict) else None
-    return {"traceEvents": events, "otherData": about if isinstance(about, dict) else {}}
+    checked: Trace = {"traceEvents": events, "otherData": about if isinstance(about, dict) else {}}
+    whole = _complete_slices(checked)
+    pids = {_pid(event) for event, _, _ in whole}
+    if not whole or len(pids) > MOST_LANES:
+        rule = f"the trace has {len(whole):,} complete slices (ph X, with ts and dur) in {len(pids):,} processes"
+        raise _refusal(name, rule, f"show a trace with 1 to {MOST_LANES:,} processes")
+    return checked
 
 
 def describe_trace(trace: Trace, title: str) -> dict[str, Any]:
     """The slices of a checked trace as bars; a lane is a process, which is a rank."""
-    slices = [event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
-    spans = [(event, _number(event, "ts"), _number(event, "dur")) for event in slices]
-    whole = [(event, ts, dur) for event, ts, dur in spans if ts is not None and dur is not None and dur >= 0]
+    whole = _complete_slices(trace)
     pids = sorted({_pid(event) for event, _, _ in whole})
-    if not whole or len(pids) > MOST_LANES:
-        rule = f"the trace has {len(whole):,} complete slices in {len(pids):,} processes"
-        raise _refusal(title, rule, f"show a trace with 1 to {MOST_LANES:,} processes")
     lane_of = {pid: lane for lane, pid in enumerate(pids)}
     begin = min(ts for _, ts, _ in whole)
     bars: list[list[Any]] = [
@@ -84,6 +86,13 @@ def describe_trace(trace: Trace, title: str) -> dict[str, Any]:
         "total_s": max(bar[3] for bar in bars) or 1e-9,
         "bars": bars,
     }
+
+
+def _complete_slices(trace: Trace) -> list[tuple[dict[str, Any], float, float]]:
+    """The events that have a begin and a length, in microseconds."""
+    slices = [event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
+    spans = [(event, _number(event, "ts"), _number(event, "dur")) for event in slices]
+    return [(event, ts, dur) for event, ts, dur in spans if ts is not None and dur is not None and dur >= 0]
 
 
 def build_trace_page(measured: Trace, predicted: Trace | None = None, command: str = "") -> str:
