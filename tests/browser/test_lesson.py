@@ -328,9 +328,9 @@ def fact(opened: Opened, name: str) -> str:
 
 def compare_bytes(opened: Opened) -> str:
     """The all-gather, which is being shown, against the ring."""
-    gathered = fact(opened, "sent in all")
+    gathered = fact(opened, "sent by all ranks")
     opened.page.get_by_role("button", name=re.compile("^The ring")).click()
-    return "both send the same" if fact(opened, "sent in all") == gathered else "the ring"
+    return "both send the same" if fact(opened, "sent by all ranks") == gathered else "the ring"
 
 
 def test_questions_can_be_answered_by_looking(lesson_file: Path, open_page: OpenPage) -> None:

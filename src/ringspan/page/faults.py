@@ -56,7 +56,7 @@ def list_faults() -> list[LessonFault]:
     return [
         LessonFault(
             "none",
-            "nothing",
+            "no mistake",
             "Nothing is wrong. Every rank computes on the block it holds, sends it on, and merges the outputs by their "
             "log-sum-exp.",
             "The proof passes: every visible pair is computed exactly once. What is left of the error is rounding.",

@@ -44,7 +44,7 @@ TERMS = (
         "rank",
         "One device of the group. Ranks count from 0. Each has a colour and a pattern, the same in every picture.",
     ),
-    ("q2, kv2", "The queries of the tokens that rank 2 owns, and the keys and values of these tokens."),
+    ("q2, kv2", "Two blocks: the queries of the tokens that rank 2 owns, and the keys and values of these tokens."),
     ("q2×kv1", "A tile: the queries of rank 2 are computed against the keys and values of rank 1."),
     ("kv1→3", "The block kv1 is sent to rank 3."),
     ("step", "In a step every rank computes on what it holds, while messages travel. Steps count from 0."),

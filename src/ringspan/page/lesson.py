@@ -68,8 +68,9 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                 "lead": [
                     "Choose a mistake. The page shows the error of a real run with this mistake, on four ranks with a "
                     "causal mask and 32 tokens.",
-                    "Below it stands what ringspan.schedule.validate says. It follows, for every rank, which pairs of "
-                    "queries and keys are computed and what is sent, and every schedule must pass it before it runs.",
+                    "Below it stands what ringspan.schedule.validate says: the proof that every schedule must pass "
+                    "before it runs. It follows, for every rank, which pairs of queries and keys are computed and what "
+                    "is sent.",
                 ],
                 "faults": faults,
             },

@@ -50,7 +50,8 @@ function ringSection(section) {
 }
 
 function describeRun(about, run, { name, command }) {
-  const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent in all by all ranks'],
+  const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent by all ranks together'],
+    [run.steps.flat().reduce((sum, [, , sends]) => sum + sends.length, 0), 'messages'],
     [`${run.imbalance.toFixed(2)} ×`, 'the time of a perfectly balanced run'], [format.error(run.error), 'largest error']];
   show(about, name ? h('h3', {}, name) : null, h('p', {}, run.about),
     h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))),
@@ -68,8 +69,8 @@ function tellStep(run, t) {
   const bytes = sends.reduce((sum, [, , nbytes]) => sum + nbytes, 0);
   const computing = pairs.filter(Boolean).length;
   const parts = [`Step ${t} (${t + 1} of ${run.num_steps}): ${computing === run.ranks ? 'every rank computes' : computing ? `${format.plural(computing, 'rank')} of ${run.ranks} compute` : 'no rank computes'}`];
-  parts.push(sends.length ? `; ${computing ? 'meanwhile ' : ''}${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel.` : '; nothing travels.');
-  if (waiting.length && computing) parts.push(` Waiting: rank ${waiting.join(', ')}.`);
+  parts.push(sends.length ? `; ${computing ? 'meanwhile ' : ''}${format.plural(sends.length, 'message')} with ${format.bytes(bytes)} travel${sends.length === 1 ? 's' : ''}.` : '; nothing travels.');
+  if (waiting.length && computing) parts.push(` Waiting: rank${waiting.length > 1 ? 's' : ''} ${waiting.join(', ')}.`);
   return parts.join('') + tellOne(cells);
 }
 
