@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.page.cases import LAYOUTS, Combination
 from ringspan.page.runs import Json
 
@@ -42,7 +43,7 @@ def describe_balance(runs: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def _key(layout: str, mask: str) -> str:
-    return Combination(WORLD_SIZE, layout, mask, "pass_kv", "forward").key
+    return Combination(WORLD_SIZE, layout, mask, DEFAULT_ALGORITHM, "forward").key
 
 
 def _chart(name: str, run: Json) -> Json:

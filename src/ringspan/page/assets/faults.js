@@ -15,10 +15,11 @@ function faultsSection(section) {
 
 function faultFacts(fault) {
   const isRight = fault.error < 1e-9;
+  const isIdle = Math.max(...fault.idle) > 0.5;
   return h('dl', { class: 'facts' },
     h('div', { class: isRight ? 'good' : 'bad' }, h('dt', {}, 'largest error against dense attention'), h('dd', { 'data-name': 'error' }, `${isRight ? '✓' : '✗'} ${format.error(fault.error)}`)),
     h('div', {}, h('dt', {}, 'queries with a wrong output'), h('dd', { 'data-name': 'wrong' }, `${fault.wrong} of ${fault.total}`)),
-    h('div', {}, h('dt', {}, 'idle time of ranks 0 to 3'), h('dd', { 'data-name': 'idle' }, fault.idle.map(format.percent).join(', '))));
+    h('div', { class: isIdle ? 'bad' : null }, h('dt', {}, 'idle time of ranks 0 to 3'), h('dd', { 'data-name': 'idle' }, isIdle ? '✗ ' : '', fault.idle.map(format.percent).join(', '))));
 }
 
 // A bar per query, on a logarithmic scale.

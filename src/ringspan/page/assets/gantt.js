@@ -76,7 +76,8 @@ function buildGantt({ title, lanes }) {
   });
   const box = h('div', { class: 'canvas-box' }, canvas);
   new ResizeObserver(redraw).observe(box);
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { paints = null; redraw(); });
+  const recolour = () => { paints = null; isStale = true; draw(); }; // at once: printing does not wait for a frame
+  for (const query of ['(prefers-color-scheme: dark)', 'print']) matchMedia(query).addEventListener('change', recolour);
   return { element: h('figure', { class: 'gantt' }, h('figcaption', {}, title), zoomBox, box, detail), load };
 }
 
