@@ -281,7 +281,10 @@ def _shows_at_ends(piece: Piece, scale: float) -> bool:
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the sum is finite. Finite numbers whose sum overflows give False, which only costs a recheck."""
-    return math.isfinite(sum(x.sum().item() for x in tensors))
+    total = 0.0
+    for x in tensors:
+        total += x.sum().item()
+    return math.isfinite(total)
 
 
 def _copy(part: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:

@@ -100,9 +100,11 @@ class RankState:
 
     def sum(self, block: Block) -> Value:
         """This rank's part of a sum, created if needed; for a sum this rank owns, a view of it."""
-        if block.heads is None or block.owner not in (self.rank, ALL):
-            return self._begun(block)
-        return view_heads(self._begun(block.whole), block.heads)
+        is_view = block.heads is not None and block.owner in (self.rank, ALL)
+        held = block.whole if is_view else block
+        if held not in self.sums:
+            self.sums[held] = self.new_sum(held)
+        return view_heads(self.sums[held], block.heads) if is_view else self.sums[held]
 
     def add(self, step: int, transfer: Transfer, part: Value) -> bool:  # noqa: ARG002
         """Merge an arrived part into this rank's; False if this rank had none and keeps the arrived arrays."""
@@ -146,22 +148,21 @@ class RankState:
             self.arithmetic.attend(piece, q, kv, out, is_first)
 
     def _differentiate(self, tile: Tile, q_grad: Value, kv: Value) -> None:
-        dq, dkv = (None if begins else self.sum(block) for block, begins in zip(tile.sums, tile.begins, strict=True))
+        (of_dq, of_dkv), (begins_dq, begins_dkv) = tile.sums, tile.begins
+        dq = None if begins_dq else self.sum(of_dq)
+        dkv = None if begins_dkv else self.sum(of_dkv)
         for piece in tile.pieces:
             dq, dkv = self.arithmetic.attend_grad(piece, q_grad, kv, dq, dkv)
-        for block, value, begins in zip(tile.sums, (dq, dkv), tile.begins, strict=True):
-            if begins:
-                assert value is not None
-                self.sums[block] = value
+        assert dq is not None
+        assert dkv is not None
+        if begins_dq:
+            self.sums[of_dq] = dq
+        if begins_dkv:
+            self.sums[of_dkv] = dkv
 
     def new_sum(self, block: Block) -> Value:
         """An empty sum of the block's size."""
         return self.arithmetic.new_sum(block, self.sizes.block_shapes(block))
-
-    def _begun(self, block: Block) -> Value:
-        if block not in self.sums:
-            self.sums[block] = self.new_sum(block)
-        return self.sums[block]
 
 
 def execute(
@@ -174,10 +175,13 @@ def execute(
         match instruction:
             case Exchange():
                 step, sends, receives = instruction
-                if record is not None:
-                    for transfer, _, nbytes in sends:
+                outgoing = []
+                for message in sends:
+                    transfer, _, nbytes = message
+                    if record is not None:
                         record(Event(rank, step, "send", (transfer.block,), transfer.dst, nbytes))
-                wire.post(step, [(message, state.take(step, message.transfer)) for message in sends], receives)
+                    outgoing.append((message, state.take(step, transfer)))
+                wire.post(step, outgoing, receives)
                 yield step
             case Compute():
                 step, tiles = instruction

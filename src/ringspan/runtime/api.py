@@ -87,8 +87,9 @@ def attention(
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast to autocast's dtype inside its region, as PyTorch's own attention does."""
-    if not all(isinstance(x, torch.Tensor) and x.device.type != "meta" for x in tensors):
-        return tensors  # refused below
+    for x in tensors:
+        if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+            return tensors  # refused below
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -128,8 +128,7 @@ class TorchArithmetic:
         keys, values = _rows(kv, piece.kv)
         if dq is None and dkv is None and _is_whole(queries, keys, values):
             part = self._kernel_backward(piece, queries, keys, values, dout, out, lse)
-            dq_part, *dkv_part = (x.to(self.dtype) for x in part)
-            return (dq_part,), tuple(dkv_part)
+            return (part.dq.to(self.dtype),), (part.dk.to(self.dtype), part.dv.to(self.dtype))
         begins_q, begins_kv = dq is None, dkv is None
         dq = dq or self.room([queries.shape])
         dkv = dkv or self.room([keys.shape, values.shape])
@@ -137,7 +136,7 @@ class TorchArithmetic:
         group = queries.shape[1] // keys.shape[1]
         for of_q, of_kv in _slabs(piece, queries, keys, values):
             inputs = _at(of_q, queries), _at(of_kv, keys), _at(of_kv, values)
-            part = self._kernel_backward(piece, *inputs, *(_at(of_q, x) for x in (dout, out, lse)))
+            part = self._kernel_backward(piece, *inputs, _at(of_q, dout), _at(of_q, out), _at(of_q, lse))
             _add(_at(of_q, dqs), part.dq, begins_q)
             is_first_of_group = not of_q or of_q[1].start % group == 0
             for total, addend in ((dks, part.dk), (dvs, part.dv)):

@@ -23,7 +23,9 @@ from ringspan.runtime.session import session_of
 def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Attention:
     """Attention, differentiable if one of the tensors requires a gradient."""
     for x in (q, k, v, sinks):
-        if isinstance(x, torch.Tensor) and (is_functorch_wrapped_tensor(x) or _has_tangent(x)):
+        if isinstance(x, torch.Tensor) and (
+            is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        ):
             with session_of(call.group).call(call.timeout_s, contract=call.contract):
                 raise _refusal(x)
     if needs_grad(q, k, v, sinks):
@@ -57,10 +59,6 @@ def refuse_lse() -> NoReturn:
     raise UnsupportedError("the lse of attention has no gradient", argument="lse", remedy="use lse.detach()")
 
 
-def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
-
-
 def _refusal(x: torch.Tensor) -> UnsupportedError:
     """Refuse tensors of torch.func before the call: they cannot be sent, and torch fails only in the middle of it.
 
@@ -92,8 +90,10 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call: Call = ctx.call
-        with session_of(call.group).call(call.timeout_s, contract=call.contract):
-            dout = check_grads(out, *grads)
+        dout, dlse = grads
+        if dout is None or dlse is not None:
+            with session_of(call.group).call(call.timeout_s, contract=call.contract):
+                dout = check_grads(out, dout, dlse)
         with torch.no_grad():
             gradients = run_gradients(call, q, k, v, sinks, Merged(dout, out, lse))
         if torch.is_grad_enabled():  # create_graph=True

@@ -52,13 +52,19 @@ def run_attention(
     """This rank's out, in q's dtype, and lse, sinks included."""
     session = session_of(call.group)
     with session.call(call.timeout_s, contract=call.contract is not False) as ranks:
+        # Check what depends on this call only; the rest is checked once, when the plan is made.
         if call.record is not None or call.contract is not True:  # the defaults need no check
             check_arguments(contract=(FLAG, call.contract), record=(optional(CALLABLE), call.record))
+        looks = look_at(q, k, v, sinks)
+        # Prepare: the proved and bound program, the kernel and the signature, from the session or made now.
         which: Pass = "forward, to be differentiated" if wants_grad else "forward"
-        plan = _find_plan(session, call.options, look_at(q, k, v, sinks), which)
+        plan = _find_plan(session, call.options, looks, which)
+        # Agree: no payload is sent before all ranks are known to make this call.
         ranks.agree(plan.signature, call.place)
+        # Run: attend what is here while the next block travels.
         kv = (k, v) if plan.codec is None else plan.codec.encode(k, v)
         out, lse = _run(run_forward, plan, session, ranks.deadline_s, call.record, q, *kv)
+    # Finish: sinks need no message, and sums return to q's dtype.
     if sinks is not None:
         out, lse = plan.mode.with_sinks(Partial(out, lse), sinks)
     return Attention(out.to(q.dtype), lse)

@@ -5,6 +5,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -94,13 +95,18 @@ class TransportWire:
         """Start the messages of a step."""
         if not sends and not receives:
             return
-        outgoing = [(message.transfer, tuple(map(torch.Tensor.contiguous, value))) for message, value in sends]
-        incoming = [(message.transfer, self._buffers(message)) for message in receives]
+        outgoing, to_send = [], []
+        for message, value in sends:
+            contiguous = tuple(map(torch.Tensor.contiguous, value))
+            outgoing.append((message.transfer, contiguous))
+            to_send.extend(map(partial(Send, message.transfer.dst), contiguous))
+        incoming, to_receive = [], []
+        for message in receives:
+            buffers = self._buffers(message)
+            incoming.append((message.transfer, buffers))
+            to_receive.extend(map(partial(Receive, message.transfer.src), buffers))
         try:
-            posted = self.transport.exchange(
-                [Send(transfer.dst, x) for transfer, value in outgoing for x in value],
-                [Receive(transfer.src, buffer) for transfer, value in incoming for buffer in value],
-            )
+            posted = self.transport.exchange(to_send, to_receive)
         except TransportError as error:
             blocks = ", ".join(str(message.transfer) for message, _ in sends)
             raise self._failed(step, f"sending {blocks}" if sends else "receiving", error) from None

@@ -118,7 +118,7 @@ class _Room:
             )
         if len(this.payloads) < self.world_size:
             raise TransportError(str(self.failure))
-        return [this.payloads[peer] for peer in range(self.world_size)]
+        return list(map(this.payloads.__getitem__, range(self.world_size)))
 
     def fail(self, rank: int | None, reason: str) -> None:
         """End all waits with this reason; the first reason is kept."""
@@ -179,36 +179,31 @@ class InProcessRank:
 
     def __init__(self, room: _Room, rank: int) -> None:
         self._room = room
-        self._rank = rank
+        self.rank = rank
+        self.world_size = room.world_size
         self.timeout_s = room.timeout_s
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._room.world_size
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         """Post all ends. A message whose other end is already posted is copied here."""
         if self._room.failure is not None:
             raise TransportError(str(self._room.failure))
-        incoming = [_End(self._room, "receive", self._rank, src, buffer) for src, buffer in receives]
-        outgoing = [_End(self._room, "send", self._rank, dst, tensor) for dst, tensor in sends]
-        for end in (*incoming, *outgoing):
-            self._room.post(end)
+        incoming: list[_End] = []
+        outgoing: list[_End] = []
+        for src, buffer in receives:
+            incoming.append(_End(self._room, "receive", self.rank, src, buffer))
+            self._room.post(incoming[-1])
+        for dst, tensor in sends:
+            outgoing.append(_End(self._room, "send", self.rank, dst, tensor))
+            self._room.post(outgoing[-1])
         return Posted(outgoing, incoming)
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
         """Return every rank's payload in rank order, by reference."""
-        return self._room.gather(self._rank, payload, timeout_s)
+        return self._room.gather(self.rank, payload, timeout_s)
 
     def abort(self, reason: str) -> None:
         """End all waits of all ranks with this reason; the group stays failed."""
-        self._room.fail(self._rank, reason)
+        self._room.fail(self.rank, reason)
 
     def close(self) -> None:
         """Do nothing: threads and buffers end with the run."""

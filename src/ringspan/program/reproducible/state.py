@@ -57,11 +57,11 @@ class TreeState(RankState):
             self._rise(transfer.block, rise, node)
         return True
 
-    def _begun(self, block: Block) -> Value:
-        """The array that the roots of a sum are copied into."""
-        if block not in self.sums and block in self.growth.complete:
-            self.sums[block] = self.arithmetic.room(self.sizes.block_shapes(block))
-        return super()._begun(block)
+    def new_sum(self, block: Block) -> Value:
+        """The arrays that the roots of a sum are copied into; they need no zeros if roots fill all rows."""
+        if block in self.growth.complete:
+            return self.arithmetic.room(self.sizes.block_shapes(block))
+        return super().new_sum(block)
 
     def _attend_cell(self, tile: GridTile, cell: Cell, q: Value, kv: Value) -> Value:
         first, *others = cell.pieces
