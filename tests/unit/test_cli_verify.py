@@ -58,7 +58,11 @@ def test_layouts_and_features_are_passed_on():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nobody"], "module:function"),
+        (["nobody"], "TARGET nobody: "),
+        (["torch:nothing"], "TARGET torch:nothing: the module has no nothing; "),
+        (["ringspan", "--feature", "sinks"], "--feature sinks: this describes a function"),
+        (["ringspan", "--layout", "zigzag"], "--layout zigzag: this describes a function"),
+        (["ringspan", "--processes"], "--processes processes: this describes a function"),
         (["ringspan", "--ranks", "9"], "use numbers from 1 to 8"),
         (["ringspan", "--ranks", "two"], "use numbers from 1 to 8"),
         (["ringspan:magic"], "the verifier runs"),

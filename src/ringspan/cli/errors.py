@@ -14,10 +14,14 @@ from ringspan.errors import NOT_GIVEN, RingspanError
 OPTION_NAMES = {
     "cached_tokens": ("cached",),
     "chunk_tokens": ("chunk",),
+    "api_key": ("api_key_file",),
     "expert_parallel": ("ep",),
+    "folder": ("model",),
     "is_resident": ("resident",),
     "num_heads": ("heads",),
     "num_kv_heads": ("kv_heads",),
+    "num_ranks": ("ranks",),
+    "ranks": ("processes",),
     "pipeline_parallel": ("pp",),
     "seq_len": ("tokens",),
     "shards_weights": ("fsdp",),
@@ -54,12 +58,16 @@ class Command(click.Command):
 
 
 def render_error(error: RingspanError, command: click.Command) -> str:
-    """The error in one line; without an option that sets the argument, as Python shows it."""
-    options = {param.name or "": param.opts[0] for param in command.params if isinstance(param, click.Option)}
+    """The error in one line; without a parameter that sets the argument, as Python shows it."""
+    options = {param.name or "": _spell(param) for param in command.params}
     subject = _render_subject(error, options)
     if subject is None:
         return str(error)
     return f"{subject}: {error.rule}{f'; {error.remedy}' if error.remedy else ''}"
+
+
+def _spell(param: click.Parameter) -> str:
+    return param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
 
 
 def _render_subject(error: RingspanError, options: dict[str, str]) -> str | None:
@@ -81,6 +89,8 @@ def _render_value(error: RingspanError) -> str:
         return str(value).replace("_", "-")
     if error.argument == "mesh" and isinstance(value, tuple):
         return "x".join(map(str, value))
+    if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
     return value if isinstance(value, str) else reprlib.repr(value)
 
 

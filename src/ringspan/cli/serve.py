@@ -53,23 +53,23 @@ def serve(model: Path, ranks: int | None, api_key_file: Path | None, **options: 
         from ringspan.serve.server import serve as run
         from ringspan.serve.torchrun import torchrun_place
     except ImportError as error:
-        raise click.ClickException(
-            f"ringspan serve needs {error.name}; install it, for example from a checkout with: pip install '.[serve]'"
+        raise click.UsageError(
+            f"serve needs {error.name}; install it, for example from a checkout with: pip install '.[serve]'"
         ) from error
     key = os.environ.get(KEY_VARIABLE) if api_key_file is None else api_key_file.read_text().strip()
     place = torchrun_place()
     if place is not None and ranks not in (None, place.num_ranks):
-        raise click.ClickException(f"--ranks {ranks}: torchrun started {place.num_ranks} ranks; leave --ranks out")
+        raise click.UsageError(f"--ranks {ranks}: torchrun started {place.num_ranks} ranks; leave --ranks out")
     num_ranks = (ranks or 2) if place is None else place.num_ranks
+    settings = ServeSettings(
+        folder=model,
+        api_key=key,
+        num_ranks=num_ranks,
+        home_page=_home_page(options["name"] or model.resolve().name),
+        is_under_torchrun=place is not None,
+        **options,
+    )
     try:
-        settings = ServeSettings(
-            folder=model,
-            api_key=key,
-            num_ranks=num_ranks,
-            home_page=_home_page(options["name"] or model.resolve().name),
-            is_under_torchrun=place is not None,
-            **options,
-        )
         run(settings)
     except RingspanError as error:
         raise click.ClickException(str(error)) from error

@@ -12,6 +12,7 @@ import click
 
 from ringspan import __version__
 from ringspan.bench.launch import find_launcher
+from ringspan.cli.errors import Command
 from ringspan.cli.files import OutputFile, write_text
 from ringspan.cli.page_command import command_line
 
@@ -40,9 +41,11 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     return ranks
 
 
-@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("target")
-@click.option("--ranks", callback=_parse_ranks, metavar="N,N,...", default="1,2,3,4,5", help="Numbers of ranks.")
+@click.option(
+    "--ranks", "world_sizes", callback=_parse_ranks, metavar="N,N,...", default="1,2,3,4,5", help="Numbers of ranks."
+)
 @click.option(
     "--layout",
     "layouts",
@@ -50,16 +53,18 @@ def _parse_ranks(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     multiple=True,
     help="How the shards of a function are cut; may be repeated.  [default: contiguous]",
 )
-@click.option("--feature", "features", multiple=True, metavar="NAME", help="What a function can do; may be repeated.")
+@click.option(
+    "--feature", "features", multiple=True, metavar="NAME", help="A feature that a function has; may be repeated."
+)
 @click.option("--processes", is_flag=True, help="Run a function on processes with a gloo group, not on threads.")
 @click.option("--thorough", is_flag=True, help="Every layout, mask, grouping of heads and type; takes minutes.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the inputs.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of the inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--junit", type=OutputFile(), help="Write the cases as a JUnit XML file.")
 @click.option("--html", type=OutputFile(".html"), help="Write the cases as an interactive page.")
 def verify(
     target: str,
-    ranks: tuple[int, ...],
+    world_sizes: tuple[int, ...],
     layouts: tuple[str, ...],
     features: tuple[str, ...],
     processes: bool,
@@ -95,7 +100,7 @@ def verify(
         if is_launched(os.environ):
             report = verify_here(target, progress=progress, **options)
         else:
-            report = run_verify(target, world_sizes=ranks, progress=progress, **options)
+            report = run_verify(target, world_sizes=world_sizes, progress=progress, **options)
     if report is None:
         return  # not rank 0
     if junit is not None:

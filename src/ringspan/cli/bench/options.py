@@ -197,13 +197,16 @@ def count_ranks(ranks: int | None, carrier: Carrier, launched: Launched | None) 
             raise click.UsageError(f"--transport {carrier}: ranks that {launched.by} has started use {fitting}")
         return launched.world_size
     if carrier == "mpi":
+        command = click.get_current_context().command_path
         raise click.UsageError(
-            f"--transport mpi: start the ranks with mpirun -np {ranks or count_cores()} ringspan bench ..."
+            f"--transport mpi: ranks over MPI are started by mpirun; use mpirun -np {ranks or count_cores()} {command}"
         )
     if carrier != "nccl":
         return ranks or count_cores()
     if not 0 < (ranks or 1) <= count_gpus():
-        raise click.UsageError(f"--transport nccl: {ranks or 1} ranks need as many GPUs; there are {count_gpus()}")
+        raise click.UsageError(
+            f"--transport nccl: every rank needs its own GPU, and there are {count_gpus()}; use fewer ranks or gloo"
+        )
     return ranks or count_gpus()
 
 

@@ -218,6 +218,8 @@ def load_object(path: str) -> Any:
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise UnsupportedError(f"{module} has no {name}", argument="target", value=path)
+            raise UnsupportedError(
+                f"the module has no {name}", argument="target", value=path, remedy="check the name after the colon"
+            )
         found = getattr(found, part)
     return found
