@@ -95,12 +95,12 @@ class TransportWire:
         """Start the messages of a step."""
         if not sends and not receives:
             return
-        outgoing, to_send = [], []
+        outgoing, to_send = [], list[Send]()
         for message, value in sends:
             contiguous = tuple(map(torch.Tensor.contiguous, value))
             outgoing.append((message.transfer, contiguous))
             to_send.extend(map(partial(Send, message.transfer.dst), contiguous))
-        incoming, to_receive = [], []
+        incoming, to_receive = [], list[Receive]()
         for message in receives:
             buffers = self._buffers(message)
             incoming.append((message.transfer, buffers))
