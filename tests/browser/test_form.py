@@ -153,7 +153,7 @@ def test_a_table_sorts_by_value(pages: dict[str, str], open_page: OpenPage) -> N
     plan = build_plan_of()
     opened = open_page(pages["plan"])
     ranking = opened.page.locator("section[data-id=ranking]")
-    show_all = ranking.get_by_role("button", name="Show all rows")
+    show_all = ranking.get_by_role("button", name="Show all")
     if show_all.is_visible():
         show_all.click()
     ranking.get_by_role("button", name="memory").click()

@@ -231,8 +231,8 @@ def test_the_plan_page_shows_the_plan(plan: Plan) -> None:
     sections = {section["id"]: section for section in payload_of(build_plan_page(plan))["sections"]}
     rows = sections["ranking"]["rows"]
     assert [row[1]["text"] for row in rows] == [str(option.setup) for option in plan.options]
-    assert [row[6]["value"] for row in rows] == [option.prediction.total_s for option in plan.options]
-    assert [row[7]["value"] for row in rows] == [option.memory.total for option in plan.options]
+    assert [row[2]["value"] for row in rows] == [option.prediction.total_s for option in plan.options]
+    assert [row[3]["value"] for row in rows] == [option.memory.total for option in plan.options]
     for row, option in zip(sections["memory"]["rows"], plan.options, strict=False):
         assert row["values"] == list(option.memory)
     assert sections["memory"]["limit"]["value"] == plan.request.cluster.device.memory_bytes

@@ -80,17 +80,17 @@ def _ranking(plan: Plan) -> Section:
             [
                 (str(place), place),
                 str(option.setup),
+                (_range(option), seconds),
+                (format_bytes(option.memory.total), option.memory.total),
                 option.setup.layout,
                 (str(option.setup.tp), option.setup.tp),
                 (str(option.setup.cp), option.setup.cp),
                 (str(option.setup.copies), option.setup.copies),
-                (_range(option), seconds),
-                (format_bytes(option.memory.total), option.memory.total),
                 "yes" if option.fits else "no",
                 option.prediction.bottleneck,
             ]
         )
-    columns = [">place", "algorithm", "layout", ">tp", ">cp", ">copies", ">time", ">memory", "fits", "bottleneck"]
+    columns = [">place", "algorithm", ">time", ">memory", "layout", ">tp", ">cp", ">copies", "fits", "bottleneck"]
     caption = (
         "tp: devices that share each layer (tensor parallel). cp: devices that share a sequence (context parallel). "
         "copies: groups with sequences of their own. Choose a heading to sort by it."

@@ -21,7 +21,7 @@ function tableSection(section) {
   const body = h('tbody', {});
   const heads = section.columns.map((column, i) => h('th', { scope: 'col', class: column.numeric ? 'number' : null, 'aria-sort': section.is_fixed ? null : 'none' },
     section.is_fixed ? column.label : h('button', { type: 'button', onclick: () => sort(i) }, column.label, h('span', { class: 'arrow-mark', 'aria-hidden': 'true' }, ' ↕'))));
-  const more = h('button', { type: 'button', class: 'choice', onclick: () => { most = Infinity; fillBody(); } }, 'Show all rows');
+  const more = h('button', { type: 'button', class: 'choice', onclick: () => { most = Infinity; fillBody(); } }, `Show all ${format.count(section.rows.length)} rows`);
   function sort(column) {
     order.isUp = order.column === column ? !order.isUp : true;
     order.column = column;
@@ -41,7 +41,7 @@ function tableSection(section) {
     more.hidden = rows.length <= most;
   }
   fillBody();
-  return { element: h('div', {}, h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': section.title }, h('table', {}, h('caption', {}, section.caption || ''), h('thead', {}, h('tr', {}, heads)), body)), more), render() {} };
+  return { element: h('div', {}, section.caption ? h('p', { class: 'caption' }, section.caption) : null, h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': section.title }, h('table', {}, h('thead', {}, h('tr', {}, heads)), body)), more), render() {} };
 }
 
 const DASHES = ['', '7 3', '2 3', '9 3 2 3', '14 4', '5 2 1 2', '4 5', '1 4'];
