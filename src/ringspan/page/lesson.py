@@ -16,7 +16,7 @@ from ringspan.page.cases import (
     run_combination,
 )
 from ringspan.page.faults import describe_faults
-from ringspan.page.hiding import describe_hiding
+from ringspan.page.hiding import HIDDEN, describe_hiding
 from ringspan.page.html import assemble
 from ringspan.page.idea import LEAD, describe_idea, describe_merge
 from ringspan.page.memory import describe_memory
@@ -87,7 +87,8 @@ def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
                     "dots are waiting. Contiguous and zigzag are the two layouts; both have the same time axis.",
                     f"Predicted for {hiding['ranks']} GPUs ({hiding['device']}), one layer with {hiding['heads'][0]} "
                     f"query heads over {hiding['heads'][1]} KV heads of {hiding['head_dim']} elements, bfloat16, "
-                    "causal mask.",
+                    "causal mask. Messages count as hidden if no rank is blocked by them for "
+                    f"{100 * HIDDEN:g}\N{NO-BREAK SPACE}% of the time.",
                 ],
                 **hiding,
             },

@@ -8,7 +8,7 @@ const HINT = 'Point at a bar or tap it, or focus the chart and use the arrow key
 // Draws what `load` is given: bars, the length of the time axis, and for a measured run the outlines of the predicted bars.
 function buildGantt({ title, lanes }) {
   const laneHeight = lanes.length > 32 ? 12 : lanes.length > 12 ? 20 : 32;
-  const canvas = h('canvas', { tabindex: 0, role: 'img' });
+  const canvas = h('canvas', { tabindex: 0, role: 'application', 'aria-roledescription': 'timeline' }); // screen readers hand it the arrow keys
   const still = document.createElement('canvas'); // everything but the chosen bar, so that pointing at bars draws one outline
   const detail = h('output', { class: 'detail' }, HINT);
   const view = { from: 0, to: 1 };
