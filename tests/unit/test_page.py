@@ -312,6 +312,14 @@ def test_schedules_are_tables_of_their_cells() -> None:
         assert step == schedule.step(t)
 
 
+def test_simulations_say_what_they_sent() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 2, 16, 4))
+    shown = simulate_attention(*x, mask=causal(), layout=zigzag(16, 4))._repr_html_()
+    block = 2 * 2 * 4 * 4 * 8  # k and v of 2 heads and 4 tokens, in float64
+    assert f"{4 * 3 * block:,} bytes sent in 4 steps" in shown
+    assert shown.count("<svg") == shown.count("<table") == 1
+
+
 def test_a_plan_of_a_hostile_model_is_escaped(plan: Plan) -> None:
     name = "<img src=x onerror=alert(1)>"
     hostile = replace(plan, request=replace(plan.request, model=replace(plan.request.model, id=name)))

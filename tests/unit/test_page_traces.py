@@ -167,6 +167,17 @@ def test_page_refuses_what_it_cannot_use(args: tuple[str, ...], words: str) -> N
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("sizes", ["--tokens 1 --devices 2", "--tokens 3 --devices 5", "--tokens 20 --devices 9"])
+def test_simulate_writes_runs_of_ranks_without_tokens(sizes: str, tmp_path: Path) -> None:
+    """Also decode steps in which some ranks have no query: nine ranks decode a batch of eight."""
+    file = tmp_path / "run.html"
+    result = run("simulate", *sizes.split(), "--html", file)
+    assert result.exit_code == 0, result.stderr
+    runs = payload_of(file.read_text(encoding="utf-8"))["sections"][0]["runs"]
+    assert all(one["error"] < 1e-5 for one in runs)
+    assert len(runs) == 4
+
+
 def test_simulate_writes_its_runs(tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     result = run("simulate", "--devices", "3", "--tokens", "17", "--html", file, "--json")

@@ -121,9 +121,10 @@ def _blocks_of(rank: int, problem: Problem, inputs: ReplayInputs) -> dict[Block,
 
 def _snapshot(states: list[RankState], layout: Layout, owner: int | None, inputs: ReplayInputs) -> tuple[Array, Array]:
     outs, lses = [], []
+    dtype = np.result_type(inputs.q.dtype, np.float32)
     for state in states:
         held = state.sums.get(Block("out", state.rank if owner is None else owner))
         rows = (inputs.q.shape[0], layout.shard_len(state.rank))
-        outs.append(np.zeros((*rows, inputs.v.shape[-1])) if held is None else held[0].copy())
-        lses.append(np.full((*rows, 1), -np.inf) if held is None else held[1].copy())
+        outs.append(np.zeros((*rows, inputs.v.shape[-1]), dtype) if held is None else held[0].copy())
+        lses.append(np.full((*rows, 1), -np.inf, dtype) if held is None else held[1].copy())
     return layout.unshard(outs, -2), layout.unshard(lses, -2)[..., 0]

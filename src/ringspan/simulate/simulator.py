@@ -6,7 +6,6 @@ dictionary is the network. Results are exact to rounding, and no array of seq_le
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +84,11 @@ class Simulation:
         return f"<Simulation: out {self.out.shape} {self.out.dtype} by {self.schedule!r}>"
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.case.problem.layout._repr_html_()}{self.schedule._repr_html_()}"
+        told = (
+            f"Attention on {self.schedule.world_size} ranks: out {self.out.shape} {self.out.dtype}, "
+            f"{bytes_sent(self.trace):,} bytes sent in {self.schedule.num_steps} steps"
+        )
+        return f"<p>{told}</p>{self.case.problem.layout._repr_html_()}{self.schedule._repr_html_()}"
 
     def gradients(self, dout: Array, schedule: Schedule | None = None) -> Gradients:
         """The backward pass for `dout`: by the same algorithm with the lighter side moving, or by `schedule`."""
