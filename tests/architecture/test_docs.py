@@ -106,6 +106,14 @@ def test_links_of_the_documents_lead_somewhere(subtests):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_files_that_documents_name_exist(subtests):
+    for document in (ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"):
+        for file in sorted({*re.findall(r"`([\w/]+\.py)`", document.read_text())}):
+            with subtests.test(f"{document.name}: {file}"):
+                places = (ROOT, ROOT / "src" / "ringspan", ROOT / "src" / "ringspan" / "algorithms")
+                assert any((place / file).exists() for place in places)
+
+
 ROOMS = ("schedule", "verify", "compat", "adapters", "adapters.transformers", "adapters.diffusers", "reproducible")
 
 
