@@ -6,7 +6,7 @@ python docs/draw_layouts.py        # writes docs/images/layout-*.svg
 from svg import IMAGES
 
 from ringspan.layout import contiguous, striped, zigzag
-from ringspan.layout.picture import draw_layout
+from ringspan.layout._picture import draw_layout
 
 GREY = "#7d8590"  # readable on white and on black; a picture in a document has no current colour
 SEQ_LEN, WORLD_SIZE = 32, 4

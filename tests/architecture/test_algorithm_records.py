@@ -10,7 +10,7 @@ ALLOWED = {
     "adapters/diffusers/compare.py": "the algorithm that a model is compared with",
     "adapters/diffusers/frame_cache.py": "default of a public argument",
     "adapters/transformers/handle.py": "docstring of a public argument",
-    "cache/kv_cache.py": "docstring of a public argument",
+    "cache/_kv_cache.py": "docstring of a public argument",
     "compat/ringmaster/config.py": "names of another library",
     "compat/ringmaster/runtime.py": "names of another library, and which of our algorithms each means",
     "compat/torch_context_parallel.py": "names of another library, and which of our algorithms each means",

@@ -89,7 +89,7 @@ def run_load(rank: int, kind: type[BaseException], folder: Path) -> None:
     feed(cache)
     cache.save(folder)
     if rank == 1:
-        from ringspan.cache import saving
+        from ringspan.cache import _saving as saving
 
         def fail(*_: object) -> None:
             raise kind("out of luck")

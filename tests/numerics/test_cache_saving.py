@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.cache import saving, storage
+from ringspan.cache import _saving as saving
+from ringspan.cache import _storage as storage
 from ringspan.transports.in_process import InProcessRank
 from support.conversations import Story, live_through
 

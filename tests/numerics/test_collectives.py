@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ringspan as rs
-import ringspan.training.collectives
+import ringspan.training._collectives
 from ringspan.transports.base import all_to_all
 from ringspan.transports.in_process import InProcessRank
 from support.cases import LAYOUTS
@@ -273,7 +273,7 @@ def test_a_rank_that_fails_in_mid_call_tells_the_others(
             raise error
         return all_to_all(transport, *args)
 
-    monkeypatch.setattr(ringspan.training.collectives, "all_to_all", exchange)
+    monkeypatch.setattr(ringspan.training._collectives, "all_to_all", exchange)
 
     def gather(group: InProcessRank) -> BaseException:
         part = torch.ones(2, requires_grad=True)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.cache import storage
+from ringspan.cache import _storage as storage
 from ringspan.runtime import arithmetic
 from ringspan.transports.in_process import InProcessRank
 from support.conversations import Story, attend, live_through

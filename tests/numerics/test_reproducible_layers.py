@@ -291,7 +291,7 @@ def test_a_default_eps_of_torch_that_is_not_known_is_refused(monkeypatch: pytest
     def other(x: torch.Tensor, shape: tuple[int, ...], weight: Any = None, eps: float | None = None) -> torch.Tensor:
         return plain(x, shape, weight, 0.5 if eps is None else eps)
 
-    convert = importlib.import_module("ringspan.reproducible.convert")
+    convert = importlib.import_module("ringspan.reproducible._convert")
     convert._default_eps.cache_clear()
     monkeypatch.setattr(F, "rms_norm", other)
     norm = rs.reproducible.convert(torch.nn.RMSNorm(4), layout=rs.contiguous(5, 1))

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from ringspan.errors import LayoutError, MaskError, ShapeError
-from ringspan.layout import Layout, balance, balanced, contiguous, striped, zigzag
+from ringspan.layout import Layout, balanced, contiguous, striped, zigzag
+from ringspan.layout import _balance as balance
 from ringspan.mask import Mask, causal, documents, frame_causal, full, per_row, prefix, sliding_window
 
 

@@ -1,6 +1,6 @@
 """The KV cache over ranks: turns, placement, storage, saving."""
 
-from ringspan.cache.kv_cache import KVCache
-from ringspan.cache.turn import Turn
+from ringspan.cache._kv_cache import KVCache
+from ringspan.cache._turn import Turn
 
 __all__ = ["KVCache", "Turn"]

@@ -8,11 +8,11 @@ compute tile by tile of the global grid, and add the tiles' gradients in one tre
 the loss sends messages in the forward pass. Every call sends once in the backward pass, and all ranks must make it.
 """
 
-from ringspan.reproducible.activations import elementwise
-from ringspan.reproducible.convert import convert
-from ringspan.reproducible.embedding import embedding
-from ringspan.reproducible.linear import linear
-from ringspan.reproducible.loss import cross_entropy
-from ringspan.reproducible.norms import layer_norm, rms_norm
+from ringspan.reproducible._activations import elementwise
+from ringspan.reproducible._convert import convert
+from ringspan.reproducible._embedding import embedding
+from ringspan.reproducible._linear import linear
+from ringspan.reproducible._loss import cross_entropy
+from ringspan.reproducible._norms import layer_norm, rms_norm
 
 __all__ = ["convert", "cross_entropy", "elementwise", "embedding", "layer_norm", "linear", "rms_norm"]

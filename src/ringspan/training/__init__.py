@@ -1,6 +1,6 @@
 """Batches, labels, positions, the loss, shard and gather on ranks."""
 
-from ringspan.training.batches import (
+from ringspan.training._batches import (
     IGNORE_INDEX,
     check_can_be_ignored,
     check_positions,
@@ -9,7 +9,7 @@ from ringspan.training.batches import (
     position_ids,
     shard_batch,
 )
-from ringspan.training.collectives import gather, shard
+from ringspan.training._collectives import gather, shard
 
 __all__ = [
     "IGNORE_INDEX",

@@ -17,10 +17,10 @@ from ringspan.algorithms import Query, build_decode
 from ringspan.layout import Layout
 from ringspan.mask import Mask, documents
 from ringspan.schedule import format_schedule, visible_blocks
+from ringspan.simulate._simulator import Simulation, bytes_sent, simulate_attention
 from ringspan.simulate.lesson.dense import Check, check, dense_attention
 from ringspan.simulate.lesson.prefill import Tokens
 from ringspan.simulate.lesson.settings import LessonSettings
-from ringspan.simulate.simulator import Simulation, bytes_sent, simulate_attention
 from ringspan.span import Span
 
 MOST_STEPS = 8

@@ -16,9 +16,9 @@ from ringspan.program.prepare import DEFAULT, build
 from ringspan.program.problem import Problem
 from ringspan.program.reproducible.bind import bind_grid
 from ringspan.schedule import Block, format_schedule
+from ringspan.simulate._simulator import RankStep, Simulation, bytes_sent, simulate_attention
 from ringspan.simulate.lesson.dense import TOLERANCE, Array, Check, check, dense_attention
 from ringspan.simulate.lesson.settings import LayoutChoice, LessonSettings
-from ringspan.simulate.simulator import RankStep, Simulation, bytes_sent, simulate_attention
 
 
 @dataclass(frozen=True, slots=True)

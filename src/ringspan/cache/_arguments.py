@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ringspan.arguments import ITERABLE, LIST, WHOLE
-from ringspan.cache.state import CacheModel
+from ringspan.cache._state import CacheModel
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.mask import Mask, causal
 from ringspan.runtime.codec import Cast, Codec, Quantized

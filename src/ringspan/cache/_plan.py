@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from ringspan.algorithms.choose import RingWork
-from ringspan.cache.placement import Placement, Spans, deal, place, positions_of
+from ringspan.cache._placement import Placement, Spans, deal, place, positions_of
 from ringspan.mask import Coverage, Mask
 from ringspan.program.pieces import Piece, PieceKind, cut_pieces
 from ringspan.program.problem import Cut, Shape

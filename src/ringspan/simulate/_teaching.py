@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ringspan.errors import ShapeError
 from ringspan.layout import contiguous
 from ringspan.mask import full
-from ringspan.simulate.simulator import simulate_attention
+from ringspan.simulate._simulator import simulate_attention
 
 _MB = 1024**2
 

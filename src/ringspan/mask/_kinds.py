@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.errors import MaskError
-from ringspan.mask.bands import UNBOUNDED, Band, Intersection, Union
-from ringspan.mask.masks import Allowed, Mask, listed
+from ringspan.mask._bands import UNBOUNDED, Band, Intersection, Union
+from ringspan.mask._masks import Allowed, Mask, listed
 from ringspan.span import Positions
 
 

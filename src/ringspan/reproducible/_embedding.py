@@ -14,7 +14,7 @@ from torch.nn.functional import embedding as look_up
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.reproducible.ranks import Ranks, check_tokens, differentiable_once, open_ranks
+from ringspan.reproducible._ranks import Ranks, check_tokens, differentiable_once, open_ranks
 from ringspan.runtime.checks import check_tensor
 from ringspan.transports.base import all_to_all
 

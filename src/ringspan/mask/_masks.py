@@ -1,7 +1,7 @@
 """Who may attend to whom, as a small value instead of a dense matrix.
 
-Every mask is a union of bands (`bands.py`), and whatever the rest of the library wants to know (is this tile empty, how
-much work is it, how can it be cut) follows from the ends of a few intervals.
+Every mask is a union of bands (`_bands.py`), and whatever the rest of the library wants to know (is this tile empty,
+how much work is it, how can it be cut) follows from the ends of a few intervals.
 
 `allowed` says what a mask means, written straight from its definition; `bands` is derived, and tests hold the two
 together.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ringspan.arguments import check_arguments, instance_of
 from ringspan.errors import MaskError
-from ringspan.mask.bands import UNBOUNDED, Band, Coverage, Intersection, Union, band_coverage, intersect, unite
+from ringspan.mask._bands import UNBOUNDED, Band, Coverage, Intersection, Union, band_coverage, intersect, unite
 from ringspan.span import Positions, Span
 
 T = TypeVar("T")

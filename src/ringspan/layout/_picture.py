@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringspan.layout.layouts import Layout
+    from ringspan.layout._layouts import Layout
     from ringspan.span import Span
 
 COLOURS = ("#5aa2ef", "#f0a23c", "#35b08a", "#d183b8", "#a294f0", "#cdb22a", "#6cc5e0", "#b99a76")

@@ -1,6 +1,6 @@
 """The KV cache of long conversations, sharded over the ranks of a group.
 
-Each rank stores its own tokens, for all layers; every rank knows the placement of all tokens (`placement.py`). A turn
+Each rank stores its own tokens, for all layers; every rank knows the placement of all tokens (`_placement.py`). A turn
 adds tokens to some sequences and is committed, or leaves no trace. Only `save`, `load` and a first `begin` that
 measures the machine send messages. All ranks must make the same calls; the next turn detects a rank that did not.
 """
@@ -16,12 +16,19 @@ import torch
 from ringspan.algorithms import Query, check_algorithm
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM, Q_RING, RINGS, RingWork, choose_by_time
 from ringspan.arguments import LIST, TEXT, Kind, check_arguments, instance_of, optional
-from ringspan.cache.arguments import DTYPES, by_sequence, layer_masks, refuse_looking_ahead, storage_codec, whole_number
-from ringspan.cache.plan import SequencePart, make_parts, plan_problem, ring_work
-from ringspan.cache.saving import load, save
-from ringspan.cache.state import CacheModel, CacheState
-from ringspan.cache.storage import RowSpec, Stored
-from ringspan.cache.turn import Chosen, Turn, row_sizes, wire_codec
+from ringspan.cache._arguments import (
+    DTYPES,
+    by_sequence,
+    layer_masks,
+    refuse_looking_ahead,
+    storage_codec,
+    whole_number,
+)
+from ringspan.cache._plan import SequencePart, make_parts, plan_problem, ring_work
+from ringspan.cache._saving import load, save
+from ringspan.cache._state import CacheModel, CacheState
+from ringspan.cache._storage import RowSpec, Stored
+from ringspan.cache._turn import Chosen, Turn, row_sizes, wire_codec
 from ringspan.errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ringspan.mask import Mask
 from ringspan.runtime.calibrate import measure_machine

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringspan.cache.placement import Placement
-from ringspan.cache.storage import RowSpec, Stored
+from ringspan.cache._placement import Placement
+from ringspan.cache._storage import RowSpec, Stored
 from ringspan.errors import CacheError
 from ringspan.kernels import Kernel, KernelRequest, choose_kernel
 from ringspan.mask import Mask
@@ -17,7 +17,7 @@ from ringspan.runtime.session import Session
 from ringspan.schedule import Heads
 
 if TYPE_CHECKING:
-    from ringspan.cache.turn import Turn
+    from ringspan.cache._turn import Turn
 
 
 @dataclass(frozen=True, slots=True)

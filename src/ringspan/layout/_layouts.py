@@ -17,8 +17,8 @@ import numpy as np
 
 from ringspan.arguments import ARRAY, ITERABLE, LIST, MOST_RANKS, WHOLE, check_arguments
 from ringspan.errors import LayoutError, ShapeError
-from ringspan.layout.pairs import BandedMask, Counts, Work, count_pairs
-from ringspan.layout.picture import draw_layout
+from ringspan.layout._pairs import BandedMask, Counts, Work, count_pairs
+from ringspan.layout._picture import draw_layout
 from ringspan.span import Positions, Span
 
 Array = TypeVar("Array")  # a NumPy array or a tensor

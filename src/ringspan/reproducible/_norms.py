@@ -9,7 +9,7 @@ from ringspan.arguments import NUMBER, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.reproducible.ranks import Ranks, check_tokens, check_weights, differentiable_once, open_ranks
+from ringspan.reproducible._ranks import Ranks, check_tokens, check_weights, differentiable_once, open_ranks
 from ringspan.runtime.arithmetic import without_autocast
 from ringspan.runtime.checks import check_tensor
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ringspan.cache.plan import TurnProblem
-from ringspan.cache.source import CachedRows, CacheSource, TurnWire
-from ringspan.cache.storage import Rows
+from ringspan.cache._plan import TurnProblem
+from ringspan.cache._source import CachedRows, CacheSource, TurnWire
+from ringspan.cache._storage import Rows
 from ringspan.errors import CacheError, ShapeError, UnsupportedError
 from ringspan.kernels.softmax import Partial
 from ringspan.program.execute import Value, execute
@@ -23,7 +23,7 @@ from ringspan.runtime.wire import TransportWire
 from ringspan.schedule import ALL, Block
 
 if TYPE_CHECKING:
-    from ringspan.cache.turn import Turn
+    from ringspan.cache._turn import Turn
 
 
 def check_layer(turn: "Turn", layer: int) -> None:

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringspan.arguments import RANKS, WHOLE, check_arguments, instance_of
-from ringspan.layout.layouts import Layout, contiguous, near_equal_cuts, zigzag
-from ringspan.layout.pairs import Counts, Work, count_pairs
+from ringspan.layout._layouts import Layout, contiguous, near_equal_cuts, zigzag
+from ringspan.layout._pairs import Counts, Work, count_pairs
 from ringspan.mask import Mask
 from ringspan.span import Positions, Span
 

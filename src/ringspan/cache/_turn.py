@@ -18,11 +18,11 @@ import torch
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import KV_RING
 from ringspan.arguments import WHOLE, check_arguments
-from ringspan.cache.layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
-from ringspan.cache.placement import positions_of
-from ringspan.cache.plan import RowSizes, SequencePart, TurnProblem, plan_problem
-from ringspan.cache.state import CacheState
-from ringspan.cache.storage import Stored
+from ringspan.cache._layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
+from ringspan.cache._placement import positions_of
+from ringspan.cache._plan import RowSizes, SequencePart, TurnProblem, plan_problem
+from ringspan.cache._state import CacheState
+from ringspan.cache._storage import Stored
 from ringspan.errors import CacheError, ShapeError
 from ringspan.kernels.softmax import Partial, accumulator_dtype
 from ringspan.layout import Layout

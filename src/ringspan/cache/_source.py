@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringspan.cache.storage import Rows
+from ringspan.cache._storage import Rows
 from ringspan.program.bind import BoundProgram, Exchange, Message
 from ringspan.program.execute import Value
 from ringspan.runtime.codec import TensorRows

@@ -12,7 +12,7 @@ import torch
 
 from ringspan.arguments import CALLABLE, check_arguments
 from ringspan.errors import ShapeError, UnsupportedError
-from ringspan.reproducible.ranks import differentiable_once
+from ringspan.reproducible._ranks import differentiable_once
 from ringspan.runtime.arithmetic import without_autocast
 from ringspan.runtime.checks import check_tensor
 

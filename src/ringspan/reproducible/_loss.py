@@ -9,7 +9,7 @@ from ringspan.arguments import TEXT, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.reproducible.ranks import Ranks, check_tokens, differentiable_once, open_ranks
+from ringspan.reproducible._ranks import Ranks, check_tokens, differentiable_once, open_ranks
 from ringspan.runtime.arithmetic import without_autocast
 from ringspan.training import IGNORE_INDEX, check_can_be_ignored
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ringspan.cache.placement import Placement
-from ringspan.cache.storage import RowSpec
+from ringspan.cache._placement import Placement
+from ringspan.cache._storage import RowSpec
 from ringspan.errors import CacheError, LayoutError
 from ringspan.span import Span
 

@@ -16,10 +16,10 @@ from ringspan.arguments import Kind, check_arguments, instance_of, optional
 from ringspan.errors import UnsupportedError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
-from ringspan.reproducible.activations import elementwise
-from ringspan.reproducible.embedding import embedding
-from ringspan.reproducible.linear import linear
-from ringspan.reproducible.norms import layer_norm, rms_norm
+from ringspan.reproducible._activations import elementwise
+from ringspan.reproducible._embedding import embedding
+from ringspan.reproducible._linear import linear
+from ringspan.reproducible._norms import layer_norm, rms_norm
 from ringspan.runtime.arithmetic import without_autocast
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -17,9 +17,9 @@ import torch
 
 from ringspan.algorithms.choose import DEFAULT_ALGORITHM
 from ringspan.arguments import LIST, PATH, check_arguments, optional
-from ringspan.cache.arguments import by_sequence
-from ringspan.cache.placement import Placement
-from ringspan.cache.saved_files import (
+from ringspan.cache._arguments import by_sequence
+from ringspan.cache._placement import Placement
+from ringspan.cache._saved_files import (
     RankFile,
     SavedBlock,
     SavedIndex,
@@ -30,8 +30,8 @@ from ringspan.cache.saved_files import (
     write_index,
     write_rank,
 )
-from ringspan.cache.state import CacheState
-from ringspan.cache.turn import Turn
+from ringspan.cache._state import CacheState
+from ringspan.cache._turn import Turn
 from ringspan.errors import CacheError
 from ringspan.runtime.contract import Signature
 from ringspan.span import Positions
