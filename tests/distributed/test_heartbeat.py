@@ -13,9 +13,9 @@ import torch
 import ringspan as rs
 from ringspan.runtime.session import session_of
 from ringspan.transports import torch_distributed
+from ringspan.transports._heartbeat import SILENCE, acknowledges, silence_limit_s
+from ringspan.transports._neighbours import SWITCH
 from ringspan.transports.base import Receive, Send
-from ringspan.transports.heartbeat import SILENCE, acknowledges, silence_limit_s
-from ringspan.transports.neighbours import SWITCH
 from support.calls import MARGIN_S, Outcome, arguments, attend, dies_at, outcome
 from support.ranks import run_ranks, values
 

@@ -30,11 +30,11 @@ from test_gloo import CAUSAL, HEADS, check, run_overwrite, run_table
 
 import ringspan as rs
 from ringspan.runtime.session import session_of
-from ringspan.transports import neighbours
+from ringspan.transports import _neighbours as neighbours
+from ringspan.transports._neighbours import SWITCH, find_peers
+from ringspan.transports._same_host import Peer, PeerMemory, SameHost
 from ringspan.transports.base import Receive, Send
 from ringspan.transports.in_process import run_in_process
-from ringspan.transports.neighbours import SWITCH, find_peers
-from ringspan.transports.same_host import Peer, PeerMemory, SameHost
 from support.attention_cases import make_job
 from support.calls import MARGIN_S, Arguments, arguments, attend
 from support.ranks import run_ranks, values

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.transports.neighbours import SWITCH
+from ringspan.transports._neighbours import SWITCH
 from support.calls import MARGIN_S
 from support.ranks import run_ranks
 

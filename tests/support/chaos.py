@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import ringspan as rs
-from ringspan.transports.heartbeat import SILENCE
-from ringspan.transports.neighbours import SWITCH
+from ringspan.transports._heartbeat import SILENCE
+from ringspan.transports._neighbours import SWITCH
 from support.calls import Outcome, arguments, attend
 from support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ringspan.arguments import instance_of
-from ringspan.schedule.picture import draw_schedule
+from ringspan.schedule._picture import draw_schedule
 
 ALL = -1  # the owner of a block that every rank holds
 

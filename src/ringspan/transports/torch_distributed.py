@@ -1,12 +1,12 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs, and shared memory reads within a host.
 
-The first all-gather of bytes also finds the ranks that share a host (`neighbours.py`). From then on, messages between
-these ranks are copied from memory to memory (`same_host.py`), for a fraction of gloo's CPU time.
+The first all-gather of bytes also finds the ranks that share a host (`_neighbours.py`). From then on, messages between
+these ranks are copied from memory to memory (`_same_host.py`), for a fraction of gloo's CPU time.
 
 Three properties of gloo shape this file. A receive can be neither cancelled nor polled, so a thread waits in gloo and
-the caller waits for the thread (`gloo_wait.py`). A closed connection ends only the waits on that connection, and no
+the caller waits for the thread (`_gloo_wait.py`). A closed connection ends only the waits on that connection, and no
 wait for a message of which a part has arrived; so the caller checks four times per second whether another rank has
-aborted or sends no heartbeat (`heartbeat.py`). A wait in gloo that times out closes every connection of the group; so
+aborted or sends no heartbeat (`_heartbeat.py`). A wait in gloo that times out closes every connection of the group; so
 only a rank that aborts lets a wait time out.
 
 A rank that aborts publishes its reason in the group's store, where the first reason is kept, so that all ranks raise
@@ -37,13 +37,13 @@ import torch
 import torch.distributed as dist
 
 from ringspan.errors import TransportError
+from ringspan.transports._gloo_wait import GlooMessage, Waiter, cut
+from ringspan.transports._heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
+from ringspan.transports._heartbeat_links import connect_heartbeats
+from ringspan.transports._neighbours import find_peers
+from ringspan.transports._progress import WaitClock
+from ringspan.transports._same_host import SameHost, SameHostMessage
 from ringspan.transports.base import Posted, Receive, Send
-from ringspan.transports.gloo_wait import GlooMessage, Waiter, cut
-from ringspan.transports.heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
-from ringspan.transports.heartbeat_links import connect_heartbeats
-from ringspan.transports.neighbours import find_peers
-from ringspan.transports.progress import WaitClock
-from ringspan.transports.same_host import SameHost, SameHostMessage
 
 _LOG = logging.getLogger("ringspan")
 _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ringspan.errors import UnsupportedError
-from ringspan.transports.heartbeat_links import HeartbeatLink
+from ringspan.transports._heartbeat_links import HeartbeatLink
 
 SILENCE = "RINGSPAN_SILENCE_S"
 """An environment variable: after so many seconds without a sign of life a rank counts as lost; 5 by default."""

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from ringspan.transports.same_host import Peer, PeerMemory
+from ringspan.transports._same_host import Peer, PeerMemory
 
 SWITCH = "RINGSPAN_SAME_HOST"
 """An environment variable: if it is 0, this rank uses the network for all others."""
