@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import time
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 import ringspan as rs
 from ringspan.runtime.session import session_of
-from ringspan.transports import torch_distributed
-from ringspan.transports._heartbeat import SILENCE, acknowledges, silence_limit_s
+from ringspan.transports import _heartbeat, torch_distributed
+from ringspan.transports._heartbeat import SILENCE, silence_limit_s
+from ringspan.transports._heartbeat_links import HeartbeatLink
 from ringspan.transports._neighbours import SWITCH
 from ringspan.transports.base import Receive, Send
 from support.calls import MARGIN_S, Outcome, arguments, attend, dies_at, outcome
@@ -196,13 +198,56 @@ def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPa
         silence_limit_s()
 
 
-@pytest.mark.parametrize("limit_s", [1.5, 5.0, 30.0])
-def test_a_machine_that_acknowledged_the_last_beat_answers(limit_s: float) -> None:
-    """A beat every second: the last acknowledgement of a machine that answers is hardly older."""
-    assert acknowledges(1.05, limit_s)
+class CountingSocket(socket.socket):
+    """Counts what is sent, as the system does for a connection over the network."""
+
+    num_sent = 0
+
+    def send(self, packet: bytes, *_: Any) -> int:  # type: ignore[override]
+        self.num_sent += len(packet)
+        return super().send(packet)
 
 
-@pytest.mark.parametrize("limit_s", [5.0, 30.0])
-def test_a_machine_that_was_cut_off_does_not_answer(limit_s: float) -> None:
-    """It acknowledged one more beat after the last that it sent."""
-    assert not acknowledges(limit_s - 0.95, limit_s)
+@pytest.mark.parametrize(
+    ("cut_after_s", "found"),
+    [(0.0, "is cut off"), (0.6 * LIMIT_S, "is cut off"), (FAR_S, "is frozen")],
+    ids=["cut with the last beat", "cut long after it", "not cut"],
+)
+def test_only_a_machine_that_answers_now_is_not_cut_off(
+    cut_after_s: float, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may acknowledge beats for long after the last one of its rank got through, and then be cut off."""
+    here, there = socket.socketpair()
+    link = CountingSocket(fileno=here.detach())
+    link.setblocking(False)
+    began = time.monotonic()
+    num_acknowledged = 0
+
+    def unacknowledged(_: socket.socket) -> int:
+        nonlocal num_acknowledged
+        if time.monotonic() - began < cut_after_s:
+            num_acknowledged = link.num_sent
+        return link.num_sent - num_acknowledged
+
+    monkeypatch.setattr(_heartbeat, "_unacknowledged", unacknowledged)
+    watch = _heartbeat.Heartbeat(0, "here", [HeartbeatLink(1, "there", 77, link)], LIMIT_S)
+    verdict = None
+    while verdict is None and time.monotonic() - began < 20 * LIMIT_S:
+        unacknowledged(link)
+        verdict = watch.verdict(1)
+        time.sleep(0.01)
+    watch.close()
+    there.close()
+    assert verdict is not None
+    assert re.match(rf"rank 1 on there \(process 77\) {found}: ", verdict)
+
+
+def test_a_rank_whose_own_machine_stalled_judges_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute passes in which nobody does anything: of that, little counts as silence."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    clock = _heartbeat._AwakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: 101.0)
+    assert clock.poll() == 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: 161.0)
+    assert clock.now() == clock.poll() == 2.5
+    assert clock.now() == 2.5

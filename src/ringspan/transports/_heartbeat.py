@@ -3,20 +3,26 @@
 Every rank sends a byte per second to every other rank. A waiting rank asks for a verdict a few times per second:
 
 - gone: the connection was closed without a farewell, so the process has died;
-- frozen: no heartbeat arrived within the limit, but the machine still acknowledges packets;
+- frozen: no heartbeat arrived within the limit, but the machine acknowledges packets that are sent to it now;
 - cut off: the machine does not acknowledge packets either.
+
+To distinguish the last two, a silent rank is probed: shortly before the limit it receives heartbeats in quick
+succession, and its machine must acknowledge one of them. Earlier acknowledgements prove nothing, because the machine
+may have been cut off after the last heartbeat that came through. A rank is judged after everything that had arrived was
+read.
 
 A rank that is alive may still be late. Every heartbeat names the rank for which its sender waits, so the straggler is
 found at the end of the chain of waiting ranks.
 
 A rank that aborts sends its reason over the same connections, so that all ranks raise the same error instead of waiting
-for it. A rank that was frozen itself does not count the time of its sleep against others.
+for it. Time for which a rank was frozen itself, or its machine stalled, does not count as silence of the others.
 """
 
 import os
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -31,15 +37,16 @@ SILENCE = "RINGSPAN_SILENCE_S"
 
 _DEFAULT_SILENCE_S = 5.0
 _BEAT_EVERY_S = 1.0
-_LATE_S = 2.0  # after this time a heartbeat is outdated, and a gap between polls means a suspended rank
+_PROBE_EVERY_S = 0.1
+_LONGEST_PROBE_S = 1.0  # a machine has this time to acknowledge a probe
+_LATE_S = 2.0  # after this time a heartbeat is outdated
+_LONGEST_GAP_S = 1.5  # a longer gap between two polls means that this rank was suspended
 _GRACE_S = 0.5  # messages that a dead rank had sent may still arrive
 _BEAT, _FAREWELL, _REASON = b".", b"-", b"!"
 _WAIT = struct.Struct("<bi")  # in every heartbeat: the kind of wait, and the awaited rank
 _NOTHING, RECEIVING, SENDING = range(3)
 _LENGTH = struct.Struct("<I")
 _LONGEST_REASON = 8192
-_TCP_INFO = struct.Struct("<8B24I")  # Linux; see tcp_info in its headers
-_UNACKED, _LAST_ACK_RECEIVED = 8 + 4, 8 + 12
 
 
 def silence_limit_s() -> float:
@@ -53,8 +60,23 @@ def silence_limit_s() -> float:
     return limit_s
 
 
+class _AwakeClock:
+    """Counts the seconds in which a thread polls regularly; of a longer gap only `_LONGEST_GAP_S` counts."""
+
+    def __init__(self) -> None:
+        self._polled = (0.0, time.monotonic())  # one tuple, so that other threads read a consistent pair
+
+    def now(self) -> float:
+        counted_s, polled_at = self._polled
+        return counted_s + min(time.monotonic() - polled_at, _LONGEST_GAP_S)
+
+    def poll(self) -> float:
+        self._polled = (self.now(), time.monotonic())
+        return self._polled[0]
+
+
 class _Peer:
-    """This rank's knowledge of another rank."""
+    """This rank's knowledge of another rank; times are those of the `_AwakeClock`."""
 
     def __init__(self, link: HeartbeatLink, now: float) -> None:
         self.link = link
@@ -62,6 +84,8 @@ class _Peer:
         self.ended_at: float | None = None
         self.has_left = False  # True after a farewell
         self.unread = b""
+        self.num_sent = 0  # bytes
+        self.probed: tuple[float, int] | None = None  # since when, and the bytes sent before
         self.waits_for: tuple[int, int] = (_NOTHING, -1)
 
 
@@ -72,9 +96,10 @@ class Heartbeat:
         self._rank = rank
         self._host = host
         self.limit_s = limit_s
-        now = time.monotonic()
-        self._peers = {link.rank: _Peer(link, now) for link in links}
-        self._awake_since = self._looked_at = now
+        self._probe_s = min(_LONGEST_PROBE_S, limit_s / 4)
+        self._clock = _AwakeClock()
+        self._peers = {link.rank: _Peer(link, 0.0) for link in links}
+        self._lost: str | None = None  # the verdict on ranks that have been silent for the limit
         self._writing = threading.Lock()
         self._is_closed = threading.Event()
         self.reason: str | None = None  # why another rank aborted
@@ -102,14 +127,14 @@ class Heartbeat:
         """The reason why a wait for the rank `awaited` cannot succeed; None while it still can."""
         if self.reason is not None:
             return self.reason
-        now = time.monotonic()
+        now = self._clock.now()
         peer = self._peers.get(awaited)
         if peer is not None and peer.ended_at is not None:
             if not peer.has_left and now - peer.ended_at > _GRACE_S:
                 return f"{peer.link} is gone: its process has ended"
             if now - peer.ended_at > self.limit_s:
                 return f"{peer.link} has left the group"
-        return self._silence(now)
+        return self._lost
 
     def begin_wait(self, what: int, rank: int) -> None:
         """Record that this rank starts to wait: RECEIVING from another rank, or SENDING to it."""
@@ -121,7 +146,7 @@ class Heartbeat:
 
     def suspect(self, awaited: int) -> int:
         """The rank that the others wait for, according to the last heartbeats: a rank that is not waiting itself."""
-        late, seen, now = self._rank, set[int](), time.monotonic()
+        late, seen, now = self._rank, set[int](), self._clock.now()
         rank = awaited
         while rank not in seen and rank in self._peers:
             if self._wait_of(late) == (SENDING, rank) and self._wait_of(rank) == (RECEIVING, late):
@@ -129,14 +154,14 @@ class Heartbeat:
             seen.add(late)
             late = rank
             what, rank = self._wait_of(late)
-            if what == _NOTHING or self._silent_s(self._peers[late], now) > _LATE_S:
+            if what == _NOTHING or now - self._peers[late].heard_at > _LATE_S:
                 break  # the rank is busy, or its heartbeat is outdated
         return late
 
     def is_busy(self, rank: int) -> bool:
         """Whether another rank recently reported that it is alive and not waiting for a peer."""
         peer = self._peers.get(rank)
-        if peer is None or peer.ended_at is not None or self._silent_s(peer, time.monotonic()) > _LATE_S:
+        if peer is None or peer.ended_at is not None or self._clock.now() - peer.heard_at > _LATE_S:
             return False
         return peer.waits_for[0] == _NOTHING
 
@@ -157,7 +182,7 @@ class Heartbeat:
         """Whether a rank sent a heartbeat within the limit; True for this rank."""
         peer = self._peers.get(rank)
         return rank == self._rank or (
-            peer is not None and peer.ended_at is None and self._silent_s(peer, time.monotonic()) <= self.limit_s
+            peer is not None and peer.ended_at is None and self._clock.now() - peer.heard_at <= self.limit_s
         )
 
     def await_news(self, rank: int, patience_s: float) -> None:
@@ -190,63 +215,63 @@ class Heartbeat:
         with self._writing:
             for peer in self._peers.values():
                 if peer.ended_at is None:
-                    with suppress(
-                        OSError
-                    ):  # full, so the peer counts as silent; or closed, which the next read reports
-                        peer.link.socket.send(packet)
+                    with suppress(OSError):  # a full buffer means silence; a closed socket is found by the next read
+                        peer.num_sent += peer.link.socket.send(packet)
 
-    def _silent_s(self, peer: _Peer, now: float) -> float:
-        return now - max(peer.heard_at, self._awake_since)
-
-    def _silence(self, now: float) -> str | None:
-        if now - self._looked_at > _LATE_S:
-            return None  # this thread was suspended: read pending heartbeats before judging
+    def _judge(self, now: float) -> str | None:
+        """Name the ranks that have been silent for the limit; everything that had arrived by `now` has been read."""
         present = [peer for peer in self._peers.values() if peer.ended_at is None]
-        silent = [peer for peer in present if self._silent_s(peer, now) > self.limit_s]
+        for peer in present:
+            if peer.probed is None and now - peer.heard_at > self.limit_s - self._probe_s:
+                peer.probed = now, peer.num_sent
+        silent = [
+            peer
+            for peer in present
+            if peer.probed is not None and now - peer.probed[0] > self._probe_s and now - peer.heard_at > self.limit_s
+        ]
         if not silent:
             return None
         limit = f"for {self.limit_s:g} s"
-        frozen = [peer for peer in silent if _answers(peer.link.socket, self.limit_s)]
+        frozen = [peer for peer in silent if _answers(peer)]
         if frozen:
             names = ", ".join(str(peer.link) for peer in frozen)
             return f"{names} is frozen: its machine answers, but the process has given no sign of life {limit}"
-        if len(silent) == len(present) > 1:
-            others = ", ".join(str(peer.link.rank) for peer in silent)
+        quiet_s = max(self.limit_s / 2, 1.5 * _BEAT_EVERY_S)
+        if len(present) > 1 and all(now - peer.heard_at > quiet_s for peer in present):
+            others = ", ".join(str(peer.link.rank) for peer in present)
             return f"rank {self._rank} on {self._host} is cut off: ranks {others} have not answered {limit}"
         names = ", ".join(str(peer.link) for peer in silent)
         return f"{names} is cut off: its machine has not answered {limit}"
 
     def _run(self) -> None:
-        next_beat = time.monotonic()
+        next_beat = now = self._clock.poll()
         while not self._is_closed.is_set():
-            ready = self._selector.select(max(0.0, next_beat - time.monotonic()))
-            for key, _ in ready:
+            self._selector.select(max(0.0, next_beat - now))
+            now = self._clock.poll()
+            for key, _ in self._selector.select(0):
                 if key.data is not None:
-                    self._read(key.data)
-            now = time.monotonic()
-            if now - self._looked_at > _LATE_S:
-                self._awake_since = now
-            self._looked_at = now
+                    self._read(key.data, now)
+            self._lost = self._judge(now)
             if now >= next_beat:
                 self._send(_BEAT + _WAIT.pack(*self._waits_for))
-                next_beat = now + _BEAT_EVERY_S
+                heard_at = min((peer.heard_at for peer in self._peers.values() if peer.ended_at is None), default=now)
+                next_beat = now + (_BEAT_EVERY_S if now - heard_at <= self.limit_s / 2 else _PROBE_EVERY_S)
         self._selector.close()
         for it in self._sockets:
             it.close()
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: _Peer, now: float) -> None:
         try:
             received = peer.link.socket.recv(65536)
         except BlockingIOError:
             return
         except OSError:
             received = b""
-        now = time.monotonic()
         if not received:
             peer.ended_at = now
             self._selector.unregister(peer.link.socket)
             return
-        peer.heard_at = now
+        peer.heard_at, peer.probed = now, None
         peer.unread += received
         while peer.unread:
             kind, rest = peer.unread[:1], peer.unread[1:]
@@ -264,20 +289,17 @@ class Heartbeat:
             peer.unread = rest
 
 
-def _answers(link: socket.socket, limit_s: float) -> bool:
-    """Whether the machine at the other end acknowledges packets."""
-    if not hasattr(socket, "TCP_INFO"):
-        return True
-    with suppress(OSError):
-        info = _TCP_INFO.unpack(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
-        return info[_UNACKED] == 0 or acknowledges(info[_LAST_ACK_RECEIVED] / 1000, limit_s)
-    return False
+def _answers(peer: _Peer) -> bool:
+    """Whether the machine of a silent rank has acknowledged any of the probes."""
+    assert peer.probed is not None
+    return peer.num_sent - _unacknowledged(peer.link.socket) > peer.probed[1]
 
 
-def acknowledges(since_s: float, limit_s: float) -> bool:
-    """Whether a machine with a silent process still answers, judged by the age of its last acknowledgement.
+def _unacknowledged(link: socket.socket) -> int:
+    """How many of the sent bytes the other machine has not acknowledged; 0 on systems that do not tell."""
+    with suppress(ImportError):
+        import fcntl
+        import termios
 
-    One that answers acknowledges every beat. One that was cut off may have acknowledged a beat of this rank's after
-    the last that it sent itself, so its last acknowledgement can be a beat younger than the limit.
-    """
-    return since_s < max(limit_s / 2, 1.5 * _BEAT_EVERY_S)
+        return int.from_bytes(fcntl.ioctl(link, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return 0
