@@ -4,7 +4,8 @@
 
 Minimises the squares of log(predicted / published) over all judged rows and of log(constant / prior) over all
 constants, each over its spread, by Gauss and Newton's method with numeric derivatives. A row counts as known to 10 %;
-a source of many rows counts as MOST_ROWS of them; a row further off than 2.5 spreads counts linearly (Huber).
+a source of many rows counts as MOST_ROWS of them; a row further off than MOST_OFF spreads counts no more than one that
+far, so that rows which contradict all others do not pull.
 """
 
 import math
@@ -24,7 +25,7 @@ from ringspan.planner.published.rows import Row, read_rows
 FOLDER = Path(ringspan.planner.catalog.__file__).parent / "data"
 ROUNDS, ROUNDS_WITHOUT = 8, 6
 JUDGED_ONLY = ("arXiv:2408.04093",)  # runs in JAX, whose host is not that of eager PyTorch
-ROW_SPREAD, MOST_ROWS, HUBER = 0.10, 12, 2.5
+ROW_SPREAD, MOST_ROWS, MOST_OFF = 0.10, 12, 2.5
 NAMES = Constants._fields
 PRIORS = np.log([priors()[name].value for name in NAMES])
 SPREADS = np.array([priors()[name].spread for name in NAMES])
@@ -98,7 +99,7 @@ def _weights(rows: list[Row], errors: np.ndarray) -> np.ndarray:
     spreads = np.array([ROW_SPREAD * max(1.0, counts[row.source] / MOST_ROWS) ** 0.5 for row in rows])
     spreads *= np.array([2.0 if row.fields.get("status") == "label_half_hidden" else 1.0 for row in rows])
     off = np.abs(errors) / ROW_SPREAD
-    return np.minimum(1.0, HUBER / np.maximum(off, 1e-9)) / spreads**2
+    return np.minimum(1.0, MOST_OFF / np.maximum(off, 1e-9)) ** 2 / spreads**2
 
 
 def _write(at: np.ndarray, without: dict[str, np.ndarray]) -> None:

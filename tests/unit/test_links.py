@@ -28,7 +28,14 @@ def test_a_mesh_uses_a_link_to_every_peer():
     assert near.for_group(8).exchange_bytes_per_s == pytest.approx(0.844 * 448e9)
 
 
-def test_an_exchange_through_the_host_shares_what_one_pair_gets():
+def test_copies_through_the_memory_of_the_host_are_as_slow_for_all_as_for_a_pair():
+    """GeForce cards have no peer-to-peer copies."""
+    near = load_device("rtx-4090").near
+    assert near.wiring == "host"
+    assert near.for_group(8).exchange_bytes_per_s == near.bytes_per_s == pytest.approx(fitted().bridge_share * 31e9)
+
+
+def test_an_exchange_across_the_bridges_of_a_cpu_shares_what_one_pair_gets():
     """So that 8 devices exchange 1/7 as fast as 2, which is what 8 L20 were measured to do."""
     near = load_device("l20").near
     assert near.bytes_per_s == pytest.approx(fitted().bridge_share * 31e9)
@@ -128,11 +135,21 @@ def test_a_curve_is_products_and_exponentials_one_after_the_other():
     assert rate == pytest.approx(4 * 128 / seconds_per_pair, rel=1e-6)
 
 
-def test_flash_attention_3_is_for_hopper_alone():
-    assert load_device("h100", kernel="newest").attention.kernel == "fa3"
-    assert load_device("a100", kernel="newest").attention.kernel == "fa2"
-    with pytest.raises(UnsupportedError, match="runs on Hopper alone"):
-        load_device("a100", kernel="fa3")
+@pytest.mark.parametrize(
+    ("name", "newest", "refused", "remedy"),
+    [("h100", "fa3", "fa4", "use fa3 or fa2"), ("a100", "fa2", "fa3", "use fa2"), ("b200", "fa4", "fa3", "use fa4 or")],
+)
+def test_a_kernel_runs_on_the_family_that_it_was_made_for(name, newest, refused, remedy):
+    assert load_device(name, kernel="newest").attention.kernel == newest
+    with pytest.raises(UnsupportedError, match=f"kernel='{refused}': it does not run on .*{remedy}"):
+        load_device(name, kernel=refused)
+
+
+def test_flash_attention_4_reaches_on_b200_what_its_paper_prints():
+    """arXiv 2603.05451: 1,613 TF/s for long sequences of head_dim 128."""
+    curve = load_device("b200", kernel="fa4").attention
+    rate = attention_flops_per_s(curve, 128, 1e9, is_causal=False, is_backward=False)
+    assert rate == pytest.approx(1613e12, rel=0.02)
 
 
 def test_software_is_found_by_name_and_says_what_it_does():

@@ -24,7 +24,7 @@ from ringspan.planner.published import (
     run_check,
 )
 from ringspan.planner.published.check import predict_row
-from ringspan.planner.published.rows import read_rows
+from ringspan.planner.published.rows import Row, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +163,42 @@ def test_other_tables_with_the_same_columns_are_judged_too(tmp_path):
     assert len(found.rows) == 24
     outcome = CliRunner().invoke(main, ["plan", "--check", "--rows", str(tmp_path), "--json"])
     assert len(json.loads(outcome.output)["rows"]) == 24
+
+
+def row_like(start, **fields):
+    """A row of the package with other fields."""
+    row = next(row for row in read_rows() if row.id.startswith(start))
+    return Row(*row[:-1], {**row.fields, **fields})
+
+
+@pytest.mark.parametrize(
+    ("start", "fields", "reason"),
+    [
+        ("h100-fa3", {"kernel": "Triton"}, "names what is not known: KeyError.'Triton'"),
+        ("usp-l20", {"scheme": "llama3"}, "names what is not known"),
+        ("usp-l20", {"heads_q": ""}, "a field is missing"),
+        ("magi-h100", {"mask": "varlen_causal"}, "mask='varlen_causal' is not modelled"),
+        ("dfa-t1", {"model": "16H"}, "its heads are not in the table"),
+    ],
+)
+def test_a_row_that_no_plan_expresses_is_refused_by_name(start, fields, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        predict_row(row_like(start, **fields))
+
+
+def test_software_that_splits_heads_pads_33_of_them():
+    """Megatron's 40 heads on 8 devices take 40/33 of the attention of a ring's 33, beside its dense work."""
+    megatron, ring = (predict_row(row_like(f"dfa-t1-1x8-32K-7b-{name}", model="33H")) for name in ("megatron", "dfa"))
+    usual, usual_ring = (predict_row(row_like(f"dfa-t1-1x8-32K-7b-{name}")) for name in ("megatron", "dfa"))
+    compute = "attention compute"
+    assert megatron.parts[compute] / usual.parts[compute] == pytest.approx(40 / 32, rel=1e-3)
+    assert ring.parts[compute] / usual_ring.parts[compute] == pytest.approx(33 / 32, rel=1e-2)
+
+
+def test_where_heads_do_not_divide_a_video_is_split_by_both_ulysses_and_ring():
+    """12 heads on 8 devices: 4 × 2."""
+    stated, derived = (
+        predict_row(row_like("wan21-1.3b-t2v-4090-8", ulysses_degree=u, ring_degree=r)).value
+        for u, r in (("4", "2"), ("", ""))
+    )
+    assert derived == stated

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from ringspan.planner.catalog import Device
+from ringspan.planner.catalog.links import THROUGH_CPU
 
 Parts = dict[str, float]
 
@@ -27,7 +28,7 @@ SPREADS = {
     "text encoder and VAE": 0.5,
 }
 UNMEASURED = 0.20  # of compute, in place of the above, where the kernel was not measured on the device
-BRIDGE = 0.6  # of messages through the memory of the host, which machines do very differently
+BRIDGE = 0.6  # of messages through a CPU or its memory, which machines do very differently
 COMMON = 0.07  # of whatever is not in the parts: clocks, power, versions
 BETWEEN = 0.03  # of a quotient of two ways on the same devices, likewise
 
@@ -65,6 +66,6 @@ def is_tie(first: Mapping[str, float], second: Mapping[str, float], device: Devi
 def _spread(name: str, device: Device) -> float:
     if name == "attention compute" and not device.has_curve:
         return UNMEASURED
-    if name == "messages of attention" and device.near.wiring == "bridge":
+    if name == "messages of attention" and device.near.wiring in THROUGH_CPU:
         return BRIDGE
     return SPREADS[name]

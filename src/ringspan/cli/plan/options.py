@@ -58,7 +58,7 @@ device_options = _group(
     click.option("--network", metavar="LINK", help="Between nodes, such as infiniband-hdr.  [default: by the device]"),
     click.option("--software", metavar="NAME", default="ringspan", help="Whose implementation is priced."),
     click.option(
-        "--kernel", type=click.Choice(["fa2", "fa3"]), help="Attention kernel.  [default: that of the software]"
+        "--kernel", type=click.Choice(["fa2", "fa3", "fa4"]), help="Attention kernel.  [default: that of the software]"
     ),
     click.option("--price", metavar="DEVICE=PRICE", help="Of a device and hour, such as h100=2.5."),
 )

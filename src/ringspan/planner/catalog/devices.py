@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog.constants import Constants, fitted
 from ringspan.planner.catalog.files import find, plain, read_data, read_toml, unverified
-from ringspan.planner.catalog.kernels import AttentionCurve, Silicon, attention_curve
+from ringspan.planner.catalog.kernels import NEWEST, AttentionCurve, Silicon, attention_curve
 from ringspan.planner.catalog.links import Link, load_network, load_scale_up
 
 MOST_DEVICES = 2**14
@@ -136,7 +136,7 @@ def _load_device(name: str, network: str | None, kernel: str | None, link: str |
     assert memory_bytes is not None
     silicon = Silicon(figures.get("family", "unknown"), peak, figures.get("exponentials_per_s"))
     if kernel in (None, "newest"):
-        kernel = "fa3" if kernel and silicon.family == "hopper" else "fa2"
+        kernel = NEWEST.get(silicon.family, "fa2") if kernel else "fa2"
     assert kernel is not None
     has_curve = name in defaults["measured_kernels"][kernel] if kernel in defaults["measured_kernels"] else False
     notes = [f"{name}: {figures['notes']}"] if "notes" in figures else []

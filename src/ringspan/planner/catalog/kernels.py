@@ -7,7 +7,8 @@ products do). So seconds per pair are 4·d/(share · peak) + softmax_share/expon
     rate = limit · d/(d + softmax_dims)   limit = share · peak   softmax_dims = softmax_share · limit/(4 · exponentials)
 
 FlashAttention-2 uses the matrix instructions of Ampere, which on later devices reach a share of what one multiprocessor
-of H100 does in a clock, not of a peak that was cut down (H20) or raised. FlashAttention-3 needs Hopper.
+of H100 does in a clock, not of a peak that was cut down (H20) or raised. FlashAttention-3 needs Hopper,
+FlashAttention-4 Blackwell; it computes a part of the exponentials on other units.
 """
 
 from typing import Literal, NamedTuple
@@ -15,10 +16,12 @@ from typing import Literal, NamedTuple
 from ringspan.errors import UnsupportedError
 from ringspan.planner.catalog.constants import Constants
 
-Kernel = Literal["fa2", "fa3"]
-KERNELS: tuple[Kernel, ...] = ("fa2", "fa3")
+Kernel = Literal["fa2", "fa3", "fa4"]
+KERNELS: tuple[Kernel, ...] = ("fa2", "fa3", "fa4")
+NEWEST: dict[str, Kernel] = {"hopper": "fa3", "blackwell": "fa4"}  # by family; FlashAttention-2 elsewhere
 FLOPS_PER_EXPONENTIAL = 256  # of H100: 989e12 / 3.87e12, per multiprocessor and clock 4096 over 16
 USUAL_FLOPS_PER_EXPONENTIAL = 128  # of A100; taken where the exponentials of a device are not known
+FA4_EXPONENTIALS = 0.35  # that cost time, of those of FlashAttention-3: 1,613 TF/s on B200 (arXiv 2603.05451)
 OLD_INSTRUCTIONS = ("hopper", "blackwell")  # where FlashAttention-2 cannot use the newest ones
 
 
@@ -54,25 +57,32 @@ def attention_curve(name: str, kernel: str, silicon: Silicon, reached: Constants
             value=kernel,
             remedy=f"use one of {', '.join(KERNELS)}",
         )
-    if kernel == "fa3" and silicon.family != "hopper":
-        raise UnsupportedError(f"kernel='fa3' runs on Hopper alone, and {name} is {silicon.family}; use 'fa2'")
+    is_old = kernel == "fa2"
+    if not is_old and NEWEST.get(silicon.family) != kernel:
+        newest = NEWEST.get(silicon.family, "fa2")
+        raise UnsupportedError(
+            f"it does not run on {name}, which is {silicon.family}",
+            argument="kernel",
+            value=kernel,
+            remedy=f"use {newest}" if newest == "fa2" else f"use {newest} or fa2",
+        )
     exponentials = silicon.exponentials_per_s or silicon.peak_flops_per_s / USUAL_FLOPS_PER_EXPONENTIAL
-    if kernel == "fa3":
+    softmax_share = reached.softmax_share * (FA4_EXPONENTIALS if kernel == "fa4" else 1.0)
+    if not is_old:
         limit = reached.fa3_share * silicon.peak_flops_per_s
     else:
         share = reached.fa2_ada_share if silicon.family == "ada" else reached.fa2_share
         limit = share * silicon.peak_flops_per_s
         if silicon.family in OLD_INSTRUCTIONS:
             limit = min(limit, reached.fa2_hopper_share * FLOPS_PER_EXPONENTIAL * exponentials)
-    is_third = kernel == "fa3"
     return AttentionCurve(
         kernel=kernel,
         flops_per_s=limit,
-        softmax_dims=reached.softmax_share * limit / (4 * exponentials),
-        ramp_full_tokens=reached.fa3_ramp_full_tokens if is_third else reached.fa2_ramp_full_tokens,
-        ramp_causal_tokens=reached.fa3_ramp_causal_tokens if is_third else reached.fa2_ramp_causal_tokens,
-        backward_ratio=reached.fa3_backward_ratio if is_third else reached.fa2_backward_ratio,
+        softmax_dims=softmax_share * limit / (4 * exponentials),
+        ramp_full_tokens=reached.fa2_ramp_full_tokens if is_old else reached.fa3_ramp_full_tokens,
+        ramp_causal_tokens=reached.fa2_ramp_causal_tokens if is_old else reached.fa3_ramp_causal_tokens,
+        backward_ratio=reached.fa2_backward_ratio if is_old else reached.fa3_backward_ratio,
         backward_ramp_full_tokens=reached.fa2_backward_ramp_full_tokens,
         backward_ramp_causal_tokens=reached.fa2_backward_ramp_causal_tokens,
-        wide_head_ratio=1.0 if is_third else reached.fa2_wide_head_ratio,
+        wide_head_ratio=reached.fa2_wide_head_ratio if is_old else 1.0,
     )

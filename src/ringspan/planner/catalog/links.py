@@ -2,8 +2,10 @@
 
 switch   every device reaches every other at the full rate (NVLink with NVSwitch, InfiniBand, PCIe with peer-to-peer)
 mesh     a link to each peer: one message uses one of them, an exchange all (AMD Infinity Fabric)
-bridge   every byte goes through the memory of the host: an exchange shares what one pair gets (PCIe without
-         peer-to-peer; NCCL then copies through shared memory)
+host     every byte is written to the memory of the host and read again, at the same rate whomever it is for (PCIe of
+         GeForce cards, which have no peer-to-peer copies; NVIDIA/nccl-tests#287)
+bridge   peer-to-peer copies cross the bridges of a CPU, which are no switch: an exchange shares what one pair gets
+         (NVIDIA/nccl#1603: 2 GB/s for an exchange of 4, where copies through the host reached 18)
 torus    neighbours only: an exchange crosses a quarter of a side per axis on average (TPU)
 """
 
@@ -13,8 +15,9 @@ from ringspan.errors import UnsupportedError
 from ringspan.planner.catalog.constants import Constants, fitted
 from ringspan.planner.catalog.files import find, plain, read_data
 
-Wiring = Literal["switch", "mesh", "bridge", "torus"]
-WIRINGS: tuple[Wiring, ...] = ("switch", "mesh", "bridge", "torus")
+Wiring = Literal["switch", "mesh", "host", "bridge", "torus"]
+WIRINGS: tuple[Wiring, ...] = ("switch", "mesh", "host", "bridge", "torus")
+THROUGH_CPU: tuple[Wiring, ...] = ("host", "bridge")
 POINT_TO_POINT_SHARE = 0.844  # of NVLink 4: 380 of 450 GB/s (NVIDIA/nccl#1264); taken for all links inside a node
 NEAR_LATENCY_S = 1.2e-5  # unconfirmed: NCCL inside a node starts a message in 10 to 20 µs; no source was found
 
@@ -38,7 +41,7 @@ class Link(NamedTuple):
 
     def for_group(self, size: int) -> "Link":
         """The same link, with the rate of an exchange among `size` devices."""
-        if size < 2 or self.wiring == "switch":
+        if size < 2 or self.wiring in ("switch", "host"):
             return self
         pair = self.bytes_per_s
         if self.wiring == "mesh":
@@ -77,7 +80,7 @@ def load_scale_up(
     if wiring not in WIRINGS:
         raise UnsupportedError("it connects nodes", argument="link", value=name, remedy="use one inside a node")
     line = rate or entry.get("per_peer_one_way_bytes_per_s") or entry["one_way_bytes_per_s"]
-    share = reached.bridge_share if wiring == "bridge" else POINT_TO_POINT_SHARE
+    share = reached.bridge_share if wiring in THROUGH_CPU else POINT_TO_POINT_SHARE
     everything = together or entry["one_way_bytes_per_s"]
     return Link(
         name,

@@ -62,7 +62,7 @@ def plan(*, model: str | Model, devices: str | Cluster, tokens: int | None = Non
         accumulate: passes whose gradients make one training step.
         is_resident: whether text encoder and VAE of a video stay on the devices.
         software: whose implementation is priced; `ringspan.planner.software.SOFTWARE` lists them.
-        kernel: fa2 or fa3; by default that of the software.
+        kernel: fa2, fa3 or fa4; by default that of the software.
         network: the link between nodes; link: the one inside a node.
         pipeline_parallel: refused above 1, as are expert_parallel and offload: they are not modelled.
 

@@ -11,6 +11,7 @@ from ringspan.planner.software import MEGATRON, PAPER, RING_FLASH, USP, Software
 from ringspan.planner.timeline import Ring, Sequence, Timeline, attention_timeline
 
 LAYOUT = {"ring": "contiguous", "basic": "contiguous", "zigzag": "zigzag", "stripe": "striped"}
+KERNEL = {"FA2": "fa2", "FA (version not stated)": "fa2", "FA3": "fa3", "FA4": "fa4"}
 BENCHMARKS = {  # MagiAttention's names: whose ring, and how many ranks exchange heads, at most a node
     "ulysses": ("ulysses", USP),
     "ring_p2p": ("pass_kv", MEGATRON),
@@ -27,8 +28,7 @@ def _shard(heads: int, kv_heads: int, head_dim: int, batch: int, software: Softw
 
 def kernel(fields: Fields, constants: Constants) -> Predicted:
     """TF/s of one call: forward, backward, or both in 3.5 times the FLOPs of the forward."""
-    name = "fa3" if fields["kernel"] == "FA3" else "fa2"
-    device = load_device(fields["device_id"], kernel=name, constants=constants)
+    device = load_device(fields["device_id"], kernel=KERNEL[fields["kernel"]], constants=constants)
     seq_len, head_dim = int(fields["seq_len_tokens"]), int(fields["head_dim"] or 128)
 
     def rate(is_backward: bool) -> float:
@@ -93,7 +93,7 @@ def throughput(fields: Fields, constants: Constants) -> Predicted:
         algorithm, software = BENCHMARKS[fields["method"]]
     else:
         raise UnsupportedError(f"method={fields['method']!r}: its schedule is not modelled")
-    device = load_device(fields["device_id"], kernel="fa2" if is_burst else "fa3", constants=constants)
+    device = load_device(fields["device_id"], kernel="fa2" if is_burst else "newest", constants=constants)
     is_causal, seq_len = fields["mask"] == "causal", int(fields["seq_len_tokens"])
     inner = devices if algorithm == "ulysses" else min(devices, 8)
     if algorithm == "hybrid" and inner == devices:

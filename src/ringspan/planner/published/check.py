@@ -222,6 +222,7 @@ def _winners(rows: list[Row], predicted: dict[str, Predicted]) -> Iterator[Winne
                 yield Winner(key[0], first.id, second.id, ratio, guess, is_tied)
 
 
+CHART = ("n_gpus", "pass", "mask", "seq_len_tokens", "heads_q", "heads_kv", "head_dim")
 ITERATIONS = ("device_id", "n_gpus", "pass", "mask", "batch", "seq_len_tokens", "heads_q", "heads_kv", "head_dim")
 
 
@@ -237,7 +238,7 @@ def set_up(row: Row) -> tuple[str, ...] | None:
                 return "ring or Ulysses", row.source, f["source"], *same, f["scheme"], f["packing"]
             return "layout", row.source, f["device"], *same
         case "cp_attention_throughput" if f["library"].startswith("Magi"):
-            return "ring, all-gather or Ulysses", row.source, f["n_gpus"], f["pass"], f["mask"], f["seq_len_tokens"]
+            return "ring, all-gather or Ulysses", row.source, f["device_id"], *(f[key] for key in CHART)
         case "dit_step_time":
             return "ring or Ulysses", row.source, f["source"], f["n_gpus"], f["cfg_degree"]
         case "training_step":
@@ -251,9 +252,17 @@ def predict_row(row: Row, constants: Constants | None = None) -> Predicted:
     """The prediction, in the unit of the row, and where the time goes."""
     if row.use == "unused":
         raise UnsupportedError(f"{row.id}: {row.why}")
-    return _PREDICT[row.table](row.fields, constants or fitted())
+    for name, known in (("mask", MASKS), ("pass", PASSES)):
+        if row.fields.get(name, known[0]) not in known:
+            raise UnsupportedError(f"{row.id}: {name}={row.fields[name]!r} is not modelled")
+    try:
+        return _PREDICT[row.table](row.fields, constants or fitted())
+    except (KeyError, ValueError) as error:
+        raise UnsupportedError(f"{row.id}: a field is missing, or names what is not known: {error!r}") from None
 
 
+MASKS = ("full", "causal")
+PASSES = ("fwd", "bwd", "fwd_bwd")
 _PREDICT: dict[str, Callable[[Fields, Constants], Predicted]] = {
     "attention_kernel_throughput": attention_rows.kernel,
     "ring_step_time": attention_rows.ring_step,

@@ -1,5 +1,6 @@
 """Rows that measure whole models: prefill, decode, generation, training steps, denoising steps and whole videos."""
 
+import math
 from dataclasses import replace
 
 from ringspan.errors import UnsupportedError
@@ -21,7 +22,8 @@ def _predicted(prediction: Prediction, device: Device, scale: float) -> Predicte
 def _meta(fields: Fields, phase: str, tokens: int, constants: Constants, cached: int = 0) -> tuple[Request, Setup]:
     """FP8 in the feed-forward layers, bf16 elsewhere; FlashAttention-3; CPn is n hosts of tensor parallel 8."""
     tp, cp = int(fields["tp_degree"]), int(fields["cp_degree"])
-    device = load_device(fields["device_id"], kernel="fa3", constants=constants)
+    network = fields["network"] if fields["network"].startswith("meta-") else None
+    device = load_device(fields["device_id"], network, kernel="fa3", constants=constants)
     request = Request(
         model=load_model(fields["model"]),
         cluster=Cluster(int(fields["n_gpus"]) // 8, 8, device),
@@ -68,12 +70,10 @@ def generation(fields: Fields, constants: Constants) -> Predicted:
 def training_step(fields: Fields, constants: Constants) -> Predicted:
     """Seconds of a step of a 7B model, weights fully sharded; activations are computed anew but for attention."""
     ranks = int(fields["n_gpus"])
-    if fields["model"] != "7B":
-        raise UnsupportedError(f"model={fields['model']!r}: its heads are not in the table")
     device = load_device(fields["device_id"], kernel="fa2", constants=constants)
     software, setup = _training_setup(fields["system"], ranks)
     request = Request(
-        model=load_model("llama-2-7b"),
+        model=_training_model(fields["model"], ranks if software.name != RING_FLASH.name else 1),
         cluster=Cluster(int(fields["n_nodes"]), ranks // int(fields["n_nodes"]), device),
         phase="train",
         tokens=int(fields["seq_len_tokens"]),
@@ -81,6 +81,19 @@ def training_step(fields: Fields, constants: Constants) -> Predicted:
         software=software,
     )
     return _predicted(predict(request, setup), device, 1.0)
+
+
+def _training_model(name: str, split: int) -> Model:
+    """Of 7B parameters, with 8 KV heads, or with 33 heads, which software that splits heads pads (arXiv 2310.03294)."""
+    model = load_model("llama-2-7b")
+    if name == "7B":
+        return model
+    if "GQA" in name:
+        return replace(model, num_kv_heads=8)
+    if "33H" not in name:
+        raise UnsupportedError(f"model={name!r}: its heads are not in the table")
+    heads = -(-33 // split) * split
+    return replace(model, num_heads=heads, num_kv_heads=heads, hidden_size=33 * model.head_dim)
 
 
 def _training_setup(system: str, ranks: int) -> tuple[Software, Setup]:
@@ -117,11 +130,13 @@ def video_latency(fields: Fields, constants: Constants) -> Predicted:
     model = load_model(fields["model"])
     frames, height, width = _size(model, fields)
     assert model.video is not None
-    tokens, ranks = model.video.count_tokens(frames, height, width), int(fields["n_gpus"])
-    ulysses = int(fields["ulysses_degree"] or ranks)
+    tokens, cfg = model.video.count_tokens(frames, height, width), int(fields["cfg_degree"] or 1)
+    ranks = int(fields["n_gpus"]) // cfg
+    ulysses = int(fields["ulysses_degree"] or math.gcd(ranks, model.num_heads))
+    ring = int(fields["ring_degree"] or ranks // ulysses)
     steps = int(fields["steps"] or STEPS[fields["task"]])
     software = RINGSPAN if ranks == 1 else USP
-    prediction, device = _video(fields, model, tokens, 1, ulysses, int(fields["ring_degree"] or 1), software, constants)
+    prediction, device = _video(fields, model, tokens, cfg, ulysses, ring, software, constants)
     parts: Parts = {name: steps * seconds for name, seconds in prediction.parts.items()}
     parts["text encoder and VAE"] = fixed_s(device, frames, height, width)
     return Predicted(sum(parts.values()), parts, device)
