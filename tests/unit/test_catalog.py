@@ -319,7 +319,7 @@ def test_what_is_no_config_is_refused(tmp_path, text):
     ("name", "message"),
     [
         ("lama-3.1-8b", "did you mean llama-3.1-8b"),
-        ("mixtral-8x7b", "experts, experts_per_token not found"),
+        ("mochi-1", "mlp_ratio not found"),
         ("dense:layers=2,heads=4", "head_dim, mlp is missing"),
         ("dense:layers=2,heads=-4,head_dim=8,mlp=8", "num_heads=-4"),
         ("dense:layers=2,wings=4", "wings=4"),
@@ -475,3 +475,14 @@ def test_a_calibrated_file_may_have_nothing_added_to_times(tmp_path):
     path.write_text(zeros)
     device = load_device(str(path))
     assert (device.near.steals, device.near.latency_s, device.attention.call_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("qwen3-235b-a22b", 235.0, 22.1), ("qwen3-30b-a3b", 30.5, 3.3), ("mixtral-8x7b", 46.7, 12.9)],
+)
+def test_mixtures_have_as_many_parameters_as_their_names_say(name, billions, active):
+    model = load_model(name)
+    visited = model.active_mlp_parameters + model.layers * model.attention_parameters + model.embedding_parameters
+    assert model.counted_parameters / 1e9 == pytest.approx(billions, abs=0.1)
+    assert visited / 1e9 == pytest.approx(active, abs=0.1)

@@ -196,6 +196,7 @@ def test_what_two_ways_share_does_not_part_them():
         pytest.param(
             ["--target-ttft", "1ms"], "✗ no number of h100-sxm up to 1,024 reaches 1ms", 3, marks=pytest.mark.wide
         ),
+        (["--target-ttft", "1s", "--phase", "decode"], "Error: --target-ttft is for prefill", 2),
         (["--max-context"], "✓ ", 0),
         (["--max-batch", "--phase", "decode"], "✓ ", 0),
         (["--max-batch", "--max-context"], "Error: --max-context and --max-batch are two questions", 2),
@@ -221,6 +222,28 @@ def test_answers_come_first_and_the_exit_code_says_whether_there_is_one(words, s
         assert first.startswith(start), first
     if code == 2:
         assert len(result.output.strip().splitlines()) == 1
+
+
+TTFT = ("--tokens", "64K", "--target-ttft", "1s")
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["--devices", "8xh100", "--max-context"], ["--devices", "8xh100", "--max-context", "--tokens", "4K"]),
+        (["--devices", "h100", *TTFT], ["--devices", "1xh100", *TTFT]),
+        (
+            ["--sweep", "tokens=64K,128K", "devices=8xh100"],
+            ["--devices", "8xh100", "--tokens", "64K", "--sweep", "tokens=64K,128K"],
+        ),
+    ],
+    ids=["max-context", "target-ttft", "sweep"],
+)
+def test_a_question_needs_no_option_that_it_answers(short, long):
+    model = ("--model", "llama-3.1-8b", "--json")
+    first, second = run(*model, *short), run(*model, *long)
+    assert first.exit_code == 0, first.output
+    assert json.loads(first.output) == json.loads(second.output)
 
 
 def test_a_sweep_is_a_table_and_a_plot(tmp_path):

@@ -15,6 +15,7 @@ from ringspan.cli.files import write_json, write_text
 from ringspan.cli.page_command import command_line
 from ringspan.cli.plan.options import (
     device_options,
+    fill_in,
     output_options,
     parse_price,
     parse_sweep,
@@ -94,10 +95,13 @@ def plan(ctx: click.Context, /, check: bool, rows: str | None, as_json: bool, **
         _refuse_others(ctx)
         _run_check(ctx, rows, as_json)
         return
+    fill_in(options)
     _check_options(rows, options)
     request = request_of(options)
     if request.phase != "train" and ctx.get_parameter_source("recompute") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
+    if options["target_ttft"] and request.phase != "prefill":
+        raise click.UsageError(f"--target-ttft is for prefill, and the phase is {request.phase}; leave it out")
     device = request.cluster.device.id
     price = parse_price(options["price"], device) if options["price"] is not None else None
     if any(options[name] for name in QUESTIONS):

@@ -108,12 +108,25 @@ output_options = _group(
 SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "": 1.0}
 
 
+def fill_in(options: dict[str, Any]) -> None:
+    """What a question implies: the first of what is swept; for the fewest devices no number of them."""
+    swept = dict(word.split("=", 1) for word in (options["sweep"] or "", *options["swept"]) if "=" in word)
+    if options["devices"] is None and swept.get("devices"):
+        options["devices"] = swept["devices"].split(",")[0]
+    if options["tokens"] is None and swept.get("tokens"):
+        options["tokens"] = parse_tokens(swept["tokens"].split(",")[0])
+    if options["target_ttft"] and options["devices"] and not re.match("[0-9]+x", options["devices"]):
+        options["devices"] = f"1x{options['devices']}"
+
+
 def request_of(options: dict[str, Any]) -> "Request":
     """The request that the options describe."""
     from ringspan.planner.catalog import load_model
     from ringspan.planner.plan import make_request
 
     model = load_model(options["model"])
+    if options["max_context"] and options["tokens"] is None and model.video is None:
+        options = {**options, "tokens": 1}  # the answer does not depend on it
     return make_request(
         model=model,
         devices=options["devices"],
