@@ -12,7 +12,7 @@ from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import contiguous, zigzag
 from ringspan.runtime.session import session_of
 
-__all__ = ["CPRuntime", "get_runtime", "intra_node_size", "maybe_runtime", "set_runtime"]
+__all__ = ["CPRuntime", "get_runtime", "intra_node_size", "maybe_runtime", "set_runtime", "setup", "teardown"]
 
 ALGORITHMS = {RotateMethod.ALLGATHER: "all_gather", RotateMethod.ALLTOALL: "pass_kv"}
 _NAME = "ringmaster"
@@ -125,3 +125,39 @@ def intra_node_size() -> int:
         if (text := os.environ.get(name, "")).isdecimal() and int(text):
             return int(text)
     return max(1, torch.cuda.device_count())
+
+
+def setup(
+    config: RingmasterConfig,
+    *,
+    num_kv_heads: int | None = None,
+    device_mesh: Any = None,
+    cp_dim: str = "cp",
+    device_type: str = "cuda",
+    inner_attn: str = "flash_attention_2",
+) -> CPRuntime:
+    """The ranks of `device_mesh[cp_dim]`, or of the default process group.
+
+    Sizes and the backend that `config` leaves open are chosen, in place. `inner_attn` is what one rank attends with.
+    """
+    del device_type
+    if config.load_balance in (LoadBalance.PER_DOCUMENT, LoadBalance.PTRR):
+        raise UnsupportedError(
+            "the original has no such layout yet", argument="load_balance", value=str(config.load_balance)
+        )
+    group = None
+    if config.enabled:
+        config.normalize(num_kv_heads=num_kv_heads, intra_node_size=intra_node_size())
+        names = getattr(device_mesh, "mesh_dim_names", None) or ()
+        group = device_mesh[cp_dim] if cp_dim in names else None
+        world_size = session_of(group).transport.world_size
+        if config.size != world_size:
+            raise ShapeError(f"the group has {world_size} ranks", argument="config.size", value=config.size)
+    runtime = CPRuntime(config, group, inner_attn)
+    set_runtime(runtime)
+    return runtime
+
+
+def teardown() -> None:
+    """Forget the runtime; models with its attention then refuse."""
+    set_runtime(None)
