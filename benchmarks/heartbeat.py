@@ -16,7 +16,7 @@ from gloo_pair import on_pair
 
 import ringspan as rs
 from ringspan.runtime.session import session_of
-from ringspan.transports._gloo_wait import GlooMessage
+from ringspan.transports._waiting import GlooMessage
 from ringspan.transports.torch_distributed import TorchDistributed
 
 

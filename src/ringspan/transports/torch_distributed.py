@@ -37,12 +37,11 @@ import torch
 import torch.distributed as dist
 
 from ringspan.errors import TransportError
-from ringspan.transports._gloo_wait import GlooMessage, Waiter, cut
 from ringspan.transports._heartbeat import RECEIVING, SENDING, Heartbeat, silence_limit_s
 from ringspan.transports._heartbeat_links import connect_heartbeats
 from ringspan.transports._neighbours import find_peers
-from ringspan.transports._progress import WaitClock
 from ringspan.transports._same_host import SameHost, SameHostMessage
+from ringspan.transports._waiting import GlooMessage, WaitClock, Waiter, cut
 from ringspan.transports.base import Posted, Receive, Send
 
 _LOG = logging.getLogger("ringspan")
