@@ -85,8 +85,9 @@ def attention_flops_per_s(
 ) -> float:
     """Limit · d/(d + softmax_dims) · n/(n + ramp).
 
-    The first quotient: the softmax of a score costs as much as so many more elements of a head (`catalog/kernels.py`). The
-    second: a loop over n keys has a beginning and, under a causal mask, blocks of the diagonal that are half wasted.
+    The first quotient: the softmax of a score costs as much as so many more elements of a head
+    (`catalog/kernels.py`). The second: a loop over n keys has a beginning and, under a causal mask, blocks of the
+    diagonal that are half wasted.
     """
     limit, ramp = curve.flops_per_s, curve.ramp_causal_tokens if is_causal else curve.ramp_full_tokens
     if is_backward:

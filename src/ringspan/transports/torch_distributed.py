@@ -4,7 +4,7 @@ The first all-gather of bytes also finds the ranks that share a host (`_neighbou
 these ranks are copied from memory to memory (`_same_host.py`), for a fraction of gloo's CPU time.
 
 Three properties of gloo shape this file. A receive can be neither cancelled nor polled, so a thread waits in gloo and
-the caller waits for the thread (`_gloo_wait.py`). A closed connection ends only the waits on that connection, and no
+the caller waits for the thread (`_waiting.py`). A closed connection ends only the waits on that connection, and no
 wait for a message of which a part has arrived; so the caller checks four times per second whether another rank has
 aborted or sends no heartbeat (`_heartbeat.py`). A wait in gloo that times out closes every connection of the group; so
 only a rank that aborts lets a wait time out.
