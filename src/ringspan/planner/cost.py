@@ -157,7 +157,7 @@ def _collective_s(near: Link, far: Link, nbytes: float, group: int, per_node: in
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Seconds of everything of one layer but attention, on one device."""
+    """Seconds of one layer without attention, on one device."""
 
     matmul_s: float
     elementwise_s: float
@@ -165,7 +165,7 @@ class Dense:
 
     @property
     def total_s(self) -> float:
-        """All of it; nothing overlaps."""
+        """The sum of all parts, which do not overlap."""
         return self.matmul_s + self.elementwise_s + self.all_reduce_s
 
 
@@ -217,7 +217,7 @@ def head_s(device: Device, hidden_size: int, vocab_size: int, tokens: float, tp:
 
 
 def host_s(device: Device, software: Software, num_operations: float, device_s: float) -> float:
-    """Seconds that a host adds which issues so many operations while the device is busy for `device_s`.
+    """Seconds that a host adds if it issues so many operations while the device computes for `device_s`.
 
     It runs ahead of the device in part: where either takes much longer than the other that one counts, and between
     them the root of the sum of squares. Fused software replays a captured graph, or runs ahead throughout.
@@ -279,7 +279,7 @@ class DeviceCosts:
         return merge_s(self.device, self.shard, q_len, is_backward=self.is_backward)
 
     def token_bytes(self, kind: Kind) -> float:
-        """Bytes of one token of such a block, as it travels."""
+        """Bytes of one token of a block of this kind, as it travels."""
         shard = self.shard
         match kind:
             case "q":

@@ -41,17 +41,17 @@ DTYPES = ["float32", "bfloat16"]
 @click.command(cls=Command, epilog=EXAMPLES, context_settings={"show_default": True})
 @click.argument("name", metavar="MODEL", type=click.Choice(VIDEO_MODELS))
 @rank_options
-@click.option("--frames", type=click.IntRange(1), help="Of the video.  [default: as the model's usual clip]")
+@click.option("--frames", type=click.IntRange(1), help="Frames of the video.  [default: as the model's usual clip]")
 @click.option(
     "--size",
     callback=parsed_by(parse_sides),
     metavar="HEIGHTxWIDTH",
-    help="In pixels.  [default: as the model's usual clip]",
+    help="Size in pixels.  [default: as the model's usual clip]",
 )
 @click.option("--layers", type=click.IntRange(1), default=2, help="Blocks; the widths are the model's own.")
 @click.option("--batch", type=click.IntRange(1), default=1, help="Rows; 2 with guidance in one call.")
 @click.option("--algorithm", type=FLAT_ALGORITHM, default="pass-kv", help="How attention runs.")
-@click.option("--dtype", type=Spelled(DTYPES, SHORT_DTYPES), default="float32", help="Or bf16.")
+@click.option("--dtype", type=Spelled(DTYPES, SHORT_DTYPES), default="float32", help="Dtype; also bf16.")
 @run_options(repeats=3)
 @click.option("--html", type=OutputFile(".html"), help="Write the same as a page.")
 @json_option

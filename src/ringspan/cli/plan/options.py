@@ -30,7 +30,9 @@ def _group(*options: Decorator) -> Decorator:
 
 work_options = _group(
     click.option(
-        "--model", metavar="NAME", help="Of the catalogue, a path of a config.json, or dense:layers=...,heads=..."
+        "--model",
+        metavar="NAME",
+        help="A name of the catalogue, the path of a config.json, or dense:layers=...,heads=...",
     ),
     click.option(
         "--tokens",
@@ -42,8 +44,8 @@ work_options = _group(
     click.option(
         "--chunk", callback=parsed_by(parse_tokens), metavar="N", help="In prefill: compute N tokens at a time."
     ),
-    click.option("--frames", type=click.IntRange(1), help="Of a video, instead of --tokens."),
-    click.option("--size", metavar="HEIGHTxWIDTH", help="Of a video, in pixels."),
+    click.option("--frames", type=click.IntRange(1), help="Frames of a video, instead of --tokens."),
+    click.option("--size", metavar="HEIGHTxWIDTH", help="Size of a video in pixels."),
     click.option(
         "--batch", type=click.IntRange(1), help="Sequences, or forwards of a video.  [default: 1; 2 with guidance]"
     ),
@@ -56,22 +58,31 @@ device_options = _group(
     click.option("--devices", metavar="[NODESx]COUNTxDEVICE", help="Such as 8xh100, 16x8xh100 or 2xFILE.toml."),
     click.option("--link", metavar="LINK", help="Inside a node, such as pcie4-x16-p2p.  [default: by the device]"),
     click.option("--network", metavar="LINK", help="Between nodes, such as infiniband-hdr.  [default: by the device]"),
-    click.option("--software", metavar="NAME", default="ringspan", help="Whose implementation is priced."),
+    click.option("--software", metavar="NAME", default="ringspan", help="Library whose implementation is priced."),
     click.option(
         "--kernel", type=click.Choice(["fa2", "fa3", "fa4"]), help="Attention kernel.  [default: that of the software]"
     ),
-    click.option("--price", metavar="DEVICE=PRICE", help="Of a device and hour, such as h100=2.5."),
+    click.option("--price", metavar="DEVICE=PRICE", help="Price of a device per hour, such as h100=2.5."),
 )
 
 split_options = _group(
     click.option("--tp", type=click.IntRange(1), help="Tensor parallelism.  [default: all that fit in a node]"),
-    click.option("--wire", type=click.Choice(["bf16", "int8", "fp8"]), default="bf16", help="K and V on their way."),
-    click.option("--weights", type=click.Choice(["bf16", "fp8", "int8", "int4"]), default="bf16", help="Of the model."),
-    click.option("--kv-cache", type=click.Choice(["bf16", "fp8"]), default="bf16", help="K and V in the cache."),
+    click.option(
+        "--wire", type=click.Choice(["bf16", "int8", "fp8"]), default="bf16", help="Type of K and V in messages."
+    ),
+    click.option(
+        "--weights",
+        type=click.Choice(["bf16", "fp8", "int8", "int4"]),
+        default="bf16",
+        help="Type of the model's weights.",
+    ),
+    click.option(
+        "--kv-cache", type=click.Choice(["bf16", "fp8"]), default="bf16", help="Type of K and V in the cache."
+    ),
     click.option("--fsdp", is_flag=True, help="In training and for videos: spread weights over all ranks."),
     click.option("--resident", is_flag=True, help="For videos: text encoder and VAE stay on the devices."),
     click.option(
-        "--recompute/--no-recompute", default=True, help="In training: activations anew in the backward pass."
+        "--recompute/--no-recompute", default=True, help="In training: recompute activations in the backward pass."
     ),
     click.option("--accumulate", type=click.IntRange(1), default=1, help="In training: passes of one step."),
     click.option("--pp", type=click.IntRange(1), default=1, hidden=True),
@@ -99,7 +110,7 @@ output_options = _group(
     click.option(
         "--rows",
         type=click.Path(exists=True, file_okay=False),
-        help="With --check: tables with the same names and columns, none of which was fitted to.",
+        help="With --check: predict other tables with the same names and columns.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object."),
 )

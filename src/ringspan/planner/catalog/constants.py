@@ -44,7 +44,7 @@ class Constants(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """What is believed of a constant without the rows it is fitted to."""
+    """The assumed value of a constant before it is fitted."""
 
     value: float
     spread: float
@@ -60,7 +60,7 @@ def fitted() -> Constants:
 
 @lru_cache(maxsize=1)
 def priors() -> dict[str, Prior]:
-    """By the name of the constant."""
+    """The priors, by the name of the constant."""
     return {
         name: Prior(float(entry["prior"]), float(entry["spread"]), entry["prior_source"], entry["rows"])
         for name, entry in _entries().items()
@@ -69,7 +69,7 @@ def priors() -> dict[str, Prior]:
 
 @lru_cache(maxsize=32)
 def fitted_without(source: str) -> Constants:
-    """The constants fitted to all rows but those of one source; those of plans where no row of it was fitted to."""
+    """The constants fitted to all rows except those of one source; those of plans if none of its rows is fitted to."""
     found: dict[str, dict[str, float]] = read_data("left_out.toml")
     return fitted()._replace(**found.get(source, {}))
 

@@ -170,7 +170,7 @@ def _aliases(defaults: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _scale_up(name: str, figures: dict[str, Any], link: str | None, constants: Constants) -> Link:
-    """The link that was asked for, or the device's own with its own rates."""
+    """The requested link, or the device's own link with its rates."""
     if link is not None:
         return load_scale_up(link, constants)
     own = figures.get("scale_up_link", read_data("defaults.toml")["scale_up"].get(name))

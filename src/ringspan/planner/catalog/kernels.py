@@ -41,7 +41,7 @@ class AttentionCurve(NamedTuple):
 
 
 class Silicon(NamedTuple):
-    """What kernels are bound by."""
+    """The rates of a device that bound its kernels."""
 
     family: str
     peak_flops_per_s: float

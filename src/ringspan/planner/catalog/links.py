@@ -40,7 +40,7 @@ class Link(NamedTuple):
     axes: int = 1  # of a torus
 
     def for_group(self, size: int) -> "Link":
-        """The same link, with the rate of an exchange among `size` devices."""
+        """The same link with the rate of an exchange among `size` devices."""
         if size < 2 or self.wiring in ("switch", "host"):
             return self
         pair = self.bytes_per_s

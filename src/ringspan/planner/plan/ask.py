@@ -17,7 +17,7 @@ NOT_MODELLED = {
 
 
 class Options(TypedDict, total=False):
-    """What may be given beside a model, devices and tokens; see `plan`."""
+    """The optional arguments of `plan`."""
 
     phase: Phase | None
     cached_tokens: int
@@ -164,7 +164,7 @@ def make_request(
 
 
 def _tokens(model: Model, tokens: int | None, size: tuple[int, int, int] | None) -> int:
-    """As given, or those of a video."""
+    """The given number of tokens, or that of the video."""
     if model.video is None:
         if size is not None:
             raise UnsupportedError(f"size={size}: {model.id} is not a video model; give tokens=")

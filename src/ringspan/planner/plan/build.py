@@ -33,12 +33,12 @@ class Option(NamedTuple):
 
     @property
     def setup(self) -> Setup:
-        """How the work is split."""
+        """The setup: the way in which the work is split."""
         return self.prediction.setup
 
 
 class BreakEven(NamedTuple):
-    """Where pass-KV and pass-Q take the same time, the number of keys held: below `new_tokens`, pass-Q is faster.
+    """The number of new tokens, for a fixed number of keys, below which pass-Q is faster than pass-KV.
 
     None where one of them, named by `always`, is as fast or faster throughout.
     """
@@ -50,7 +50,7 @@ class BreakEven(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is known about a request."""
+    """The answer to a request: every option, its memory and its time."""
 
     request: Request
     options: tuple[Option, ...]
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def fits_barely(self) -> bool:
-        """Whether memory is so full that estimates may be off by what is left."""
+        """Whether the free memory is smaller than the error of the estimate."""
         return self.best.memory.fits_barely(self.request.cluster.device.memory_bytes)
 
 
@@ -98,7 +98,7 @@ def build_plan(request: Request) -> Plan:
 
 
 def rank_options(request: Request) -> tuple[list[Option], list[Illegal]]:
-    """Every way, the best first, and what is not possible."""
+    """Every option, the best first, and the impossible setups with their reasons."""
     setups, illegal = list_setups(request, usual_tps(request))
     options = _ranked(request, setups)
     if not options[0].fits and request.tp is None:
@@ -121,7 +121,7 @@ def _ranked(request: Request, setups: list[Setup]) -> list[Option]:
 
 
 def _order(option: Option) -> tuple[bool, float]:
-    """What fits first, by time; the rest by memory; ties go to the plainer layout."""
+    """Order options: those that fit by time, then the others by memory; ties go to the simpler layout."""
     return not option.fits, option.prediction.total_s if option.fits else option.memory.total
 
 
@@ -144,7 +144,7 @@ def longest(request: Request, setup: Setup) -> int | None:
 
 
 def last_that(holds: Callable[[int], bool], most: int) -> int | None:
-    """The largest number for which it holds, if it holds up to some number and then no longer."""
+    """The largest number for which a condition holds, if it holds up to some number and not above."""
     if not holds(1):
         return None
     low, high = 1, most

@@ -1,4 +1,4 @@
-"""Which ways to split the work are there, and which are not possible, and why?"""
+"""Which setups are possible, and why are the others impossible?"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,14 +17,14 @@ MANY_RANKS = 2048  # beyond, only what all ranks do alike is run, and in steps o
 
 
 class Illegal(NamedTuple):
-    """A way that cannot be gone."""
+    """An impossible setup, with the reason."""
 
     what: str
     reason: str
 
 
 def list_setups(request: Request, tps: list[int]) -> tuple[list[Setup], list[Illegal]]:
-    """All legal setups that use every device, and what none of them is, with the reason."""
+    """All legal setups that use every device, and the illegal ones with their reasons."""
     setups: list[Setup] = []
     illegal: dict[str, str] = {}
     for tp in tps:
@@ -39,7 +39,7 @@ def list_setups(request: Request, tps: list[int]) -> tuple[list[Setup], list[Ill
 
 
 def usual_tps(request: Request) -> list[int]:
-    """The one asked for, or all within a node."""
+    """The requested tensor parallelism, or all that fit into a node."""
     if request.tp is not None:
         return [request.tp]
     legal = legal_tps(request.model, request.cluster)

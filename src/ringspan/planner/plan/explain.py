@@ -23,7 +23,7 @@ class ExplainedTerm(NamedTuple):
 
 
 def explain(request: Request, prediction: Prediction, memory: Memory) -> Iterator[ExplainedTerm]:
-    """For the chosen way."""
+    """The terms of the best option."""
     setup = prediction.setup
     ring, sequence = ring_of(request, setup), sequence_of(request, setup)
     q_len = -(-sequence.new_tokens // ring.world_size)
@@ -172,13 +172,13 @@ LATE_S = 5.5e-3  # per layer: arXiv 2411.01783 Table 4 with 320 to 3,200 new tok
 
 
 def is_short(request: Request, setup: Setup) -> bool:
-    """Whether there is so little to compute that what no part of the time accounts for shows."""
+    """Whether the work is so short that unmodelled costs are visible."""
     new_tokens = -(-request.chunk // setup.cp) * shard_of(request, setup).batch
     return request.phase != "decode" and new_tokens < SHORT_TOKENS
 
 
 def late_s(request: Request, setup: Setup) -> float:
-    """What the upper end of the range is later by: short prefills over a cache, on several ranks."""
+    """Seconds added to the upper end of the range, for short prefills over a cache on several ranks."""
     is_cached = request.cached_tokens > 0 or request.chunk < request.tokens
     if not (is_cached and setup.cp > 1 and is_short(request, setup)):
         return 0.0
@@ -186,7 +186,7 @@ def late_s(request: Request, setup: Setup) -> float:
 
 
 def list_caveats(request: Request, setup: Setup) -> Iterator[str]:
-    """In sentences."""
+    """The caveats of a plan, as sentences."""
     if late_s(request, setup):
         yield (
             f"Short work: fewer than {SHORT_TOKENS:,} new tokens on a rank. Published prefills like this took up to "

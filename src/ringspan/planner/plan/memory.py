@@ -37,20 +37,20 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return sum(self)
 
     def fits(self, room: float) -> bool:
-        """Whether a device of so much memory holds it."""
+        """Whether a device with this memory is large enough."""
         return self.total <= room
 
     def fits_barely(self, room: float) -> bool:
-        """Whether it fits, with less to spare than estimates are off."""
+        """Whether it fits, with less free memory than the error of the estimate."""
         return BARELY * room < self.total <= room
 
 
 def count_memory(request: Request, setup: Setup) -> Memory:
-    """What one device must hold."""
+    """The memory of the fullest device."""
     model, shard = request.model, shard_of(request, setup)
     parameters = model.parameters or model.counted_parameters
     per_parameter = bytes_per_parameter(request)
@@ -136,7 +136,7 @@ def _activations(request: Request, setup: Setup, tokens: int) -> float:
 def attention_buffers(
     algorithm: str, cp: int, inner: int, q_len: int, kv_len: int, shard: Shard, *, slab_bytes: float = SLAB_BYTES
 ) -> float:
-    """What a call takes above its inputs.
+    """Bytes that a call needs in addition to its inputs.
 
     The output in float32 with its lse; a slab for what a kernel returns; and what the algorithm has under way at once.
     """

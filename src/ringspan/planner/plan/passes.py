@@ -1,4 +1,4 @@
-"""What does one pass over all layers take, forward or backward?
+"""How long does one pass over all layers take, forward or backward?
 
 A model is a stack of layers: attention, as its timeline says, and dense work around it. Nothing but the messages of
 attention overlaps with anything in a pass.
@@ -45,19 +45,19 @@ class Pass(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return sum(self)
 
     def scaled(self, times: float) -> "Pass":
-        """So many of them."""
+        """The seconds of `times` such passes."""
         return Pass(*(times * seconds for seconds in self))
 
     def plus(self, other: "Pass") -> "Pass":
-        """Both, one after the other."""
+        """The seconds of both passes, one after the other."""
         return Pass(*map(add, self, other))
 
     def without_attention(self) -> "Pass":
-        """The same where the results of attention were kept."""
+        """The same pass without attention, whose results were kept."""
         return self._replace(attention_compute_s=0.0, attention_exposed_s=0.0, attention_bubble_s=0.0, host_s=0.0)
 
 
@@ -89,7 +89,7 @@ def ring_of(request: Request, setup: Setup) -> Ring:
 
 
 def sequence_of(request: Request, setup: Setup, window: int = 0) -> Sequence:
-    """What attention sees; in decode every sequence has one new token."""
+    """The sequence that attention sees; in decode every sequence has one new token."""
     causal = request.model.is_causal
     if request.phase == "decode":
         return Sequence(1, request.tokens, False, setup.layout, window)
@@ -195,7 +195,7 @@ def reduce_gradients_s(request: Request, setup: Setup) -> float:
 
 
 def gathering_s(request: Request, setup: Setup, forward_s: float) -> float:
-    """What a forward pass does not hide of gathering each layer's weights while the layer before computes.
+    """Seconds of gathering weights that a forward pass does not hide behind the previous layer's compute.
 
     The first gather has none to hide behind, and of the others shows what takes longer than a layer's compute.
     """

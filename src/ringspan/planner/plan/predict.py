@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What takes most of the whole, by name."""
+        """The name of the largest part."""
         name = max(self.parts, key=lambda part: self.parts[part])
         return f"{name} over {self.link_name}" if name == PARTS[1] else name
 
@@ -164,7 +164,7 @@ class WholeVideo(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All of it, one after the other."""
+        """The sum of all parts, which do not overlap."""
         return self.denoising_s + self.fixed_s
 
 

@@ -25,7 +25,7 @@ class Answer:
 
 
 class Cost(NamedTuple):
-    """In the currency of the price: of one prefill, token or step; of a whole video; of a million tokens."""
+    """Cost, in the currency of the price, of one prefill, token or step, of a whole video, and of a million tokens."""
 
     per_unit: float
     per_video: float | None
@@ -103,7 +103,7 @@ def sweep(request: Request, lengths: Iterable[int], clusters: Iterable[Cluster])
 
 
 def cost_of(request: Request, option: Option, price_per_hour: float) -> Cost:
-    """What the devices cost while the work takes as long as estimated."""
+    """The cost of the devices for the estimated time."""
     if not 0 < price_per_hour < 1e9:
         raise ShapeError(f"price={price_per_hour}: use an amount above 0 and below 1e9, per device and hour")
     per_s = price_per_hour * request.cluster.num_devices / SECONDS_PER_HOUR

@@ -88,7 +88,7 @@ class Request:
             check_tp(self.model, self.cluster, self.tp)
 
     def _check_phase(self) -> None:
-        """Refuse what has no meaning in the phase: ignored, it would leave a plan for something else."""
+        """Refuse options that have no meaning in the phase."""
         if self.cached_tokens and self.phase == "decode":
             raise UnsupportedError(
                 "in decode all tokens but one are cached",
@@ -171,7 +171,7 @@ def check_tp(model: Model, cluster: Cluster, tp: int) -> None:
 
 
 def legal_tps(model: Model, cluster: Cluster) -> list[int]:
-    """All that could be asked for, ascending."""
+    """All legal tensor parallelisms, ascending."""
 
     def is_legal(tp: int) -> bool:
         splits_kv = model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0

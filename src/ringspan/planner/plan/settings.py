@@ -20,7 +20,7 @@ WIRES = {"int8": "int8", "fp8": "float8_e4m3"}  # as the runtime calls them
 
 
 class Recipe(NamedTuple):
-    """Settings to paste, or why there are none."""
+    """Settings to paste for a library, or the reason why there are none."""
 
     library: str
     settings: str
