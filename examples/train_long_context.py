@@ -211,7 +211,7 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def read_losses(parser: argparse.ArgumentParser, path: str) -> list[float]:
-    """Of another run."""
+    """The losses of another run."""
     try:
         losses = [float(loss) for loss in json.loads(Path(path).read_text())]
     except (OSError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from comparison.points import HEADS, Point
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-4}
-"""Of |difference| / max(1, |value|); a coarse look at whether a contender computes attention at all."""
+"""Largest |difference| / max(1, |value|): a coarse check that a contender computes attention."""
 
 Results = tuple[torch.Tensor, ...]
 

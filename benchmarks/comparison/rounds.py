@@ -107,7 +107,7 @@ def measure(
     with _teams(point, record, peers, peers_python) as teams:
         for contender in point.contenders:
             if point.every(contender) == 1:
-                teams[contender].run(contender)  # the first run of a process is no measure
+                teams[contender].run(contender)  # the first run of a process is not counted
         while len(record.rounds) < num_rounds or any(it in teams and not record.count(it) for it in peers):
             if time.monotonic() > deadline:
                 return

@@ -60,7 +60,7 @@ def press(opened: Opened, button: Any) -> None:
 
 
 def area(path: str) -> int:
-    """Of the rectangles M x y H x V y H x Z."""
+    """The summed area of rectangles drawn as M x y H x V y H x Z."""
     boxes = re.findall(r"M(\d+) (\d+)H(\d+)V(\d+)H(\d+)Z", path)
     assert "".join(f"M{a} {b}H{c}V{d}H{e}Z" for a, b, c, d, e in boxes) == path
     return sum((int(right) - int(left)) * (int(bottom) - int(top)) for left, top, right, bottom, _ in boxes)

@@ -73,7 +73,7 @@ def run_killed(rank: int, dead: int, switch: str) -> Outcome:
 
 @each_way
 def test_a_rank_that_is_busy_elsewhere_is_alive(switch: str) -> None:
-    """It is longer away than a silent rank might be, and nobody minds before the deadline."""
+    """It is silent for longer than the limit, and no rank complains before the deadline."""
     first, second, _ = values(run_ranks(run_late, 3, switch))
     for late in (first, second):
         assert late[0].error is None

@@ -264,7 +264,7 @@ def refuse() -> None:
 
 
 def test_a_rank_that_does_not_know_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes part in what ranks say to each other, and is linked to nobody."""
+    """It takes part in the exchange of addresses and gets no link."""
     monkeypatch.setattr(neighbours, "_host_id", by_rank([refuse, lambda: b"a" * 16, lambda: b"a" * 16]))
     assert sorted(map(len, met(3))) == [0, 1, 1]
 
@@ -375,7 +375,7 @@ print(len(link.recv(1000)))
 
 
 OFF = {"none": (0, 1, 2), "two": (2,)}
-"""Ranks that are linked to nobody, where so many of three are linked."""
+"""The ranks without a link, by the number of linked ranks out of three."""
 each_mixture = pytest.mark.parametrize("off", OFF.values(), ids=OFF)
 
 

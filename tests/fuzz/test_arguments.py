@@ -21,7 +21,7 @@ ANYTHING = [
 
 def give(name: str, argument: str, value: Any) -> None:
     call = CALLS[name]
-    # It is no error to ask for much work; the bounds of what is too much have tests of their own.
+    # Asking for much work is not an error; the limits have tests of their own.
     if argument == "timeout_s" or (isinstance(value, int) and not isinstance(value, bool) and value > 1000):
         return
     try:

@@ -202,7 +202,7 @@ REFUSALS = [
         ("q.shape=(1, 6, 2, 8) on rank 1", "use q.transpose(1, 2)"),
     ),
     Refusal("no time at all", given(timeout_s=0.0), rs.RingspanError, ("timeout_s=0",)),
-    Refusal("a time that is no number", given(timeout_s=math.nan), rs.RingspanError, ("timeout_s=nan",)),
+    Refusal("a time that is not a number", given(timeout_s=math.nan), rs.RingspanError, ("timeout_s=nan",)),
 ]
 
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)

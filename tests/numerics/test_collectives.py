@@ -196,7 +196,7 @@ def errors_of(world_size: int, fn: Callable[[InProcessRank], object]) -> list[Ex
         began = time.monotonic()
         with pytest.raises(rs.RingspanError) as raised:
             fn(group)
-        assert time.monotonic() - began < 10, "nobody is left waiting"
+        assert time.monotonic() - began < 10, "no rank is left waiting"
         part = torch.arange(8.0)[layout.positions(group.rank)]
         assert torch.equal(rs.gather(part, layout, group, dim=0), torch.arange(8.0))
         return raised.value

@@ -1,4 +1,4 @@
-"""Transformers of diffusers on ranks: the numbers of one process, for models that nobody told the adapter about."""
+"""Transformers of diffusers on ranks: the numbers of one process, for models that the adapter does not know by name."""
 
 import pytest
 

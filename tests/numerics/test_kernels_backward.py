@@ -35,7 +35,7 @@ from support.kernel_cases import (
 each_kind = pytest.mark.parametrize("kind", PieceKind)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Of the largest gradient: out comes in the type of q, so half types lose something before a kernel begins."""
+"""Relative to the largest gradient: out has the dtype of q, so half dtypes are rounded before a kernel begins."""
 
 
 def random_dout(qkv: QKV) -> torch.Tensor:

@@ -161,5 +161,5 @@ class Job:
         return fates
 
     def exit_codes(self, ranks: list[int], timeout_s: float) -> list[int]:
-        """Of ranks that end by themselves."""
+        """Wait for ranks that end by themselves; return their exit codes."""
         return [self._ranks[rank].wait(timeout_s) for rank in ranks]

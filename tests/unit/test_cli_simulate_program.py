@@ -1,4 +1,4 @@
-"""`ringspan simulate` as a program of its own: how it starts, and how it ends when nobody can take its output."""
+"""`ringspan simulate` as a program: how it starts, and how it ends when its output cannot be written."""
 
 import os
 import subprocess

@@ -155,7 +155,7 @@ def test_the_command_prints_every_row_and_the_misses():
 
 
 def test_other_tables_with_the_same_columns_are_judged_too(tmp_path):
-    """They were fitted by nobody, so the constants of plans predict them."""
+    """No constant was fitted to them, so the constants of plans predict them."""
     table = "dit_latency.csv"
     text = (files("ringspan.planner.published") / "data" / table).read_text()
     (tmp_path / table).write_text(text)

@@ -20,7 +20,7 @@ LENGTH = 24
 WORLD_SIZE = 4
 MASKS: list[MaskSpec] = [("causal",), ("sliding_window", 2, 0), ("documents", (7, 1, 4, 5, 3, 40))]
 LAYOUTS = (rs.zigzag(LENGTH, WORLD_SIZE), rs.striped(LENGTH, WORLD_SIZE), replicated(LENGTH, WORLD_SIZE))
-# Of one element each: head, position, dim. The queries at 7 and 15 and the keys at 3, 9 and 20.
+# Places of one element each (head, position, dim): the queries at 7 and 15 and the keys at 3, 9 and 20.
 ODD = {"q": [(5, 7, 1)], "k": [(1, 3, 2)], "v": [(0, 9, 1), (1, 20, 0)], "dout": [(6, 15, 2)]}
 ODD_QUERIES, ODD_KEYS = [7, 15], [3, 9, 20]
 

@@ -25,7 +25,7 @@ def test_a_name_looks_the_same_in_all_charts_and_like_no_other() -> None:
 
 
 def luminance(colour: str) -> float:
-    """Of sRGB, as WCAG 2 defines it."""
+    """The relative luminance of an sRGB colour, as WCAG 2 defines it."""
     values = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -111,7 +111,7 @@ def message(name: str, nbytes: float, reads_at: int = 0) -> Round:
 
 
 def slices(timeline: Timeline, kind: str) -> list[tuple[str, float, float]]:
-    """Of rank 0, in seconds."""
+    """The events of rank 0, in seconds."""
     found = [it for it in activities_of(timeline) if it.rank == 0 and it.kind == kind]
     return [(it.name, it.start_s, it.end_s) for it in found]
 

@@ -66,10 +66,10 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = {
-    "dst that is no rank": Refusal(
+    "dst is not a rank": Refusal(
         "2 ranks\nq0×kv0 kv0→2 │ q1×kv1", "step 0: kv0→2 from rank 0: dst 2 is not one of the 2 ranks"
     ),
-    "owner that is no rank": Refusal(
+    "owner is not a rank": Refusal(
         "2 ranks\nq0×kv0 kv7→1 │ q1×kv1", "step 0: kv7→1 from rank 0: owner 7 is not one of the 2 ranks"
     ),
     "send to itself": Refusal(
@@ -84,7 +84,7 @@ REFUSALS = {
     "attend what is not held": Refusal(
         "2 ranks\nq0×kv1 │ q1×kv1", "step 0: rank 0 attends kv1, which has not been received"
     ),
-    "attend what is no rank's": Refusal(
+    "attend a block of no rank": Refusal(
         "2 ranks\nq0×kv9 │ q1×kv1", "step 0: rank 0 attends kv9, which has not been received"
     ),
     "attend too early": Refusal(

@@ -43,7 +43,7 @@ def register(record: Algorithm) -> None:
     `ringspan.algorithms` when it starts.
 
     Raises:
-        UnsupportedError: `record` is no record, its name is taken or ill-formed, or `build` does not take its options.
+        UnsupportedError: `record` is not an Algorithm, its name is taken or bad, or `build` does not take its options.
     """
     _check_record(record)
     _ever[record.name] = record

@@ -5,7 +5,7 @@
         out, = rs.context_parallel_unshard(mesh, [out], [2])
 
 Sequences are cut as PyTorch's head-tail balancer does (`rs.zigzag`), and any length is balanced: PyTorch drops the
-balance silently where the length is no multiple of 2 * ranks. On the CPU, where PyTorch's own raises for causal
+balance silently where the length is not a multiple of 2 * ranks. On the CPU, where PyTorch's own raises for causal
 attention, this computes it.
 """
 

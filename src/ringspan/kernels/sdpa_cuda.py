@@ -77,7 +77,7 @@ class CudaKernel:
         if self.max_head_dim is not None and max(widths) > self.max_head_dim:
             return f"takes head_dim only up to {self.max_head_dim}"
         needs_ampere = self.needs_ampere or request.dtype == torch.bfloat16
-        # Without a device there is no capability to query, and the tensors are fake.
+        # Without a device the tensors are fake, and there is no capability to query.
         if needs_ampere and torch.cuda.is_available() and torch.cuda.get_device_capability(request.device) < (8, 0):
             return "takes this dtype only on devices of compute capability 8.0 or newer"
         return None

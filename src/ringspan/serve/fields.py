@@ -176,7 +176,7 @@ def _text(value: object, where: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ApiError(f"{where}: half of a surrogate pair is no text", param=where) from None
+        raise ApiError(f"{where}: half of a surrogate pair is not text", param=where) from None
     return value
 
 

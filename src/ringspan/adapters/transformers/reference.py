@@ -132,7 +132,7 @@ def find_loss(model: PreTrainedModel, reference: ModelReference) -> Loss:
     first_only = torch.full_like(labels, IGNORE_INDEX)
     first_only[:, 0] = labels[:, 0]
     alone = loss_of(labels=first_only)
-    shifts_labels = not (bool(alone.isfinite()) and bool(alone))  # a first token is no token's next token
+    shifts_labels = not (bool(alone.isfinite()) and bool(alone))  # the first token is never a next token
     own = next_token_labels(labels) if shifts_labels else labels
     loss = cross_entropy(reference.outputs["logits"].float().flatten(0, 1), own.flatten(), ignore_index=IGNORE_INDEX)
     if not _is_close(_errors(loss, reference.outputs["loss"]), model):

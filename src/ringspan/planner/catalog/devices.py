@@ -1,7 +1,7 @@
 """How fast are devices and links? By name, with the share of their peak that they reach.
 
-Peaks and line rates come from `devices.toml`; what is reached of them from the fitted constants; choices that are
-nobody's measurement (which network) from `defaults.toml`. A file that `ringspan bench calibrate` wrote takes the place
+Peaks and line rates come from `devices.toml`; the share that is reached comes from the fitted constants; choices
+(which network) come from `defaults.toml`. A file that `ringspan bench calibrate` wrote takes the place
 of all three.
 """
 

@@ -67,7 +67,7 @@ class LastBlockTwice(FaultyRing):
 
 @fault("block of rank 0 missing", "wire", "block missing", "last hop missing")
 class BlockOfRankZeroMissing(FaultyRing):
-    """Rank 0's send is skipped, so nobody else attends to its keys."""
+    """Rank 0's send is skipped, so no other rank attends to its keys."""
 
     def steps(self, rank: int) -> list[int]:
         return [step for step in super().steps(rank) if rank == 0 or self.owner_at(rank, step) != 0]

@@ -27,7 +27,7 @@ class TorchContextParallel(Target):
         return not case.features - {*self.features, "odd_length", "gqa"}
 
     def surroundings(self, call: TargetCall) -> AbstractContextManager[Any]:
-        """Its context cuts whole buffers; here it is told the length by one that nobody uses."""
+        """Its context cuts whole buffers; here an unused buffer tells it the length."""
         from torch.distributed.tensor.experimental import context_parallel
 
         if call.case.length % (2 * call.world_size):
