@@ -66,6 +66,7 @@ class ServedModel:
                 times.append(time.perf_counter() - start)
                 text += chunk["choices"][0]["text"]
         connection.close()
+        times = times or [time.perf_counter() - start]  # a model may end its answer before any text
         gaps = [b - a for a, b in itertools.pairwise(times)]
         return {
             "first_s": times[0],

@@ -20,6 +20,7 @@ values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
+    | st.just(10**400)
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["user", "w1 w2", "tiny", "\ud800", "text", "function", "{% for %}"]),

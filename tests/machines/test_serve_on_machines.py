@@ -87,7 +87,7 @@ def test_two_machines_answer_as_one_process_and_end_together_when_one_is_lost(tm
         text, held = "w1 w2 w3", 0
         for _ in range(3):
             tokens = tokens_of_text(text)
-            wanted = words(greedy(model, tokens, 6))
+            wanted = " " + words(greedy(model, tokens, 6))
             status, answered = served.ask(
                 "/v1/completions", {"model": "tiny", "prompt": text, "max_tokens": 6, "temperature": 0}
             )
@@ -95,7 +95,7 @@ def test_two_machines_answer_as_one_process_and_end_together_when_one_is_lost(tm
             assert answered["choices"][0]["text"] == wanted
             assert answered["usage"]["prompt_tokens_details"]["cached_tokens"] == held
             held = len(tokens) + 5
-            text = f"{text} {wanted} w9"
+            text = f"{text}{wanted} w9"
         assert "rank 1 of 2" in served.logs[1].read_text()
         machines.cut(1)
         assert served.agents[0].wait(120) != 0  # nothing is left that answers wrongly or hangs

@@ -7,12 +7,17 @@ from typing import Any
 
 import click
 
-from ringspan.cli.errors import Command
+from ringspan.cli.errors import BadInput, Command
 from ringspan.errors import RingspanError
 from ringspan.page import build_app_page
 
 KEY_VARIABLE = "RINGSPAN_API_KEY"
-STYLE = ".talk p { white-space: pre-wrap; } #question { box-sizing: border-box; width: 100%; }"
+STYLE = """
+.talk p { white-space: pre-wrap; overflow-wrap: anywhere; }
+.talk, form.panel { margin-bottom: 1rem; }
+#question { box-sizing: border-box; width: 100%; }
+td:last-child { min-width: 16rem; }
+"""
 EXAMPLES = f"""\b
 Examples:
   ringspan serve ./SmolLM2-135M-Instruct --ranks 2
@@ -56,14 +61,13 @@ def serve(model: Path, ranks: int | None, api_key_file: Path | None, **options: 
         raise click.UsageError(
             f"serve needs {error.name}; install it, for example from a checkout with: pip install '.[serve]'"
         ) from error
-    key = os.environ.get(KEY_VARIABLE) if api_key_file is None else api_key_file.read_text().strip()
     place = torchrun_place()
     if place is not None and ranks not in (None, place.num_ranks):
         raise click.UsageError(f"--ranks {ranks}: torchrun started {place.num_ranks} ranks; leave --ranks out")
     num_ranks = (ranks or 2) if place is None else place.num_ranks
     settings = ServeSettings(
         folder=model,
-        api_key=key,
+        api_key=_read_key(api_key_file),
         num_ranks=num_ranks,
         home_page=_home_page(options["name"] or model.resolve().name),
         is_under_torchrun=place is not None,
@@ -76,6 +80,15 @@ def serve(model: Path, ranks: int | None, api_key_file: Path | None, **options: 
     except (ValueError, ImportError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise click.ClickException(lines[0]) from error
+
+
+def _read_key(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get(KEY_VARIABLE)
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--api-key-file {path}: it cannot be read as text: {type(error).__name__}") from None
 
 
 def _home_page(name: str) -> str:

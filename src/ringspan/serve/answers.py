@@ -34,6 +34,13 @@ class Text(NamedTuple):
 class ServedAnswer:
     """One answer under way.
 
+    Args:
+        scheduler: The queue.
+        text: The model's text side.
+        tokens: The prompt.
+        wishes: How to answer.
+        continues: The answer continues the prompt's text; otherwise it is a message of its own.
+
     Attributes:
         num_prompt: Tokens of the prompt.
         num_cached: How many of them were cached already; known once `start` returns.
@@ -42,10 +49,13 @@ class ServedAnswer:
         finish_reason: "stop" or "length", at the end.
     """
 
-    def __init__(self, scheduler: Scheduler, text: ModelText, tokens: list[int], wishes: Wishes) -> None:
+    def __init__(
+        self, scheduler: Scheduler, text: ModelText, tokens: list[int], wishes: Wishes, *, continues: bool
+    ) -> None:
         self._began_s = self._last_s = time.monotonic()
         self._scheduler = scheduler
         self._text = text
+        self._stream = text.decoder(tokens if continues else ())
         self._stops = StopFinder(wishes.stop)
         self.num_prompt = len(tokens)
         self.num_cached = 0
@@ -88,15 +98,14 @@ class ServedAnswer:
 
     async def pieces(self) -> AsyncIterator[Text]:
         """Yield the text as it is generated."""
-        stream = self._text.decoder()
         logprobs: list[TokenLogprob] = []
         while (frame := await self._next())["kind"] == "token":
             self._count()
             if "logprobs" in frame:
                 logprobs.append(self._named(frame["logprobs"]))
-            text = self._stops.add(stream.add(frame["token"]))
+            text = self._stops.add(self._stream.add(frame["token"]))
             if self._stops.is_found:
-                self.close()
+                self._scheduler.cancel(self._generation, "stop")
                 self.finish_reason = "stop"
                 yield Text(text, tuple(logprobs))
                 return
@@ -125,6 +134,8 @@ class ServedAnswer:
         frame = await self._generation.inbox.get()
         if frame["kind"] == "failed":
             raise ApiError(f"the ranks failed: {frame['text']}", status=500, code="ranks_failed")
+        if frame.get("reason") == "not_finite":
+            raise ApiError("the model computed logits that are not finite", status=500, code="not_finite")
         return frame
 
     def _count(self) -> None:

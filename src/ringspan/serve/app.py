@@ -129,7 +129,7 @@ class Api:
 
     async def _answer(self, request: Request, kind: Kind, tokens: list[int], wishes: Wishes) -> Response:
         wishes = self._within_limits(tokens, wishes)
-        answer = ServedAnswer(self._scheduler, self._text, tokens, wishes)
+        answer = ServedAnswer(self._scheduler, self._text, tokens, wishes, continues=kind == "completion")
         await unless_gone(request, answer.start(), answer.close)
         headers = {
             "x-ringspan-cache": f"{answer.num_cached} of {answer.num_prompt} tokens reused",
@@ -139,13 +139,12 @@ class Api:
         reply = Reply(kind, self._settings.name, is_stream=wishes.stream, has_logprobs=has_logprobs)
         if wishes.stream:
             events = _events(answer, reply, wishes.include_usage)
-            return EventReply(events, headers, self._settings.write_timeout_s, answer.close)
+            return EventReply(events, headers, answer.close)
         texts = await unless_gone(request, _collect(answer), answer.close)
         return JsonReply(reply.whole(texts, answer), headers=headers)
 
     def _within_limits(self, tokens: list[int], wishes: Wishes) -> Wishes:
         """The request with a number of tokens that fits."""
-        self._scheduler.check_ready()
         longest = min(self._text.max_positions, self._scheduler.supervisor.max_tokens)
         room = longest - len(tokens)
         if room < (wishes.max_tokens or 1):
@@ -168,6 +167,7 @@ class Api:
         name = body.get("model")
         if name != self._settings.name:
             raise ApiError(f"the model is {self._settings.name!a}", status=404, code="model_not_found", param="model")
+        self._scheduler.check_room()  # before the prompt is made into tokens, which takes a while if it is long
         return body
 
     async def _read(self, request: Request) -> bytes:

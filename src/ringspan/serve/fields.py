@@ -1,6 +1,5 @@
 """What does a request ask for? Every field of its body is used, harmless as it is, or refused with the reason."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -213,7 +212,7 @@ def _whole(body: Body, name: str, low: int, high: int) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value != int(value) or not low <= value <= high:
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not is_whole or isinstance(value, bool) or not low <= value <= high:
         raise ApiError(f"{name}: expected a whole number from {low} to {high}", param=name)
     return int(value)

@@ -186,6 +186,9 @@ class Leader:
         """Choose the next token, send it, and end the answer if it was the last."""
         asked = request.asked
         logits = logits.float()
+        if not logits.max().isfinite():  # NaN or overflow in the model: this request fails, not the server
+            self._finish(request, "not_finite")
+            return
         request.token = token = request.sampler.choose(logits)
         if token in asked["eos"]:
             self._finish(request, "stop")

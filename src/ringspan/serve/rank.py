@@ -65,8 +65,6 @@ def _serve(rank: int, store: str, task: Frame, front: Front, pulse: Pulse) -> No
 
     mailbox = Mailbox()
     threading.Thread(target=front.listen, args=(mailbox.put,), daemon=True).start()
-    if not task["is_under_torchrun"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     init_method = "env://" if task["is_under_torchrun"] else f"file://{store}"
     team = join(rank, task["num_ranks"], init_method, task, pulse)
     if rank:
@@ -77,8 +75,9 @@ def _serve(rank: int, store: str, task: Frame, front: Front, pulse: Pulse) -> No
 
 def reason(error: BaseException) -> str:
     """The kind of a failure, for the front."""
-    if isinstance(error, TransportError):
-        return "transport"  # often only the echo of another rank's end
+    # Often only the echo of another rank's end; torch raises what gloo reports as RuntimeError.
+    if isinstance(error, TransportError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return "transport"
     return "refused" if isinstance(error, (RingspanError, OSError, ValueError, ImportError)) else "error"
 
 

@@ -30,7 +30,9 @@ class Sampler:
         """A token, from logits (vocabulary,)."""
         if self._temperature == 0:
             return int(logits.argmax())
-        shares = torch.softmax(logits.double() / self._temperature, -1)
+        logits = logits.double()
+        # Without the difference, dividing by a very small temperature would overflow.
+        shares = torch.softmax((logits - logits.max()) / self._temperature, -1)
         values, order = shares.sort(descending=True, stable=True)
         before = values.cumsum(0) - values
         before[0] = -1.0  # one token is always left

@@ -22,6 +22,7 @@ class Generation:
         self.number = number
         self.tokens = tokens
         self.sampling = sampling
+        self.cancelled_as: str | None = None
         self.inbox: asyncio.Queue[Frame] = asyncio.Queue()
 
 
@@ -40,9 +41,7 @@ class Scheduler:
 
     def submit(self, tokens: Sequence[int], sampling: dict[str, Any]) -> Generation:
         """Put a request into the queue."""
-        self.check_ready()
-        if len(self._waiting) + len(self._running) >= self._queue_size + self._batch_size:
-            raise ApiError("too many requests are waiting; try again later", status=429, code="rate_limit_exceeded")
+        self.check_room()
         self._count += 1
         generation = Generation(self._count, tokens, sampling)
         self._waiting.append(generation)
@@ -50,19 +49,21 @@ class Scheduler:
         self._has_changed.set()
         return generation
 
-    def check_ready(self) -> None:
-        """Refuse what the ranks cannot answer now."""
+    def check_room(self) -> None:
+        """Refuse a request if the ranks are not ready or the queue is full."""
         if not self.supervisor.ready.is_set():
             state = self.supervisor.state
             raise ApiError(f"the ranks are {state}; try again later", status=503, code="not_ready")
+        if len(self._waiting) + len(self._running) >= self._queue_size + self._batch_size:
+            raise ApiError("too many requests are waiting; try again later", status=429, code="rate_limit_exceeded")
 
-    def cancel(self, generation: Generation) -> None:
-        """Cancel the answer; does nothing if it is complete."""
+    def cancel(self, generation: Generation, how: str = "cancelled") -> None:
+        """Cancel the answer; does nothing if it is complete or cancelled already. `how` is for the metrics."""
         if generation in self._waiting:
             self._waiting.remove(generation)
-            self._note_load()
-            self._end(generation, "cancelled")
-        elif generation.number in self._running:
+            self._end(generation, how)
+        elif generation.number in self._running and generation.cancelled_as is None:
+            generation.cancelled_as = how
             self.supervisor.send({"kind": "cancel", "number": generation.number})
 
     async def run(self) -> None:
@@ -101,7 +102,7 @@ class Scheduler:
             self._end(generation, "failed", {"kind": "failed", "text": reason})
 
     def _end(self, generation: Generation, how: str, frame: Frame | None = None) -> None:
-        self.metrics.add("requests_total", finish=how)
+        self.metrics.add("requests_total", finish=generation.cancelled_as or how)
         self._running.pop(generation.number, None)
         self._has_changed.set()
         self._note_load()

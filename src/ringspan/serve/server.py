@@ -7,13 +7,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ringspan.errors import RingspanError
+from ringspan.errors import RingspanError, ShapeError
 from ringspan.serve.app import make_app
+from ringspan.serve.rank import describe
 from ringspan.serve.settings import ServeSettings
 from ringspan.serve.text import ModelText
 from ringspan.serve.torchrun import serve_rank, torchrun_place
@@ -33,7 +35,7 @@ def serve(settings: ServeSettings) -> None:
     if place is not None and place.rank:
         serve_rank(place, settings.task(verify=settings.verify))
         return
-    text = ModelText(settings.folder)
+    text = _load_text(settings.folder)
     with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=128) as listener:
         host, port, *_ = listener.getsockname()
         log.info("listening on http://%s:%d; model %s", f"[{host}]" if ":" in host else host, port, settings.name)
@@ -43,6 +45,18 @@ def serve(settings: ServeSettings) -> None:
     if failures:
         raise RingspanError(f"the server gave up: {failures[0]}")
     log.info("ended")
+
+
+def _load_text(folder: Path) -> ModelText:
+    try:
+        return ModelText(folder)
+    except RingspanError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise anything for a damaged file
+        rule = f"the configuration or the tokenizer cannot be loaded: {describe(error)}"
+        raise ShapeError(
+            rule, argument="folder", value=str(folder), remedy="download or convert the model anew"
+        ) from error
 
 
 class _Server(uvicorn.Server):
@@ -60,21 +74,65 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
+class _Protocol(H11Protocol):
+    """Drops a connection that brings no complete request in time, or takes nothing of what is sent to it."""
+
+    header_timeout_s: float
+    write_timeout_s: float
+    _request_due: asyncio.TimerHandle | None = None
+    _taking_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # pause_writing tells of every byte that the client does not take
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for due in (self._request_due, self._taking_due):
+            if due is not None:
+                due.cancel()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._expect_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_taking()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._taking_due is not None:
+            self._taking_due.cancel()
+
+    def _expect_request(self) -> None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and self._request_due is not None:
+            self._request_due.cancel()
+            self._request_due = None
+        if not is_answering and self._request_due is None:
+            self._request_due = self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
+    def _expect_taking(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._taking_due = self.loop.call_later(self.write_timeout_s, self._check_taken, left)
+
+    def _check_taken(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._expect_taking()
+        else:
+            self.transport.abort()
+
+
 def _make_server(settings: ServeSettings, text: ModelText, failures: list[str]) -> _Server:
     def give_up(reason: str) -> None:
         failures.append(reason)
         server.should_exit = True
 
-    class Protocol(H11Protocol):
-        """Closes a connection that sends no complete headers in time."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(settings.header_timeout_s, self._check_begun)
-
-        def _check_begun(self) -> None:
-            if getattr(self, "cycle", None) is None:
-                self.transport.abort()
+    class Protocol(_Protocol):
+        header_timeout_s = settings.header_timeout_s
+        write_timeout_s = settings.write_timeout_s
 
     config = uvicorn.Config(
         make_app(settings, text, give_up),

@@ -12,6 +12,7 @@ STORAGES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3")
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_RANK_TIMEOUT_S = 5.0
 """A rank that computes can be late with a heartbeat by seconds."""
+MAX_RANK_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,9 @@ class ServeSettings:
         if self.cache_bytes is not None:
             _check_least("cache_bytes", self.cache_bytes, 1)
         _check_least("rank_timeout_s", self.rank_timeout_s, MIN_RANK_TIMEOUT_S)
+        if self.rank_timeout_s > MAX_RANK_TIMEOUT_S:
+            rule = f"use {MAX_RANK_TIMEOUT_S:g} or less"
+            raise ShapeError("a day is enough", argument="rank_timeout_s", value=self.rank_timeout_s, remedy=rule)
         _check_one_of("dtype", self.dtype, DTYPES)
         if self.storage is not None:
             _check_one_of("storage", self.storage, STORAGES)

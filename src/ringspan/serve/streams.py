@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -31,15 +30,12 @@ def event(content: Any) -> bytes:
 
 
 class EventReply(Response):
-    """A stream of events. `close` is always called at its end; a client that stops reading is disconnected."""
+    """A stream of events. `close` is always called at its end."""
 
-    def __init__(
-        self, events: AsyncIterator[bytes], headers: dict[str, str], write_timeout_s: float, close: Callable[[], None]
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str], close: Callable[[], None]) -> None:
         super().__init__(headers=headers | {"cache-control": "no-store"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events = events
-        self._write_timeout_s = write_timeout_s
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,8 +46,7 @@ class EventReply(Response):
         try:
             await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                with suppress(TimeoutError):
-                    sending.result()
+                sending.result()
         finally:
             self._close()
             for task in (sending, gone):
@@ -61,8 +56,7 @@ class EventReply(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for part in self._events:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

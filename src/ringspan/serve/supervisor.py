@@ -195,7 +195,7 @@ class Supervisor:
                     frame["saved"],
                 )
             case "failed":
-                order = {"error": 1, "refused": 2, "transport": 4}[frame["reason"]]
+                order = {"refused": 1, "error": 2, "transport": 4}[frame["reason"]]
                 self._losses.put_nowait(RankLoss(order, f"rank {rank}: {frame['text']}", frame["reason"] == "refused"))
             case _:
                 self._heard_message(frame)

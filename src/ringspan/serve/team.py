@@ -1,5 +1,7 @@
 """How does one rank load the model and meet the others?"""
 
+import os
+import sys
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -51,6 +53,8 @@ def join(rank: int, num_ranks: int, init_method: str, task: Frame, pulse: Pulse)
         use_safetensors=True,
     )
     model.eval()
+    if not task["is_under_torchrun"] or os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks):  # all on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     start = timedelta(seconds=START_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks, timeout=start)
     limit = timedelta(seconds=task["rank_timeout_s"])

@@ -1,5 +1,6 @@
 """How does text become tokens, and tokens text again? With the model's own tokenizer and chat template."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class ModelText:
             )
         self.max_positions = int(config.get_text_config().max_position_embeddings)
         self.has_chat = self._tokenizer.chat_template is not None
+        self._max_characters = self.max_positions * max(map(len, self._tokenizer.get_vocab()))
         self.eos = _end_tokens(folder, config, self._tokenizer)
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
@@ -52,16 +54,30 @@ class ModelText:
         """The tokens of a text, with those that the tokenizer adds."""
         return self._encode(prompt, add_special_tokens=True)
 
-    def decoder(self) -> "TextStream":
-        """A decoder for the tokens of one answer."""
-        return TextStream(self._tokenizer.backend_tokenizer)
+    def decoder(self, continued: Sequence[int]) -> "TextStream":
+        """A decoder for the tokens of one answer, which continues the text of some tokens."""
+        # Many tokenizers drop the space before the first word of a text. A few tokens before it show that it is none.
+        tails = (list(continued[-count:]) for count in range(1, min(8, len(continued)) + 1))
+        whole = (tail for tail in tails if "\ufffd" not in self._tokenizer.decode(tail))  # begins with a character
+        return TextStream(self._tokenizer.backend_tokenizer, next(whole, []))
 
     def token_text(self, token: int) -> str:
         """The text of a single token."""
         return str(self._tokenizer.decode([token]))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        tokens: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > self._max_characters:  # its tokens could take gigabytes before they are counted
+            raise ApiError(
+                f"a conversation has at most {self.max_positions} tokens here, and the prompt has more than "
+                f"{self._max_characters} characters",
+                code="context_length_exceeded",
+            )
+        # encode() would hold the interpreter's lock, and every other client would wait while a long text is encoded.
+        encode = self._tokenizer.backend_tokenizer.encode_batch_fast
+        try:
+            tokens: list[int] = encode([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:  # names and tools reach the template unchecked
+            raise ApiError("half of a surrogate pair is no text", code="invalid_text") from None
         if not tokens:
             raise ApiError("the prompt has no tokens", code="empty_prompt")
         return tokens
@@ -70,9 +86,9 @@ class ModelText:
 class TextStream:
     """The text of tokens that come one by one; a character of several tokens comes with its last."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, continued: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(continued, skip_special_tokens=True)
 
     def add(self, token: int) -> str:
         """The text that a token completes."""

@@ -51,7 +51,7 @@ async function ask(text) {
   const started = performance.now();
   let first = null, usage = null, said = '', count = 0, failure = null;
   running = new AbortController();
-  const body = { model, messages: [...messages, { role: 'user', content: text }], stream: true, stream_options: { include_usage: true } };
+  const body = { model, messages: [...messages, { role: 'user', content: text }], temperature: 0, stream: true, stream_options: { include_usage: true } };
   const response = await fetch('/v1/chat/completions', { method: 'POST', headers: headers(), body: JSON.stringify(body), signal: running.signal });
   if (!response.ok) await refuse(response);
   talk.append(h('p', { class: 'lead' }, text), answer);
@@ -104,6 +104,7 @@ async function send(event) {
 }
 
 show(document.getElementById('page'),
+  h('h1', {}, document.title),
   talk,
   h('form', { class: 'panel', onsubmit: send },
     keyRow,

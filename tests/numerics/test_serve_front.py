@@ -1,0 +1,123 @@
+"""The front in process: connections of slow clients, the text of prompts and answers, and damaged folders."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+from starlette.responses import Response
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import ringspan.serve.server
+from ringspan.errors import ShapeError
+from ringspan.serve.errors import ApiError
+from ringspan.serve.server import _load_text, _make_server
+from ringspan.serve.settings import ServeSettings
+from ringspan.serve.text import ModelText
+from support.tiny_model import make_model
+
+HEADER_S, WRITE_S = 0.5, 0.5
+NEVER_S = 20.0
+"""Long enough for a busy machine; a connection that is not dropped fails the test by then."""
+BIG = 2**24
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    make_model(folder)
+    return folder
+
+
+async def big_reply(scope, receive, send) -> None:
+    if scope["type"] == "http":
+        await Response(b"x" * BIG)(scope, receive, send)
+
+
+async def dropped(port: int, first: bytes, then: bytes, *, reads: bool) -> bool:
+    """Whether a client that drips bytes after its first ones is dropped."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        await loop.sock_sendall(client, first)
+
+        async def drip() -> None:
+            while True:
+                await asyncio.sleep(HEADER_S / 5)
+                await loop.sock_sendall(client, then)
+
+        async def read() -> None:
+            while await loop.sock_recv(client, 65536):
+                pass
+
+        work = [asyncio.create_task(task) for task in ([drip(), read()] if reads else [drip()])]
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(NEVER_S):
+                await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        ended = any(task.done() for task in work)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        return ended
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "reads"),
+    [
+        (GET, b"A: b\r\n", True),
+        (GET + b"\r\n" + GET, b"A: b\r\n", True),
+        (GET + b"Content-Length: 100000\r\n\r\n", b"x", True),
+        (GET + b"\r\n", b"", False),
+    ],
+    ids=["headers", "headers of the second request", "a body that nobody reads", "taking the answer"],
+)
+def test_a_slow_client_is_dropped(folder, monkeypatch, first, then, reads):
+    monkeypatch.setattr(ringspan.serve.server, "make_app", lambda *_: big_reply)
+    settings = ServeSettings(folder=folder, header_timeout_s=HEADER_S, write_timeout_s=WRITE_S)
+
+    async def run() -> bool:
+        server = _make_server(settings, ModelText(folder), [])
+        server.config.lifespan = "off"
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                return await dropped(listener.getsockname()[1], first, then or b"x", reads=reads)
+            finally:
+                server.should_exit = True
+                await serving
+
+    assert asyncio.run(run())
+
+
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_comes_from(folder):
+    with pytest.raises(ApiError, match="surrogate"):
+        ModelText(folder).encode_prompt("w1 \ud800")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_made_into_tokens(folder):
+    with pytest.raises(ApiError, match="characters") as caught:
+        ModelText(folder).encode_prompt("w" * 100_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_completion_keeps_the_space_before_its_first_word(tmp_path):
+    make_model(tmp_path)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "▁capital": 1, "▁Paris": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path)
+    text = ModelText(tmp_path)
+    assert text.decoder([1, 1]).add(2) == " Paris"
+    assert text.decoder([]).add(2) == "Paris"
+
+
+@pytest.mark.parametrize(("name", "text"), [("tokenizer.json", "{}"), ("config.json", "{}"), ("config.json", "[")])
+def test_a_damaged_folder_is_refused_with_its_name(tmp_path, name, text):
+    broken = tmp_path / "broken"
+    make_model(broken)
+    (broken / name).write_text(text)
+    with pytest.raises(ShapeError, match="broken"):
+        _load_text(broken)
