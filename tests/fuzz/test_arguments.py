@@ -47,6 +47,14 @@ def test_each_argument_with_each_thing(name: str) -> None:
             give(name, argument, value)
 
 
+@pytest.mark.parametrize("argument", ["contract", "reproducible", "return_lse"])
+def test_a_flag_is_true_or_false_and_nothing_else(argument: str) -> None:
+    call = CALLS["attention"]
+    for value in (2, "x", None, torch.tensor(True)):
+        with pytest.raises(rs.ShapeError, match=f"^{argument}: expected True or False, got "):
+            call.function(**call.arguments | {argument: value})
+
+
 def test_numbers_of_ranks_have_a_bound() -> None:
     for build in (rs.contiguous, rs.zigzag, rs.striped):
         with pytest.raises(rs.LayoutError, match="at most 65536 ranks"):

@@ -195,3 +195,13 @@ def test_a_copy_goes_on_by_itself(world_size: int) -> None:
         live_through(stories[0], group, cache)
 
     rs.run_in_process(live, world_size)
+
+
+def test_more_tokens_than_there_is_memory_for() -> None:
+    cache = rs.KVCache(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64)
+    with pytest.raises(rs.CacheError, match=r"^no memory for 4611686018427387904 tokens of a sequence on one rank"):
+        cache.begin([2**62])
+    with cache.begin([3]) as turn:
+        x = torch.zeros(1, 2, 3, 64)
+        turn.prefill(x, x, x, layer=0)
+    assert cache.lengths == {0: 3}

@@ -43,6 +43,23 @@ def test_attention_with_encoded_keys(wire: str, algorithm: str) -> None:
     torch.testing.assert_close(out, torch.from_numpy(rounded).float())
 
 
+@pytest.mark.parametrize("wire", list(FORMATS))
+def test_values_without_a_dim(wire: str) -> None:
+    """The output is empty, and the lse that of the encoded keys."""
+    layout = rs.zigzag(8, 2)
+    x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+
+    def lse(group: InProcessRank, v: torch.Tensor) -> torch.Tensor:
+        q, v = (layout.shard(whole, group.rank, dim=2) for whole in (x, v))
+        result = rs.attention(q, q, v, mask=rs.causal(), layout=layout, group=group, wire=wire, return_lse=True)
+        assert isinstance(result, tuple)
+        assert result[0].shape == (1, 2, 4, v.shape[-1])
+        return result[1]
+
+    with_v, without = (rs.run_in_process(partial(lse, v=v), 2) for v in (x, x[..., :0]))
+    torch.testing.assert_close(without, with_v)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_encoded_keys(counted: dict[int, CountingTransport], dtype: torch.dtype) -> None:
     """Counted where messages leave: int8 is at most 27 % of float32's bytes and 53 % of bfloat16's."""

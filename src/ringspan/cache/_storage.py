@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ringspan.errors import CacheError
+
 MIN_BLOCK = 256  # tokens of room to spare in a new block
 GROWTH = 4  # a new block has room for at least 1/GROWTH of what is there already
 
@@ -66,11 +68,17 @@ class Stored:
         # With spare room, a long prompt and a short answer fit into one block.
         room = max(count - self.capacity + MIN_BLOCK, self.capacity // GROWTH)
         layers, heads, dims, dtypes, device = self.spec
-        with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
-            tensors = [
-                torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
-                for dim, dtype in zip(dims, dtypes, strict=True)
-            ]
+        try:
+            with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
+                tensors = [
+                    torch.empty(layers, heads, room, dim, dtype=dtype, device=device)
+                    for dim, dtype in zip(dims, dtypes, strict=True)
+                ]
+        except (RuntimeError, OverflowError, TypeError) as error:  # TypeError: more tokens than a shape can count
+            raise CacheError(
+                f"no memory for {count} tokens of a sequence on one rank ({count * self.spec.bytes_per_token} bytes)",
+                remedy="drop sequences that are no longer needed, or use more ranks",
+            ) from error
         self._blocks.append(_Block(tuple(tensors)))
         self.starts.append(self.capacity)
         self.capacity += room

@@ -79,10 +79,10 @@ def attention(
     mesh = tuple(mesh) if isinstance(mesh, list) else mesh
     scores = scale, softcap
     options = CallOptions(mask, layout, kv_layout, algorithm, mesh, direction, kernel, *scores, wire, reproducible)
-    call = Call(options, group, timeout_s, contract, record)
+    call = Call(options, group, timeout_s, contract, record, return_lse)
     run = attend_compiled if torch.compiler.is_compiling() else attend
     result = run(call, q, k, v, sinks)
-    return result if return_lse is True else result.out
+    return result if return_lse else result.out
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

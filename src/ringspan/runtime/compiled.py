@@ -84,7 +84,7 @@ def _enter(*fields: Any) -> str:
     group = getattr(group, "real_obj", group)  # torch 2.13 passes a stand-in for a process group while it compiles
     place = Place("place in the compiled program", next(_places.setdefault(TracingContext.get(), itertools.count())))
     key = f"{next(_numbers)}, {_digest(options)}"
-    _entries[key] = _Entry(Call(options, None, timeout_s, contract, record, place), _held(group, key))
+    _entries[key] = _Entry(Call(options, None, timeout_s, contract, record, place=place), _held(group, key))
     return key
 
 

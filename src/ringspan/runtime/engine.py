@@ -43,6 +43,7 @@ class Call(NamedTuple):
     timeout_s: float | None
     contract: bool
     record: Callable[[Event], None] | None
+    return_lse: bool = False
     place: Place | None = None  # set if ranks might issue identical calls in a different order
 
 
@@ -53,8 +54,12 @@ def run_attention(
     session = session_of(call.group)
     with session.call(call.timeout_s, contract=call.contract is not False) as ranks:
         # Check what depends on this call only; the rest is checked once, when the plan is made.
-        if call.record is not None or call.contract is not True:  # the defaults need no check
-            check_arguments(contract=(FLAG, call.contract), record=(optional(CALLABLE), call.record))
+        if call.record is not None or call.contract is not True or call.return_lse is not False:
+            check_arguments(  # the defaults need no check
+                contract=(FLAG, call.contract),
+                record=(optional(CALLABLE), call.record),
+                return_lse=(FLAG, call.return_lse),
+            )
         looks = look_at(q, k, v, sinks)
         # Prepare: the proved and bound program, the kernel and the signature, from the session or made now.
         which: Pass = "forward, to be differentiated" if wants_grad else "forward"

@@ -43,7 +43,8 @@ def find_format(argument: str, name: str) -> Format:
 
 def encode(x: torch.Tensor, form: Format) -> Encoded:
     """Values and scales of x (…, tokens, dim). A token that contains NaN or infinity becomes NaN."""
-    largest = x.abs().amax(-1, keepdim=True).float()
+    # amax refuses a dim of 0.
+    largest = (x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)).float()
     # Rounding to bfloat16 lowers a scale by at most 2^-8 of it, so add 2^-7.
     scales = (largest * ((1 + 2**-7) / form.limit)).clamp_min_(torch.finfo(SCALE_DTYPE).tiny).to(SCALE_DTYPE)
     values = x.float() / scales
