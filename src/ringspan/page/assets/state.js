@@ -31,7 +31,17 @@ function announce(changed) {
 // Calls the listener after one of the keys has changed.
 const onChange = (keys, listener) => state.listeners.push([keys, listener]);
 
+// Browsers refuse more than 100 changes of the address in 30 seconds, which a slider exceeds: then the last one waits.
+const WRITES = { most: 60, times: [], later: 0 };
+
 function writeFragment() {
+  const now = performance.now();
+  WRITES.times = WRITES.times.filter((time) => now - time < 30_000);
+  if (WRITES.times.length >= WRITES.most) {
+    WRITES.later ||= setTimeout(() => { WRITES.later = 0; writeFragment(); }, 1000);
+    return;
+  }
+  WRITES.times.push(now);
   const entries = Object.entries(state.values).filter(([key, value]) => value !== state.rules[key].fallback);
   history.replaceState(null, '', `#${new URLSearchParams(entries)}`);
 }
