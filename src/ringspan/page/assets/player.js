@@ -22,7 +22,7 @@ function buildPlayer(picture) {
     cancelAnimationFrame(frame);
     frame = 0;
     mark(false);
-    picture.move(0.5);
+    picture.move();
   }
   function mark(isPlaying) {
     toggle.textContent = isPlaying ? '❚❚' : '▶';
@@ -36,7 +36,7 @@ function buildPlayer(picture) {
       started = now;
       if (getNumber('step') >= run.num_steps) { stop(); return; }
     }
-    picture.move(reducesMotion() ? 0.5 : Math.min(1, share));
+    picture.move(reducesMotion() ? undefined : Math.min(1, share));
     frame = requestAnimationFrame(tick);
   }
   return {

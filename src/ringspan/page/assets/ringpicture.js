@@ -16,8 +16,8 @@ function buildRingPicture() {
   return {
     element,
     show(run, t) { drawn = { run, t }; draw(); },
-    // Moves what travels to a share of its way.
-    move(share) { for (const { chipElement, at } of travelling) chipElement.setAttribute('transform', at(share)); },
+    // Moves what travels to a share of its way, or to where its name can be read.
+    move(share) { for (const arrow of travelling) arrow.moveTo(...(share === undefined ? arrow.rest : [share])); },
   };
 }
 
@@ -27,10 +27,11 @@ function drawRing(svg, run, t, width) {
   const small = width < 420;
   const columns = Math.max(1, Math.floor(width / (CARD.width + 8)));
   const onRing = numRanks <= 8;
-  const height = onRing ? (small ? (numRanks > 4 ? 470 : 330) : Math.min(numRanks > 4 ? 520 : 490, 0.9 * width)) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
+  const isCrowded = run.steps.some((step) => listSends(step).length > numRanks);
+  const height = onRing ? (small ? (numRanks > 4 ? 470 : isCrowded ? 410 : 330) : Math.min(numRanks > 4 ? 520 : 490, 0.9 * width)) : Math.ceil(numRanks / columns) * (CARD.height + 12) + 8;
   const centres = Array.from({ length: numRanks }, (_, rank) => {
     if (!onRing) return [(rank % columns + 0.5) * (width / columns), Math.floor(rank / columns) * (CARD.height + 12) + CARD.height / 2 + 4];
-    if (small && numRanks > 4) return placeOnTrack(rank, numRanks, width);
+    if (small && numRanks > 4) return placeOnTrack(rank, numRanks, width, isCrowded ? 76 : 52);
     const angle = -Math.PI / 2 + (2 * Math.PI * rank) / numRanks;
     const radius = [Math.min(width / 2 - CARD.width / 2 - 4, 250), height / 2 - CARD.height / 2 - 4];
     return [width / 2 + radius[0] * Math.cos(angle), height / 2 + radius[1] * Math.sin(angle)];
@@ -41,7 +42,7 @@ function drawRing(svg, run, t, width) {
   svg.setAttribute('width', width);
   svg.setAttribute('height', bottom - top);
   const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
-  const sends = cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
+  const sends = listSends(cells);
   svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
   const isLabelled = onRing && sends.length <= 2 * numRanks;
   const arrows = onRing ? sends.map((send) => drawArrow(send, centres, isLabelled)) : [];
@@ -49,7 +50,29 @@ function drawRing(svg, run, t, width) {
   const cards = centres.map((centre, rank) => drawCard(rank, centre, cells[rank], isDone ? [`out${rank} done`] : describeWork(cells[rank], receivers.has(rank)), isDone));
   const sum = onRing && !isLabelled ? [drawSum(sends, width / 2, height / 2)] : [];
   svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean), ...sum);
-  return arrows.filter((arrow) => arrow.chipElement);
+  const named = arrows.filter((arrow) => arrow.chipElement);
+  placeNames(named, centres, { left: 0, right: width, top, bottom });
+  named.forEach((arrow) => arrow.moveTo(...arrow.rest));
+  return named;
+}
+
+const listSends = (cells) => cells.flatMap(([, , of], src) => of.map(([block, dst, nbytes]) => ({ block, src, dst, nbytes })));
+
+// Shares of the way, and pixels beside it; the first that covers least is taken.
+const PLACES = [0, 14, -14, 26, -26].flatMap((aside) => [0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8].map((share) => [share, aside]));
+const meet = (a, b) => Math.max(0, Math.min(a.right, b.right) - Math.max(a.left, b.left)) * Math.max(0, Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top));
+const boxAround = ([x, y], half, high) => ({ left: x - half, right: x + half, top: y - high, bottom: y + high });
+
+// Where on its way each block is drawn at rest: in the middle, or beside it if another name or a card is there.
+function placeNames(arrows, centres, frame) {
+  const taken = centres.map((centre) => boxAround(centre, CARD.width / 2, CARD.height / 2));
+  for (const arrow of arrows) {
+    const boxes = PLACES.map((place) => boxAround(arrow.pointAt(...place), arrow.half + 1, 12));
+    const covered = boxes.map((box) => taken.reduce((sum, other) => sum + meet(box, other), meet(box, box) - meet(box, frame)));
+    const best = covered.indexOf(Math.min(...covered));
+    taken.push(boxes[best]);
+    arrow.rest = PLACES[best];
+  }
 }
 
 // The picture at the top of the lesson: the blocks go round once, then it stands still. It leads to the ring.
@@ -72,10 +95,10 @@ function buildHero({ id, runs, first }) {
 }
 
 // Where there is no room for a circle: down one side and up the other.
-function placeOnTrack(rank, numRanks, width) {
+function placeOnTrack(rank, numRanks, width, gap) {
   const half = Math.ceil(numRanks / 2);
   const isDown = rank < half;
-  return [width * (isDown ? 0.76 : 0.24), (isDown ? rank : numRanks - 1 - rank) * (CARD.height + 52)];
+  return [width * (isDown ? 0.76 : 0.24), (isDown ? rank : numRanks - 1 - rank) * (CARD.height + gap)];
 }
 
 function describeRing(cells, sends, t, isDone) {
@@ -121,20 +144,19 @@ function drawArrow({ block, src, dst }, centres, isLabelled) {
   const [dx, dy] = [x1 - x0, y1 - y0];
   const bend = Math.abs(dx) < 5 && Math.abs(dy) > 150 ? 0.35 : 0.12; // past the cards in between
   const control = [(x0 + x1) / 2 + dy * bend, (y0 + y1) / 2 - dx * bend];
-  const at = (share) => {
-    const rest = 1 - share;
-    const point = [0, 1].map((i) => rest * rest * [x0, y0][i] + 2 * rest * share * control[i] + share * share * [x1, y1][i]);
-    return `translate(${point[0].toFixed(1)} ${point[1].toFixed(1)})`;
+  const pointAt = (share, aside = 0) => {
+    const left = 1 - share;
+    return [0, 1].map((i) => left * left * [x0, y0][i] + 2 * left * share * control[i] + share * share * [x1, y1][i] + aside * [dy, -dx][i] / Math.hypot(dx, dy));
   };
   const line = s('path', { d: `M${x0} ${y0}Q${control} ${x1} ${y1}`, class: 'arrow', 'marker-end': 'url(#head)' });
-  if (!isLabelled) return { line, at };
+  if (!isLabelled) return { line };
   const { owner } = parseBlock(block);
   const half = 9 + 3.8 * block.length;
-  const chipElement = s('g', { transform: at(0.5), class: 'travelling' },
+  const chipElement = s('g', { class: 'travelling' },
     s('rect', { x: -half, y: -11, width: 2 * half, height: 22, rx: 11, fill: paintOf(owner), class: 'chip-edge' }),
     s('rect', { x: -half + 4, y: -7.5, width: 2 * half - 8, height: 15, rx: 7.5, class: 'name-plate' }),
     s('text', { x: 0, y: 4, class: 'chip-name' }, block));
-  return { line, chipElement, at };
+  return { line, chipElement, half, pointAt, rest: PLACES[0], moveTo: (...place) => chipElement.setAttribute('transform', `translate(${pointAt(...place).map((value) => value.toFixed(1)).join(' ')})`) };
 }
 
 // Where the line between two cards leaves the first.
