@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 import ringspan as rs
 from ringspan.adapters.transformers import Handle, parallelize
 from ringspan.adapters.transformers.turns import Keep
-from ringspan.cache import layer as inference
+from ringspan.cache import _layer as inference
 from support.adapted import IDS, TOLERANCE, difference, on_ranks
 from support.families import FAMILIES
 
