@@ -120,6 +120,7 @@ def report(sources: dict[str, Path], folder: Path, rounds: int) -> str:
     load = os.getloadavg()[0]
     return "\n\n".join(
         [
+            f"`python benchmarks/page_speed.py --rounds {rounds} --write`\n\n"
             f"{describe_machine()}. Medians of {rounds} rounds; load of the machine at the end: {load:.1f}.",
             format_table(["page", "code", "kB", "first paint, ms", "whole, ms"], rows),
             format_table(["page", "code", "in every frame", "frames per second", "95 % of frames within, ms"], moved),
