@@ -179,6 +179,7 @@ def row_like(start, **fields):
         ("usp-l20", {"heads_q": ""}, "a field is missing"),
         ("magi-h100", {"mask": "varlen_causal"}, "mask='varlen_causal' is not modelled"),
         ("dfa-t1", {"model": "16H"}, "its heads are not in the table"),
+        ("cogvideox5b-l40-u2", {"model": "llama-3.1-8b"}, "llama-3.1-8b is not a video model"),
     ],
 )
 def test_a_row_that_no_plan_expresses_is_refused_by_name(start, fields, reason):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ringspan.errors import UnsupportedError
 from ringspan.planner.accuracy import Parts
-from ringspan.planner.catalog import Cluster, Constants, Device, Model, load_device, load_model
+from ringspan.planner.catalog import Cluster, Constants, Device, Model, Video, load_device, load_model
 from ringspan.planner.plan.predict import Prediction, fixed_s, predict
 from ringspan.planner.plan.request import Request, Setup
 from ringspan.planner.published.rows import Fields, Predicted
@@ -128,9 +128,9 @@ def speedup(fields: Fields, constants: Constants) -> Predicted:
 def video_latency(fields: Fields, constants: Constants) -> Predicted:
     """Seconds of a whole video; where the split is not stated, Ulysses as far as heads divide."""
     model = load_model(fields["model"])
-    frames, height, width = _size(model, fields)
-    assert model.video is not None
-    tokens, cfg = model.video.count_tokens(frames, height, width), int(fields["cfg_degree"] or 1)
+    video = _video_of(model)
+    frames, height, width = _size(video, fields)
+    tokens, cfg = video.count_tokens(frames, height, width), int(fields["cfg_degree"] or 1)
     ranks = int(fields["n_gpus"]) // cfg
     ulysses = int(fields["ulysses_degree"] or math.gcd(ranks, model.num_heads))
     ring = int(fields["ring_degree"] or ranks // ulysses)
@@ -142,24 +142,28 @@ def video_latency(fields: Fields, constants: Constants) -> Predicted:
     return Predicted(sum(parts.values()), parts, device)
 
 
-def _size(model: Model, fields: Fields) -> tuple[int, int, int]:
-    if fields["frames"]:
+def _video_of(model: Model) -> Video:
+    if model.video is None:
+        raise UnsupportedError(f"{model.id} is not a video model")
+    return model.video
+
+
+def _size(video: Video, fields: Fields) -> tuple[int, int, int]:
+    if fields.get("frames"):
         return int(fields["frames"]), int(fields["height_px"]), int(fields["width_px"])
-    if fields["resolution_label"] in SIZES:
+    if fields.get("resolution_label") in SIZES:
         return SIZES[fields["resolution_label"]]
-    assert model.video is not None
-    if model.video.usual is None:
-        raise UnsupportedError(f"{fields['row_id']}: neither frames nor a usual size of {model.id} is known")
-    return model.video.usual
+    if video.usual is None:
+        raise UnsupportedError(f"{fields['row_id']}: neither frames nor a usual size of {fields['model']} is known")
+    return video.usual
 
 
 def video_step(fields: Fields, constants: Constants) -> Predicted:
     """Seconds of a denoising step of the usual clip."""
     model = load_model(fields["model"])
-    assert model.video is not None
-    assert model.video.usual is not None
+    video = _video_of(model)
     cfg, ulysses, ring = (int(fields[key]) for key in ("cfg_degree", "ulysses_degree", "ring_degree"))
-    tokens = model.video.count_tokens(*model.video.usual)
+    tokens = video.count_tokens(*_size(video, fields))
     prediction, device = _video(fields, model, tokens, cfg, ulysses, ring, USP, constants)
     return _predicted(prediction, device, 1.0)
 
@@ -175,7 +179,6 @@ def _video(
     constants: Constants,
 ) -> tuple[Prediction, Device]:
     """A step with FlashAttention-2; guidance is a batch of two where the model has it."""
-    assert model.video is not None
     device = load_device(fields["device_id"], kernel="fa2", constants=constants)
     devices = ulysses * ring * cfg
     request = Request(
@@ -183,7 +186,7 @@ def _video(
         cluster=Cluster(-(-devices // 8), min(8, devices), device),
         phase="denoise",
         tokens=tokens,
-        batch=model.video.forwards,
+        batch=_video_of(model).forwards,
         software=software,
     )
     algorithm = "pass_kv" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
