@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.light
 
-.PHONY: demo test test-fast test-slow fuzz chaos check docs format bench mpi smollm2 lock locked clean
+.PHONY: demo test test-fast test-slow fuzz chaos soak check docs format bench mpi smollm2 lock locked clean
 
 # Needs numpy, rich and click only, so it does not wait for torch.
 demo: $(LIGHT)
@@ -39,6 +39,10 @@ fuzz: $(STAMP)
 chaos: $(STAMP)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.chaos $(SECONDS)
 	$(BIN)/pytest -m slow tests/machines tests/fuzz/test_interrupted_saves.py
+
+# Memory, open files and threads over 10,000 calls, 300 groups and 300 groups of compiled calls.
+soak: $(STAMP)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.soak
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
