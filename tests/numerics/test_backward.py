@@ -155,7 +155,9 @@ def test_a_score_of_infinity_makes_nan_of_all_it_has_a_part_in(mask: rs.Mask, nu
 
 @each_algorithm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.dtype) -> None:
+def test_the_error_of_half_types_is_small_and_flat(
+    subtests: pytest.Subtests, algorithm: str, dtype: torch.dtype
+) -> None:
     """The error is at most twice that of plain attention in the dtype, and equal from 2 to 16 ranks."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16, 256, 32, generator=generator).to(dtype) for _ in range(3))
@@ -171,13 +173,20 @@ def test_the_error_of_half_types_is_small_and_flat(algorithm: str, dtype: torch.
     allowed = [2 * error_of(mine, wanted) for mine, wanted in zip(plain, exact, strict=True)]
     at_two: list[float] = []
     for world_size in (2, 4, 8, 16):
-        layout = rs.zigzag(256, world_size)
-        spread = job._replace(layout=layout, kv_layout=layout, options=options_of(algorithm, world_size))
-        parts = [gradients for _, gradients in run_both(spread)]
-        errors = [error_of(layout.unshard([part[i] for part in parts], 2), wanted) for i, wanted in enumerate(exact)]
-        at_two = at_two or errors
-        assert all(error <= limit for error, limit in zip(errors, allowed, strict=True)), (world_size, errors, allowed)
-        assert all(error <= 1.1 * first for error, first in zip(errors, at_two, strict=True)), (errors, at_two)
+        with subtests.test(f"{world_size}"):
+            layout = rs.zigzag(256, world_size)
+            spread = job._replace(layout=layout, kv_layout=layout, options=options_of(algorithm, world_size))
+            parts = [gradients for _, gradients in run_both(spread)]
+            errors = [
+                error_of(layout.unshard([part[i] for part in parts], 2), wanted) for i, wanted in enumerate(exact)
+            ]
+            at_two = at_two or errors
+            assert all(error <= limit for error, limit in zip(errors, allowed, strict=True)), (
+                world_size,
+                errors,
+                allowed,
+            )
+            assert all(error <= 1.1 * first for error, first in zip(errors, at_two, strict=True)), (errors, at_two)
 
 
 def error_of(mine: torch.Tensor, exact: np.ndarray[Any, Any]) -> float:

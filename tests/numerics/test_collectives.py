@@ -204,12 +204,13 @@ def errors_of(world_size: int, fn: Callable[[InProcessRank], object]) -> list[Ex
     return on_ranks(world_size, on_rank, timeout_s=20)
 
 
-def test_a_layout_for_another_world_size_is_refused() -> None:
+def test_a_layout_for_another_world_size_is_refused(subtests: pytest.Subtests) -> None:
     for call in (rs.shard, rs.gather):
-        for error in errors_of(2, lambda group, call=call: call(torch.zeros(8), rs.zigzag(8, 3), group, dim=0)):
-            assert isinstance(error, rs.LayoutError)
-            assert "3 ranks" in str(error)
-            assert "2" in str(error)
+        with subtests.test(f"{call}"):
+            for error in errors_of(2, lambda group, call=call: call(torch.zeros(8), rs.zigzag(8, 3), group, dim=0)):
+                assert isinstance(error, rs.LayoutError)
+                assert "3 ranks" in str(error)
+                assert "2" in str(error)
 
 
 def test_a_part_of_the_wrong_length_is_refused_on_all_ranks() -> None:
@@ -409,7 +410,7 @@ def test_attention_on_one_rank_and_gather_on_another() -> None:
     assert "gather" in messages.pop()
 
 
-def test_gradients_in_another_order_on_one_rank_are_refused() -> None:
+def test_gradients_in_another_order_on_one_rank_are_refused(subtests: pytest.Subtests) -> None:
     """Two equal gathers: in the same order each gets its own gradient; in another order no rank gets a wrong one."""
 
     def run(group: InProcessRank, orders: tuple[tuple[int, int], ...]) -> dict[int, list[float]]:
@@ -419,7 +420,8 @@ def test_gradients_in_another_order_on_one_rank_are_refused() -> None:
         return {i: torch.autograd.grad(losses[i], leaves[i])[0].tolist() for i in orders[group.rank]}
 
     for order in ((0, 1), (1, 0)):
-        for gradients in rs.run_in_process(lambda group, order=order: run(group, (order, order)), 2):
-            assert gradients == {0: [2.0, 2.0], 1: [20.0, 20.0]}
+        with subtests.test(f"{order}"):
+            for gradients in rs.run_in_process(lambda group, order=order: run(group, (order, order)), 2):
+                assert gradients == {0: [2.0, 2.0], 1: [20.0, 20.0]}
     with pytest.raises(rs.TransportError, match="gradient of call: rank"):
         rs.run_in_process(lambda group: run(group, ((0, 1), (1, 0))), 2)

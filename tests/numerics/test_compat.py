@@ -181,17 +181,18 @@ def test_what_the_original_drops_silently_is_refused(option):
         ring_flash_attn.ring_flash_attn_func(q, k, v, **option)
 
 
-def test_names_and_signatures_are_those_of_the_original():
+def test_names_and_signatures_are_those_of_the_original(subtests):
     names = [name for name in ring_flash_attn.__all__ if name.endswith("_func")]
     assert len(names) == 18
     for name in names:
-        parameters = list(inspect.signature(getattr(ring_flash_attn, name)).parameters)
-        first = ["qkv"] if "qkvpacked" in name else ["q", "kv"] if "kvpacked" in name else ["q", "k", "v"]
-        assert parameters[: len(first)] == first, name
-        assert parameters[-8:] == [
-            *("dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes", "deterministic"),
-            *("return_attn_probs", "group"),
-        ]
+        with subtests.test(f"{name}"):
+            parameters = list(inspect.signature(getattr(ring_flash_attn, name)).parameters)
+            first = ["qkv"] if "qkvpacked" in name else ["q", "kv"] if "kvpacked" in name else ["q", "k", "v"]
+            assert parameters[: len(first)] == first, name
+            assert parameters[-8:] == [
+                *("dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes", "deterministic"),
+                *("return_attn_probs", "group"),
+            ]
 
 
 @pytest.mark.parametrize("is_striped", [False, True])

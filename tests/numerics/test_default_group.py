@@ -20,13 +20,16 @@ def attend(group: Any = None, layout: rs.Layout = LAYOUT) -> Any:
     return rs.attention(x, x, x, mask=rs.causal(), layout=layout, group=group)
 
 
-def test_one_of_several_processes_does_not_compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_processes_does_not_compute_alone(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for call in (attend, lambda: rs.gather(X, LAYOUT, dim=2), lambda: rs.shard(X, LAYOUT, dim=2)):
-        with pytest.raises(rs.TransportError, match=r"group=None, WORLD_SIZE=4: .*one of 4 processes") as raised:
-            call()
-        assert "torch.distributed.init_process_group(...)" in str(raised.value)
-        assert "or pass group=" in str(raised.value)
+        with subtests.test(f"{call}"):
+            with pytest.raises(rs.TransportError, match=r"group=None, WORLD_SIZE=4: .*one of 4 processes") as raised:
+                call()
+            assert "torch.distributed.init_process_group(...)" in str(raised.value)
+            assert "or pass group=" in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("WORLD_SIZE", ""), ("OMPI_COMM_WORLD_SIZE", "4")])

@@ -117,7 +117,9 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_elementwise_functions_have_the_same_bits_wherever_a_number_stands(name: str) -> None:
+def test_elementwise_functions_have_the_same_bits_wherever_a_number_stands(
+    subtests: pytest.Subtests, name: str
+) -> None:
     """At any place of tensors of any length, also lengths that threads share; the numbers are torch's."""
     fn = ACTIVATIONS[name]
     x = torch.randn(70_007, generator=torch.Generator().manual_seed(0))
@@ -133,7 +135,8 @@ def test_elementwise_functions_have_the_same_bits_wherever_a_number_stands(name:
     whole = run(x, ours)
     torch.testing.assert_close(whole, run(x, fn))
     for first, last in ((0, 1), (3, 67), (1, 40_000), (5, 70_001)):
-        assert torch.equal(run(x[first:last], ours), whole[:, first:last])
+        with subtests.test(f"{first}, {last}"):
+            assert torch.equal(run(x[first:last], ours), whole[:, first:last])
     torch.set_num_threads(3)
     try:
         assert torch.equal(run(x, ours), whole)

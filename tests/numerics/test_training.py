@@ -214,7 +214,7 @@ def test_layouts_for_other_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize("layout", [None, 6, [[0, 1], [2, 3]]])
-def test_what_is_no_layout_is_refused_as_by_attention(layout: Any) -> None:
+def test_what_is_no_layout_is_refused_as_by_attention(subtests: pytest.Subtests, layout: Any) -> None:
     x = torch.zeros(1, 1, 6, 2)
     calls = (
         partial(rs.attention, x, x, x, mask=rs.causal()),
@@ -222,12 +222,13 @@ def test_what_is_no_layout_is_refused_as_by_attention(layout: Any) -> None:
         rs.position_ids,
     )
     for call in calls:
-        with pytest.raises(rs.LayoutError) as refused:
-            call(layout=layout)
-        assert str(refused.value) == (
-            f"layout={layout}: expected a Layout, got {type(layout).__name__}; use a layout such as rs.zigzag(seq_len, "
-            "world_size)"
-        )
+        with subtests.test(f"{call}"):
+            with pytest.raises(rs.LayoutError) as refused:
+                call(layout=layout)
+            assert str(refused.value) == (
+                f"layout={layout}: expected a Layout, got {type(layout).__name__}; use a layout such as "
+                "rs.zigzag(seq_len, world_size)"
+            )
 
 
 # The loss

@@ -42,7 +42,7 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["Mistral", "gpt-oss", "GPT-2", "BERT"])
-def test_padding_and_documents_on_shards(name: str) -> None:
+def test_padding_and_documents_on_shards(subtests: pytest.Subtests, name: str) -> None:
     """Padding queries are compared with the model too: where they see tokens and where they see none."""
     model, ids = FAMILIES[name].make(), tokens()
     cases = {case: {"input_ids": ids, **batch} for case, batch in batches().items()}
@@ -53,7 +53,8 @@ def test_padding_and_documents_on_shards(name: str) -> None:
         lambda mine, handle, group: {case: sharded_logits(mine, handle, group, batch) for case, batch in cases.items()},
     )
     for case in cases:
-        assert difference(found[0][case], expected[case]) < TOLERANCE, case
+        with subtests.test(f"{case}"):
+            assert difference(found[0][case], expected[case]) < TOLERANCE, case
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:

@@ -138,16 +138,17 @@ def test_its_own_scaling_is_off_while_it_is_parallelized_only() -> None:
     assert layer.attn_temperature_tuning
 
 
-def test_chunks_that_are_found_and_masks_that_are_none() -> None:
+def test_chunks_that_are_found_and_masks_that_are_none(subtests: pytest.Subtests) -> None:
     """Chunks of any size, also beyond the tokens that are looked at without a hint."""
 
     def chunk(size: int, is_causal: bool = True) -> Any:
         return lambda _b, _h, q, kv: (q // size == kv // size) & ((kv <= q) | (not is_causal))
 
     for size in (1, 6, 8192, 2**20, 2**20 + 1):
-        found = find_mask(chunk(size), 0, CPU)
-        assert found is not None
-        assert found.mask == (rs.chunks(size) & rs.causal() if size > 1 else rs.sliding_window(0, 0))
+        with subtests.test(f"{size}"):
+            found = find_mask(chunk(size), 0, CPU)
+            assert found is not None
+            assert found.mask == (rs.chunks(size) & rs.causal() if size > 1 else rs.sliding_window(0, 0))
     found = find_mask(chunk(5, is_causal=False), 0, CPU)
     assert found is not None
     assert found == (rs.chunks(5), 5)

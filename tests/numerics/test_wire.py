@@ -141,17 +141,18 @@ def test_exact_turns_have_no_error() -> None:
         assert not turn.error_bound(q, layer=0).any()
 
 
-def test_the_choice_by_time() -> None:
+def test_the_choice_by_time(subtests: pytest.Subtests) -> None:
     """Few queries over many keys: pass-Q on a slow link, pass-KV on a free one."""
     work = RingWork(flops=1e9, kv_bytes=10**8, q_bytes=10**5, out_bytes=10**5)
     for world_size in (2, 3, 8):
-        slow = choose_by_time(work, SLOW_LINK, world_size)
-        fast = choose_by_time(work, FAST_LINK, world_size)
-        assert slow is not None
-        assert fast is not None
-        assert (slow.algorithm, fast.algorithm) == ("pass_q", "pass_kv")
-        assert "MB/s" in slow.reason
-        assert choose_by_time(work, None, world_size) is None
+        with subtests.test(f"{world_size}"):
+            slow = choose_by_time(work, SLOW_LINK, world_size)
+            fast = choose_by_time(work, FAST_LINK, world_size)
+            assert slow is not None
+            assert fast is not None
+            assert (slow.algorithm, fast.algorithm) == ("pass_q", "pass_kv")
+            assert "MB/s" in slow.reason
+            assert choose_by_time(work, None, world_size) is None
     large = choose_by_time(work._replace(q_bytes=10**8), None, 2)
     assert large is not None
     assert large.algorithm == "pass_kv"

@@ -64,19 +64,21 @@ def loadable(kind):
             continue
 
 
-def test_the_cache_is_as_large_as_the_catalogue_says():
+def test_the_cache_is_as_large_as_the_catalogue_says(subtests):
     known = [(figures, model) for figures, model in loadable("llm") if "kv_bytes_per_token_bf16" in figures]
     assert len(known) > 5
     for figures, model in known:
-        assert model.layers * model.kv_elements * 2 == figures["kv_bytes_per_token_bf16"]
+        with subtests.test(str(figures["id"])):
+            assert model.layers * model.kv_elements * 2 == figures["kv_bytes_per_token_bf16"]
 
 
-def test_videos_have_as_many_tokens_as_the_catalogue_says():
+def test_videos_have_as_many_tokens_as_the_catalogue_says(subtests):
     known = [(figures, model) for figures, model in loadable("video_dit") if "video_tokens" in figures]
     assert len(known) > 4
     for figures, model in known:
-        text = figures["text_tokens"] if figures["text_mode"] == "joint" else 0
-        assert model.video.count_tokens(*model.video.usual) == figures["video_tokens"] + text
+        with subtests.test(str(figures["id"])):
+            text = figures["text_tokens"] if figures["text_mode"] == "joint" else 0
+            assert model.video.count_tokens(*model.video.usual) == figures["video_tokens"] + text
 
 
 @pytest.mark.parametrize(
@@ -395,18 +397,20 @@ def test_every_device_reaches_no_more_than_its_peaks():
         assert device.near.bytes_per_s <= device.near.line_bytes_per_s
 
 
-def test_links_are_one_way_and_every_figure_has_a_source():
+def test_links_are_one_way_and_every_figure_has_a_source(subtests):
     data = read_data("devices.toml")
     for entry in (*data["device"], *data["link"]):
-        for key, figure in entry.items():
-            if isinstance(figure, dict):
-                assert figure["source"] in data["sources"], key
-                if "one_way" in key:
-                    assert figure["direction"] == "one_way"
+        with subtests.test(str(entry["id"])):
+            for key, figure in entry.items():
+                if isinstance(figure, dict):
+                    assert figure["source"] in data["sources"], key
+                    if "one_way" in key:
+                        assert figure["direction"] == "one_way"
     assert load_network("infiniband-ndr").line_bytes_per_s == 400e9 / 8
     models = read_data("models.toml")
     for entry in (*models["llm"], *models["video_dit"]):
-        assert all(figure["source"] in models["sources"] for figure in entry.values() if isinstance(figure, dict))
+        with subtests.test(str(entry["id"])):
+            assert all(figure["source"] in models["sources"] for figure in entry.values() if isinstance(figure, dict))
     assert len(set(model_names())) == len(model_names())
 
 

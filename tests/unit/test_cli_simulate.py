@@ -118,9 +118,10 @@ def test_follows_a_query_that_meets_several_blocks() -> None:
     assert "Follow token" not in simulate("--mask", "window:0").stdout  # one block each: nothing to merge
 
 
-def test_lines_in_a_file_end_where_their_text_ends() -> None:
+def test_lines_in_a_file_end_where_their_text_ends(subtests: pytest.Subtests) -> None:
     for args in ((), ("--algorithm", "ulysses")):
-        assert not [line for line in simulate(*args).stdout.splitlines() if line != line.rstrip()]
+        with subtests.test(f"{args}"):
+            assert not [line for line in simulate(*args).stdout.splitlines() if line != line.rstrip()]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -398,7 +399,7 @@ def test_masks_are_read_and_the_reference_is_right(text: str, mask: Any, spec: A
     np.testing.assert_allclose(lse, true_lse, atol=1e-14)
 
 
-def test_check_accepts_rounding_and_nothing_more() -> None:
+def test_check_accepts_rounding_and_nothing_more(subtests: pytest.Subtests) -> None:
     out, lse = np.zeros((1, 3, 2)), np.array([[0.0, 1.0, -np.inf]])
     assert check(out + 9e-6, lse + 9e-6, out, lse).is_verified
     for wrong_out, wrong_lse in (
@@ -408,7 +409,8 @@ def test_check_accepts_rounding_and_nothing_more() -> None:
         (out, np.array([[0.0, 1.0, -50.0]])),
         (out, np.array([[0.0, -np.inf, -np.inf]])),
     ):
-        assert not check(wrong_out, wrong_lse, out, lse).is_verified
+        with subtests.test(f"{wrong_out}, {wrong_lse}"):
+            assert not check(wrong_out, wrong_lse, out, lse).is_verified
     assert check(out + np.nan, lse, out, lse).out_error is None
 
 

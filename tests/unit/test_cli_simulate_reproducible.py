@@ -28,7 +28,7 @@ def simulate_json(*args: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def test_the_bits_are_those_of_one_device_for_any_number_and_algorithm() -> None:
+def test_the_bits_are_those_of_one_device_for_any_number_and_algorithm(subtests: pytest.Subtests) -> None:
     digests = set()
     for args in (
         ("--devices", "1"),
@@ -36,13 +36,14 @@ def test_the_bits_are_those_of_one_device_for_any_number_and_algorithm() -> None
         ("--devices", "3", "--algorithm", "pass-q", "--layout", "striped:512", "--direction", "reverse"),
         ("--devices", "4", "--algorithm", "double-ring", "--mesh", "2x2", "--algorithm", "all-gather"),
     ):
-        data = simulate_json("--reproducible", "--tokens", "1100", *args)
-        assert data["parameters"]["reproducible"] is True
-        assert data["other_bits"] == []
-        digests.add(data["prefill"]["one_device_digest"])
-        for run in data["prefill"]["runs"]:
-            assert run["bits"]["is_same"]
-            digests.add(run["bits"]["digest"])
+        with subtests.test(f"{args}"):
+            data = simulate_json("--reproducible", "--tokens", "1100", *args)
+            assert data["parameters"]["reproducible"] is True
+            assert data["other_bits"] == []
+            digests.add(data["prefill"]["one_device_digest"])
+            for run in data["prefill"]["runs"]:
+                assert run["bits"]["is_same"]
+                digests.add(run["bits"]["digest"])
     assert len(digests) == 1
     assert (
         simulate_json("--reproducible", "--tokens", "1100", "--seed", "1")["prefill"]["one_device_digest"]

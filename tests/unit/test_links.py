@@ -116,14 +116,15 @@ def test_backward_adds_to_dq_once_for_every_block_that_comes_by(algorithm):
     assert times[1] - times[0] == pytest.approx(added, rel=1e-6)
 
 
-def test_a_device_that_was_never_measured_gets_a_curve_of_its_own():
+def test_a_device_that_was_never_measured_gets_a_curve_of_its_own(subtests):
     """H20 has a seventh of the products of H100 and 60 % of its exponentials: more of its peak is reached."""
     shares = {}
     for name, peak in (("h100", 989e12), ("h20", 148e12), ("a100", 312e12)):
-        device = load_device(name)
-        rate = attention_flops_per_s(device.attention, 128, 2**17, is_causal=False, is_backward=False)
-        shares[name] = rate / peak
-        assert device.has_curve == (name != "h20")
+        with subtests.test(f"{name}, {peak}"):
+            device = load_device(name)
+            rate = attention_flops_per_s(device.attention, 128, 2**17, is_causal=False, is_backward=False)
+            shares[name] = rate / peak
+            assert device.has_curve == (name != "h20")
     assert shares["h100"] < 0.40 < shares["a100"] < shares["h20"] < 0.85
 
 

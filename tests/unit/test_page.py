@@ -204,19 +204,20 @@ def test_memory_of_the_ring_falls_with_the_ranks_and_that_of_an_all_gather_does_
 # Questions
 
 
-def test_every_question_leads_to_a_view_of_the_page() -> None:
+def test_every_question_leads_to_a_view_of_the_page(subtests: pytest.Subtests) -> None:
     payload = describe_lesson()
     sections = {section["id"]: section for section in payload["sections"]}
     runs = {run["key"]: run for run in sections["ring"]["runs"]}
     questions = sections["questions"]["questions"]
     assert len(questions) >= 8
     for question in questions:
-        look = question["look"]
-        assert look["at"] in sections
-        if "run" in look:
-            assert look.get("step", 0) <= runs[look["run"]]["num_steps"]
-        if "choices" in question:
-            assert 0 <= question["answer"] < len(question["choices"])
+        with subtests.test(str(question["text"])):
+            look = question["look"]
+            assert look["at"] in sections
+            if "run" in look:
+                assert look.get("step", 0) <= runs[look["run"]]["num_steps"]
+            if "choices" in question:
+                assert 0 <= question["answer"] < len(question["choices"])
 
 
 # Plans

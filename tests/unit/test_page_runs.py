@@ -146,14 +146,15 @@ def test_replicated_queries_belong_to_everyone() -> None:
     assert run["rows"] == {"positions": [SEQ_LEN - 1], "owners": [EVERYONE]}
 
 
-def test_masks_and_layouts_of_the_controls_are_those_of_the_runs() -> None:
+def test_masks_and_layouts_of_the_controls_are_those_of_the_runs(subtests: pytest.Subtests) -> None:
     layouts = {"contiguous": contiguous, "zigzag": zigzag}
     for one in COMBINATIONS:
-        if one.algorithm == "pass_kv" and one.layout in layouts:
-            layout = layouts[one.layout](SEQ_LEN, one.ranks)
-            visible = visible_blocks(MASK_OF[one.mask], layout)
-            expected = build_schedule("pass_kv", visible, direction=one.direction)
-            assert run_combination(one).schedule == expected
+        with subtests.test(f"{one}"):
+            if one.algorithm == "pass_kv" and one.layout in layouts:
+                layout = layouts[one.layout](SEQ_LEN, one.ranks)
+                visible = visible_blocks(MASK_OF[one.mask], layout)
+                expected = build_schedule("pass_kv", visible, direction=one.direction)
+                assert run_combination(one).schedule == expected
 
 
 def test_any_simulation_can_be_described() -> None:

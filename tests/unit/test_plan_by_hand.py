@@ -16,14 +16,15 @@ QUESTIONS = {title: body for title, _, body in (part.partition("\n") for part in
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_the_calculation_by_hand_gives_the_number_of_the_plan(question):
+def test_the_calculation_by_hand_gives_the_number_of_the_plan(subtests, question):
     body = QUESTIONS[question]
     assert "$ ringspan plan " in body
     compared = COMPARED.findall(body)
     assert compared
     for by_hand, hand_unit, planned, unit in compared:
-        assert hand_unit == unit
-        assert float(by_hand) == pytest.approx(float(planned), rel=MOST_OFF)
+        with subtests.test(f"{by_hand}, {hand_unit}, {planned}, {unit}"):
+            assert hand_unit == unit
+            assert float(by_hand) == pytest.approx(float(planned), rel=MOST_OFF)
 
 
 @pytest.mark.parametrize(

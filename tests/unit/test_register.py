@@ -73,17 +73,18 @@ def test_two_blocks_travel_at_a_time(toy: Algorithm) -> None:
     assert {len([one for one in step.transfers if one.src == 0]) for step in list(schedule.steps)[1:3]} == {2}
 
 
-def test_the_timeline_is_that_of_the_real_schedule(toy: Algorithm) -> None:
+def test_the_timeline_is_that_of_the_real_schedule(subtests: pytest.Subtests, toy: Algorithm) -> None:
     """As much compute as in pass-KV, whose schedule has the same tiles, but for the host's time per step."""
     ring = Ring(8, 4)
     for layout in ("zigzag", "striped", "contiguous"):
-        for cached in (0, 8192):
-            sequence = Sequence(8 * 4096, cached, True, layout)
-            for is_backward in (False, True):
-                ours = attention_timeline(toy.name, ring, sequence, SHARD, DEVICE, is_backward=is_backward)
-                other = real_timeline(ALGORITHMS["pass_kv"], ring, sequence, SHARD, DEVICE, is_backward=is_backward)
-                assert ours.compute_s.sum() == pytest.approx(other.compute_s.sum(), rel=5e-3)
-                assert ours.makespan_s >= ours.compute_s.max()
+        with subtests.test(layout=layout):
+            for cached in (0, 8192):
+                sequence = Sequence(8 * 4096, cached, True, layout)
+                for is_backward in (False, True):
+                    ours = attention_timeline(toy.name, ring, sequence, SHARD, DEVICE, is_backward=is_backward)
+                    other = real_timeline(ALGORITHMS["pass_kv"], ring, sequence, SHARD, DEVICE, is_backward=is_backward)
+                    assert ours.compute_s.sum() == pytest.approx(other.compute_s.sum(), rel=5e-3)
+                    assert ours.makespan_s >= ours.compute_s.max()
 
 
 def test_a_plan_has_its_row(toy: Algorithm) -> None:

@@ -99,9 +99,12 @@ def test_parse_is_the_inverse_of_format(schedule):
     assert rs.schedule.format_schedule(rs.schedule.parse_schedule(text)) == text
 
 
-def test_schedules_of_all_algorithms_come_back():
+def test_schedules_of_all_algorithms_come_back(subtests):
     for sample in make_samples(5, 60):
-        assert rs.schedule.parse_schedule(rs.schedule.format_schedule(sample.schedule)) == sample.schedule, sample.name
+        with subtests.test(sample.name):
+            assert rs.schedule.parse_schedule(rs.schedule.format_schedule(sample.schedule)) == sample.schedule, (
+                sample.name
+            )
 
 
 def test_schedules_that_differ_in_one_place_have_different_grids():

@@ -31,9 +31,10 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_lines_stand_out_from_white() -> None:
+def test_lines_stand_out_from_white(subtests: pytest.Subtests) -> None:
     for colour in COLOURS:
-        assert 1.05 / (luminance(colour) + 0.05) >= 3, colour
+        with subtests.test(f"{colour}"):
+            assert 1.05 / (luminance(colour) + 0.05) >= 3, colour
 
 
 def test_a_long_title_is_shortened_where_it_is_drawn_and_whole_where_it_is_read_out() -> None:

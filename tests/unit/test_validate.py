@@ -325,9 +325,10 @@ def unnamed_heads(schedule: rs.Schedule, heads: rs.Heads) -> rs.Schedule:
 
 
 @pytest.mark.wide
-def test_samples_are_valid_and_various(samples):
+def test_samples_are_valid_and_various(subtests, samples):
     for sample in samples:
-        assert harm(sample, sample.schedule) is None, sample.name
+        with subtests.test(sample.name):
+            assert harm(sample, sample.schedule) is None, sample.name
     names = {sample.name for sample in samples}
     assert len(names) == 14, names  # six algorithms forward and backward, and two forms of decode
     assert {sample.schedule.world_size for sample in samples} == set(range(2, 9))
