@@ -27,6 +27,7 @@ Examples:
   ringspan verify mypackage.attention:ring_attention --layout zigzag
   ringspan verify mypackage.targets:MyTarget --json
   ringspan verify torch --ranks 2 --junit verify.xml
+  ringspan verify transformers:qwen2 --ranks 2,3
   torchrun --nproc-per-node 2 --no-python ringspan verify mypackage.targets:MyTarget
 """
 
@@ -78,14 +79,15 @@ def verify(
 
     Runs TARGET over a table of cases and compares outputs, log-sum-exps and gradients.
 
-    TARGET is ringspan, another library (torch, ring_attention_pytorch, ring_flash_attn), or module:name of a function
-    or of a Target. If a result is wrong, says what kind of mistake it looks like. Exit code 1 if anything is wrong.
+    TARGET is ringspan, another library (torch, ring_attention_pytorch, ring_flash_attn, axolotl-ringmaster, yunchang,
+    diffusers), transformers:MODEL with a class, a model type or a folder, or module:name of a function or of a Target.
+    If a result is wrong, says what kind of mistake it looks like. Exit code 1 if anything is wrong.
     """
     if importlib.util.find_spec("torch") is None:
         raise click.UsageError(
             "verify needs torch; install it, for example from a checkout with: pip install '.[torch]'"
         )
-    from ringspan.verify.launched import is_launched, verify_here
+    from ringspan.verify.launched import verify_here
     from ringspan.verify.run import verify as run_verify
 
     options: dict[str, Any] = {
@@ -95,10 +97,10 @@ def verify(
         "thorough": thorough,
         "seed": seed,
     }
-    find_launcher(os.environ)  # refuses variables that make no sense
+    launched = find_launcher(os.environ)
     with _bar() as progress:
-        if is_launched(os.environ):
-            report = verify_here(target, progress=progress, **options)
+        if launched is not None and launched.world_size > 1:
+            report = verify_here(target, by=launched.by, progress=progress, **options)
         else:
             report = run_verify(target, world_sizes=world_sizes, progress=progress, **options)
     if report is None:

@@ -212,6 +212,8 @@ def _by_shape(failures: Sequence[Failure]) -> tuple[str, str]:
         return ("NaN" if names <= {"out", "lse"} else "NaN in gradients"), ""
     if all(_is_small(failure, first.name) for failure, first in firsts):
         return "precision lost", "errors are small but beyond the budget of the type"
+    if names <= {"out"} and all(_is_zero(failure) for failure in failures):
+        return "output left at zero", "in some rows"
     if names <= {"out"}:
         return _by_rank(failures)
     return UNKNOWN, ""
@@ -224,6 +226,11 @@ def _right(failure: Failure, name: str) -> Numbers:
 
 def _has_nan(failure: Failure, name: str) -> bool:
     return bool(np.isnan(getattr(failure.computed, name)).any())
+
+
+def _is_zero(failure: Failure) -> bool:
+    wrong = failure.computed.out[failure.deviations[0].is_wrong]
+    return wrong.size > 0 and not wrong.any()
 
 
 def _is_small(failure: Failure, name: str) -> bool:

@@ -16,6 +16,7 @@ from ringspan.verify.ranks import Hung, Outcome, Refused, run_processes, run_thr
 from ringspan.verify.report import CaseVerdict, Status, VerifyReport
 from ringspan.verify.targets.base import RanksAs, Target
 from ringspan.verify.targets.find import find_target
+from ringspan.verify.transformer_models import PREFIX, verify_model
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
 Progressing = Callable[[int, int, VerifyCase], None]
@@ -35,7 +36,8 @@ def verify(
     """Run a target over the table of cases.
 
     Args:
-        target: A function `f(q, k, v, ...)`, a `Target`, the name of a library, or `"module:name"`.
+        target: A function `f(q, k, v, ...)`, a `Target`, the name of a library, `"module:name"`, or
+            `"transformers:MODEL"` for a class, a model type or a folder.
         world_sizes: Numbers of ranks.
         features: For a function: what it can do; by default what its parameters can say.
         layouts: For a function: how it is sharded; "contiguous" by default.
@@ -50,6 +52,8 @@ def verify(
     sizes = tuple(world_sizes)
     if not sizes or any(not isinstance(size, int) or not 1 <= size <= 8 for size in sizes):
         raise ShapeError("numbers of ranks are from 1 to 8", argument="world_sizes", value=sizes)
+    if isinstance(target, str) and target.startswith(PREFIX):
+        return verify_model(target, sizes, progress or (lambda *_: None))
     found = find_target(target, features=features, layouts=layouts, ranks=ranks)
     cases = cases_for(found, sizes, thorough=thorough, seed=seed)
     start = time.monotonic()

@@ -166,8 +166,13 @@ def _turned(setting: Setting) -> Iterator[Guess]:
         ("RoPE offset", "positions begin at 0 on every rank", q_local, kv_local),
         ("RoPE offset", "queries begin at 0 on every rank", q_local, kv),
         ("RoPE offset", "keys begin at 0 on every rank", q, kv_local),
-        ("RoPE offset", "keys are off by one", q, kv + 1),
-        ("RoPE offset", "queries are off by one", q + 1, kv),
+        *(("RoPE offset", f"keys are off by {n}", q, kv + n) for n in range(-8, 9) if n),
+        *(
+            ("RoPE offset", f"keys of rank {rank} are off by {n}", q, kv + n * (setting.kv_rank == rank))
+            for rank in setting.ranks
+            for n in range(-4, 5)
+            if n
+        ),
         ("RoPE left out", "", None, kv),
         ("RoPE left out", "of queries", 0 * q, kv),
         ("RoPE left out", "of keys", q, 0 * kv),

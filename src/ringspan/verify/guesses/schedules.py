@@ -131,6 +131,8 @@ def _changed_data(setting: Setting) -> Iterator[Guess]:
     for scope, steps in (everywhere, *setting.scopes()):
         for mistake, detail, function in changes:
             for names in ("k", "v", "kv"):
+                if scope == "everywhere" and function is np.zeros_like and names != "k":
+                    continue  # the output is zero
                 change = _in_steps(setting, steps, names, function)
                 what = {"k": "keys", "v": "values", "kv": "keys and values"}[names]
                 yield from setting.by_rank(mistake, change, ", ".join(filter(None, (f"{what} {scope}", detail))))
@@ -198,6 +200,7 @@ def _orders(setting: Setting) -> Iterator[Guess]:
     for shift in (1, -1):
         yield Guess("rows in another order", "out", np.roll(out, shift, 2), f"off by {shift}")
         yield from _neighbours_rows(setting, shift)
+    yield from _together(setting)
     within = np.arange(case.length)
     for rank in setting.ranks:
         rows = np.flatnonzero(setting.q_rank == rank)
@@ -220,6 +223,19 @@ def _neighbours_rows(setting: Setting, shift: int) -> Iterator[Guess]:
     for rank, rows in enumerate(rows_of):
         moved[:, :, rows] = setting.right.out[:, :, np.resize(rows_of[(rank + shift) % len(rows_of)], len(rows))]
     yield Guess("results on the wrong rank", "out", moved, f"those of rank {shift:+}")
+
+
+def _together(setting: Setting) -> Iterator[Guess]:
+    """The same row of all ranks added or averaged, as an all-reduce of outputs does."""
+    rows_of = [np.flatnonzero(setting.q_rank == rank) for rank in setting.ranks]
+    size = min(map(len, rows_of))
+    total = sum(setting.right.out[:, :, rows[:size]] for rows in rows_of)
+    for mistake, factor in (("outputs of ranks added", 1.0), ("outputs of ranks averaged", 1 / len(rows_of))):
+        if len(rows_of) > 1:
+            out = setting.right.out.copy()
+            for rows in rows_of:
+                out[:, :, rows[:size]] = total * factor
+            yield Guess(mistake, "out", out)
 
 
 def _mixed(setting: Setting) -> Numbers:

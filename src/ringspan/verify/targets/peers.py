@@ -166,16 +166,61 @@ class Yunchang(Target):
         return out
 
 
-PEERS: dict[str, tuple[str, Callable[[], Target] | None]] = {
+class Diffusers(Target):
+    """The attention that models of diffusers call, over ranks as `enable_parallelism` sets it up; Ulysses."""
+
+    name = "diffusers"
+    features = ("full", "float32", "float64", "bfloat16", "backward", "scale")
+    layouts = ("contiguous",)
+    ranks = "processes"
+    _degree = "ulysses_degree"
+
+    def can_ask(self, case: VerifyCase) -> bool:
+        """It takes causal and GQA too, which it must refuse; shards have one length, and ranks are two or more."""
+        return case.world_size > 1 and not case.features - {*self.features, "causal", "gqa"}
+
+    def attend(self, call: TargetCall) -> torch.Tensor:
+        """(batch, seq, heads, dim), with PyTorch's attention as the kernel."""
+        models = import_module("diffusers.models")
+        dispatch = import_module("diffusers.models.attention_dispatch")
+        config = models.ContextParallelConfig(**{self._degree: call.world_size})
+        shape = config.mesh_shape
+        mesh = _two_level_mesh(shape, config.mesh_dim_names)
+        config.setup(call.rank, call.world_size, call.q.device, mesh)
+        out: torch.Tensor = dispatch.dispatch_attention_fn(
+            *(x.transpose(1, 2) for x in (call.q, call.k, call.v)),
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.q.shape[1] != call.k.shape[1],
+            backend=dispatch.AttentionBackendName.NATIVE,
+            parallel_config=models.ParallelConfig(context_parallel_config=config),
+        )
+        return out.transpose(1, 2)
+
+
+class DiffusersRing(Diffusers):
+    """The same with its ring, which gathers keys and values."""
+
+    name = "diffusers:ring"
+    _degree = "ring_degree"
+
+
+@functools.cache
+def _two_level_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+PEERS: dict[str, tuple[str, Callable[[], Target]]] = {
     "torch": ("torch", TorchContextParallel),
     "ring_flash_attn": ("ring_flash_attn", RingFlashAttn),
     "ring_attention_pytorch": ("ring_attention_pytorch.ring_flash_attention", RingAttentionPytorch),
     "axolotl-ringmaster": ("ringmaster.ring", Ringmaster),
     "axolotl-ringmaster:allgather": ("ringmaster.ring", RingmasterGathering),
     "yunchang": ("yunchang.ring", Yunchang),
-    "diffusers": ("diffusers", None),
+    "diffusers": ("diffusers.models.attention_dispatch", Diffusers),
+    "diffusers:ring": ("diffusers.models.attention_dispatch", DiffusersRing),
 }
-"""By name: the module that must import, and what makes a target; None where no adapter is written."""
+"""By name: the module that must import, and what makes a target."""
 
 
 def load_peer(name: str) -> Target:
@@ -189,11 +234,4 @@ def load_peer(name: str) -> Target:
             argument="target",
             value=name,
         ) from error
-    if make is None:
-        raise UnsupportedError(
-            "no adapter is written for this peer",
-            argument="target",
-            value=name,
-            remedy="write a Target that calls it, and give it as module:Class",
-        )
     return make()
