@@ -161,8 +161,10 @@ class _Units:
 
     def __init__(self, computed: Numbers, right: Numbers, limit: Numbers, owners: Numbers) -> None:
         self._computed, self._right, self._limit, self._owners = computed, right, limit, owners
-        self._distance = _distance(computed, right)
-        self._is_wrong = self._by_unit(self._distance > limit, any_of=True)
+        distance = _distance(computed, right)
+        self._where = distance > limit
+        self._before = distance[self._where]
+        self._is_wrong = self._by_unit(self._where, any_of=True)
 
     def _by_unit(self, flags: Numbers, *, any_of: bool) -> Numbers:
         if flags.ndim == 1:  # one number per head
@@ -174,22 +176,23 @@ class _Units:
 
     def score(self, values: Numbers) -> float:
         """0 if the guess leaves a wrong unit unexplained; else up to 1, less for right units that it would change."""
+        if not self._is_closer(values):
+            return 0.0
         with np.errstate(invalid="ignore", over="ignore"):
             tolerance = _SLACK * self._limit * (1 + abs(np.nan_to_num(values, posinf=0, neginf=0)))
             tolerance = tolerance + _RELATIVE * np.nan_to_num(_distance(values, self._right), posinf=0.0)
         misses = _distance(self._computed, values)
         fits = self._by_unit(misses <= tolerance, any_of=False)
-        if (self._is_wrong & ~fits).any() or not self._is_closer(misses):
+        if (self._is_wrong & ~fits).any():
             return 0.0
         return 1.0 - 0.5 * float((~self._is_wrong & ~fits).mean())
 
-    def _is_closer(self, misses: Numbers) -> bool:
+    def _is_closer(self, values: Numbers) -> bool:
         """Whether the guess is much nearer to the wrong result than the right answer is."""
-        wrong = self._distance > self._limit
-        before, after = self._distance[wrong], misses[wrong]
-        if not np.isfinite(before).all():
+        after = _distance(self._computed[self._where], values[self._where])
+        if not np.isfinite(self._before).all():
             return bool(np.isfinite(after).all())
-        return bool(np.linalg.norm(after) <= 0.15 * np.linalg.norm(before))
+        return bool(np.linalg.norm(after) <= 0.15 * np.linalg.norm(self._before))
 
 
 def _distance(x: Numbers, y: Numbers) -> Numbers:
