@@ -186,6 +186,34 @@ def test_a_target_that_is_none_is_refused(target, message):
         find_target(target)
 
 
+def test_a_model_of_transformers_is_right_on_ranks():
+    report = rs.verify.verify("transformers:qwen2", world_sizes=(2,))
+    assert report.has_passed, report.to_text()
+    assert report.counts() == {"right": 3}
+
+
+def test_a_model_that_cannot_run_on_ranks_is_reported_as_refused():
+    report = rs.verify.verify("transformers:BloomForCausalLM", world_sizes=(2,))
+    assert (report.has_passed, report.counts()) == (False, {"refused": 2})
+    with pytest.raises(rs.UnsupportedError, match="no model class"):
+        rs.verify.verify("transformers:Nothing", world_sizes=(2,))
+
+
+def test_a_model_whose_gradients_are_not_summed_is_wrong(monkeypatch):
+    from ringspan.adapters import transformers
+
+    def forgetful(model, group):
+        handle = parallelize(model, group)
+        handle.reduce_gradients = lambda: None
+        return handle
+
+    parallelize = transformers.parallelize
+    monkeypatch.setattr(transformers, "parallelize", forgetful)
+    report = rs.verify.verify("transformers:LlamaForCausalLM", world_sizes=(2,))
+    assert report.counts() == {"wrong": 3}
+    assert "gradient of" in report.to_text()
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(rs.ShapeError, match="from 1 to 8"):
         rs.verify.verify("ringspan", world_sizes=(9,))

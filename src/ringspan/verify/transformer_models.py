@@ -155,7 +155,8 @@ def _judge(model: Any, case: VerifyCase, batch: Batch) -> CaseVerdict:
     def compare(group: Any) -> str:
         own = copy.deepcopy(model)
         parallelize(own, group)
-        return str(compare_models(copy.deepcopy(model), own, whole, group=group) or "no module differs that is whole")
+        found = compare_models(copy.deepcopy(model), own, whole, layout=case.q_layout(), group=group)
+        return str(found or "no module's output differs")
 
     try:
         steps = run_in_process(run, case.world_size)
