@@ -154,8 +154,9 @@ def _judge(model: Any, case: VerifyCase, batch: Batch) -> CaseVerdict:
 
     def compare(group: Any) -> str:
         own = copy.deepcopy(model)
-        parallelize(own, group)
-        found = compare_models(copy.deepcopy(model), own, whole, layout=case.q_layout(), group=group)
+        part = parallelize(own, group).shard(batch)
+        alone = copy.deepcopy(model)
+        found = compare_models(alone, own, whole, parallel_batch=part, layout=case.q_layout(), group=group)
         return str(found or "no module's output differs")
 
     try:
