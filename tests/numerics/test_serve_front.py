@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from starlette.responses import Response
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ringspan.serve.server
+from ringspan.cli.serve import serve
 from ringspan.errors import ShapeError
 from ringspan.serve.errors import ApiError
+from ringspan.serve.rank import reason
 from ringspan.serve.server import _load_text, _make_server
 from ringspan.serve.settings import ServeSettings
 from ringspan.serve.text import ModelText
@@ -112,6 +116,33 @@ def test_a_completion_keeps_the_space_before_its_first_word(tmp_path):
     text = ModelText(tmp_path)
     assert text.decoder([1, 1]).add(2) == " Paris"
     assert text.decoder([]).add(2) == "Paris"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--rank-timeout", "inf"], "--rank-timeout inf: a day is enough"),
+        (["--api-key-file", "key"], "--api-key-file key: it cannot be read as text"),
+        (["--api-key-file", "empty"], "--api-key-file: a key is printable ASCII"),
+        (["--host", "0.0.0.0"], "clients need an API key"),
+        (["--storage", "int4"], "--storage int4: no such storage"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_in_a_line(folder, tmp_path, monkeypatch, options, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RINGSPAN_API_KEY", raising=False)
+    Path("key").write_bytes(b"k\xff")
+    Path("empty").write_text("")
+    ended = CliRunner().invoke(serve, [str(folder), *options])
+    assert ended.exit_code == 2
+    assert told in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_lost_connection_of_gloo_is_an_echo_and_a_refusal_is_a_cause():
+    assert reason(RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")) == "transport"
+    assert reason(RuntimeError("probability tensor")) == "error"
+    assert reason(NotADirectoryError("/dev/null/x")) == "refused"
 
 
 @pytest.mark.parametrize(("name", "text"), [("tokenizer.json", "{}"), ("config.json", "{}"), ("config.json", "[")])
