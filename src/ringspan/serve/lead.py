@@ -36,8 +36,7 @@ def lead(team: Team, task: Frame, mailbox: Mailbox, tell: Callable[[Frame], None
     archive = None
     if task["save_dir"] is not None:
         # The files say which shapes they are for; the same shapes with other weights are another model.
-        storage = task["storage"] or task["dtype"]
-        archive = Archive(Path(task["save_dir"]), f"{digest_weights(team.model)} {task['dtype']} {storage}")
+        archive = Archive(Path(task["save_dir"]), f"{digest_weights(team.model)} {task['dtype']} {task['storage']}")
     leader = Leader(
         team.line,
         ConversationMemory(book, archive),

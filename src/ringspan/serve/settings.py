@@ -117,7 +117,7 @@ class ServeSettings:
             "dtype": self.dtype,
             "verify": verify,
             "prefill_chunk": self.prefill_chunk,
-            "storage": self.storage,
+            "storage": None if self.storage == self.dtype else self.storage,
             "save_dir": None if self.save_dir is None else str(self.save_dir.resolve()),
             "cache_bytes": self.cache_bytes,
             "rank_timeout_s": self.rank_timeout_s,
