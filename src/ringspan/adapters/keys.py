@@ -1,5 +1,6 @@
-"""Masks of padding: which keys does every query see, and do the rows of a batch differ?"""
+"""Masks that were read from tensors: which keys does each query see, and do the rows of a batch differ?"""
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,30 @@ class Keys(Mask):
 
     def __repr__(self) -> str:
         return f"keys({self.first}, {self.stop})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Intervals(Mask):
+    """Each query sees one interval of keys; int64 arrays as bytes, whose values never decrease."""
+
+    first: bytes
+    stop: bytes
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.first) // 8
+
+    def _allowed(self, q: Positions, kv: Positions) -> Allowed:
+        band = self.band(q)
+        visible: Allowed = (band.lo <= kv) & (kv < band.hi)
+        return visible
+
+    def band(self, q: Positions) -> Band:
+        """The interval of each query."""
+        return Band(np.frombuffer(self.first, np.int64)[q], np.frombuffer(self.stop, np.int64)[q])
+
+    def __repr__(self) -> str:
+        return f"intervals({hashlib.blake2b(self.first + self.stop, digest_size=8).hexdigest()})"
 
 
 def by_row(rows: list[Mask]) -> Mask | None:

@@ -32,8 +32,8 @@ class AloneRun(Walk):
         return arguments
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
-        """Return the outputs unchanged."""
-        call, _ = self.end()
+        """Outputs as they are."""
+        call = self.end()
         if call.takes_part:
             self.note_outputs(call, output)
         return output

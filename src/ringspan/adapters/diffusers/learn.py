@@ -82,8 +82,7 @@ def trace_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any])
     """Make a dry call and return its trace."""
     trace = Trace()
     with wiring.running(trace), torch.no_grad():
-        output = model(**arguments)
-    trace.output_sizes = tuple(numbers_of({"output": output}).values())
+        trace.end(model(**arguments))
     return trace
 
 
@@ -132,9 +131,11 @@ class _SizeTable:
         shards: set[Origin] = set()
         for number in range(len(self.traces[0].calls)):
             drafts.append(self._draft_call(number, shards))
-            shards |= {(number, path) for path in drafts[-1].outputs}
-        if not any(draft.tokens for draft in drafts):
+            shards |= {(number, path) for path in drafts[-1].outputs} - self.traces[0].output_origins
+        last = max((number for number, draft in enumerate(drafts) if draft.tokens), default=None)
+        if last is None:
             raise UnsupportedError(f"{self.name}: no block takes tokens")
+        drafts[last].gathered |= drafts[last].outputs.keys()
         return drafts
 
     def candidates(self) -> list[Vector]:
@@ -178,14 +179,18 @@ class _SizeTable:
                 raise UnsupportedError(
                     f"{self.name}: argument {path} of {call.name} follows the tokens in several dims"
                 )
-        if not any(self._is_stream(call, path, *found) for path, found in draft.tokens.items()):
-            draft.tokens.clear()
-            return draft
         draft.attended = [self._attended(number, x) for x in range(len(call.attended))]
+        has_stream = any(self._is_stream(call, path, *found) for path, found in draft.tokens.items())
+        # A block that does not attend, such as one of an embedding, works on all tokens if it is given all.
+        if not has_stream or not (any(x != (None, None) for x in draft.attended) or any(x[2] for x in draft.tokens.values())):
+            draft.tokens.clear()
+            draft.attended.clear()
+            return draft
         for place in call.outputs:
             others = self.others(tuple(trace.calls[number].outputs.get(place, -1) for trace in self.traces))
             if others is not None and place.dim is not None:
                 draft.outputs[place.path] = (place.dim, others > 0)
+                draft.gathered |= {place.path} if (number, place.path) in self.traces[0].output_origins else set()
         return draft
 
     @staticmethod
@@ -246,7 +251,7 @@ def _plan_calls(
         for path, (dim, has_others) in draft.outputs.items():
             side = sides.of(number, path, has_others)
             if side is not None:
-                outputs[path] = TokenDim(dim, side, True)
+                outputs[path] = TokenDim(dim, side, path not in draft.gathered)
         tensors = tuple(sizes.traces[0].calls[number].origins)
         calls.append(AttentionPlan(draft.name, tensors, tokens, outputs, tuple(sorted(draft.counts)), attends))
     return tuple(calls)

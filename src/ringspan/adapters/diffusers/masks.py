@@ -1,8 +1,8 @@
 """Which mask does a model mean by the tensor it gives to attention?
 
-Masks are read, not built. Most say which keys are padding; those of all pairs may say that frames are causal. What is
-neither is refused. Attention is given the part of a mask that belongs to this rank's keys; which whole it is a part of
-is found among the arguments of the block.
+Masks are read, not built. Most say which keys are padding: attention is given the part of such a mask that belongs to
+this rank's keys, and which whole it is a part of is found among the arguments of the block. Those of all pairs are made
+by models themselves, before their blocks, and are read as intervals of keys.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ringspan.adapters.diffusers.outer_masks import OuterMask
-from ringspan.adapters.keys import Keys, by_row
+from ringspan.adapters.keys import Intervals, Keys, by_row
 from ringspan.errors import UnsupportedError
 from ringspan.layout import Layout
-from ringspan.mask import Mask, frame_causal, full
+from ringspan.mask import Mask, full
 
 _HIDDEN = -1e4  # models add this, or less, to the scores of keys that are hidden
-_ROWS = 1024  # of a mask of all pairs that are compared at a time
+_MOST_CHAINS = 64  # of intervals of keys in a mask of all pairs
+
+Bools = npt.NDArray[np.bool_]
 
 
 class Read(NamedTuple):
@@ -80,9 +83,9 @@ def _whole_keys(keys: torch.Tensor, layout: Layout, rank: int, wholes: Sequence[
 
 
 def read_whole(mask: torch.Tensor) -> Read:
-    """A mask of all pairs of the whole sequence, (…, tokens, tokens)."""
+    """A mask of all pairs of the whole sequence, (…, queries, keys)."""
     visible = _without_heads(_visible(mask))
-    return Read(by_row([_pairs_mask(row) for row in visible]) or full(), None)
+    return Read(by_row([_pairs_mask(row.cpu().numpy()) for row in visible]) or full(), None)
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -91,7 +94,7 @@ def _visible(mask: torch.Tensor) -> torch.Tensor:
     visible, hidden = mask == 0, mask <= _HIDDEN
     if not (visible | hidden).all():
         raise UnsupportedError("attn_mask adds a bias to the scores; only masks that show or hide keys can be split")
-    if not visible.any(-1).all():
+    if not (visible.any(-1) | (mask == -torch.inf).all(-1)).all():
         raise UnsupportedError("attn_mask hides every key from a query by a large number, which softmax takes away")
     return visible
 
@@ -119,16 +122,51 @@ def _keys_mask(bits: bytes) -> Mask:
     return found
 
 
-def _pairs_mask(visible: torch.Tensor) -> Mask:
+def _pairs_mask(visible: Bools) -> Mask:
+    """Each query sees some intervals of keys, which are joined with those of the queries before it."""
     if visible.all():
         return full()
-    num_tokens = visible.shape[-1]
-    per_frame = int(visible[0].sum())
-    end = torch.arange(num_tokens, device=visible.device)
-    for rows in torch.split(end, _ROWS):
-        expected = end < (rows // max(per_frame, 1) + 1).unsqueeze(-1) * per_frame
-        if not torch.equal(visible[rows], expected):
-            raise UnsupportedError(
-                "a mask of all pairs is neither full nor causal by frames; no other one is recognised"
-            )
-    return frame_causal(per_frame)
+    rows, ends = np.nonzero(np.diff(visible, axis=1, prepend=False, append=False))
+    chains: list[_Chain] = []
+    for row, first, stop in zip(rows[::2].tolist(), ends[::2].tolist(), ends[1::2].tolist(), strict=True):
+        fitting = [x for x in chains if x.can_continue(row, first, stop)]
+        chain = next((x for x in fitting if x.first == first), fitting[0] if fitting else None)
+        if chain is None:
+            chain = _Chain(len(visible), first)
+            chains.append(chain)
+            if len(chains) > _MOST_CHAINS:
+                raise UnsupportedError(
+                    f"attn_mask of all pairs needs more than {_MOST_CHAINS} intervals of keys; it has no structure"
+                )
+        chain.add(row, first, stop)
+    found: Mask = Keys(0, 0)
+    for chain in chains:
+        found = chain.mask() if found == Keys(0, 0) else found | chain.mask()
+    return found
+
+
+class _Chain:
+    """One interval of keys for each query; neither end of it ever decreases."""
+
+    def __init__(self, num_queries: int, first: int) -> None:
+        self.first = first
+        self._stop = first
+        self._next_row = 0
+        self._ends = np.full((2, num_queries), first)
+
+    def can_continue(self, row: int, first: int, stop: int) -> bool:
+        """Could this be the interval of a query behind all those so far?"""
+        before = self.first if row == self._next_row else self._stop
+        return self._next_row <= row and before <= first and self._stop <= stop
+
+    def add(self, row: int, first: int, stop: int) -> None:
+        """The interval of a query; it is empty for the queries between that one and the last."""
+        self._ends[:, self._next_row : row] = first if not self._next_row else self._stop
+        self._ends[:, row] = first, stop
+        self.first, self._stop, self._next_row = first, stop, row + 1
+
+    def mask(self) -> Intervals:
+        """What these intervals show."""
+        self._ends[:, self._next_row :] = self._stop
+        first, stop = self._ends
+        return Intervals(first.tobytes(), stop.tobytes())

@@ -26,7 +26,7 @@ class TokenDim(NamedTuple):
 
     dim: int
     side: Side
-    is_shard: bool  # made of other blocks' outputs, so that a rank has its own rows already
+    is_shard: bool  # a rank has its own rows only: made of other blocks' outputs, and not gathered
 
 
 class Attends(NamedTuple):
@@ -65,11 +65,6 @@ class ForwardPlan:
     calls: tuple[AttentionPlan, ...]
     cut_counts: tuple[str, ...]  # the names of ints that do count tokens
     fixed: dict[SizePlace, int]  # sizes of the model's arguments that were not changed while learning
-
-    @property
-    def last(self) -> int:
-        """The last call that receives tokens."""
-        return max(number for number, call in enumerate(self.calls) if call.takes_part)
 
     def describe(self) -> str:
         """The plan in one line."""

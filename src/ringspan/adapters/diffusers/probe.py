@@ -24,6 +24,7 @@ class Draft:
         self.name = name
         self.tokens: dict[str, tuple[int, bool, bool]] = {}  # by path: dim, has others, is a shard
         self.outputs: dict[str, tuple[int, bool]] = {}
+        self.gathered: set[str] = set()  # outputs that are used whole, after the blocks
         self.attended: list[tuple[bool | None, bool | None]] = []  # has others, for q and keys; None: no tokens
         self.counts: set[str] = set()
 

@@ -1,7 +1,7 @@
 """A forward on ranks: what is each block given, what does its attention see, and where is the whole put together again?
 
-The first blocks are given this rank's rows of what follows the tokens. What blocks return goes on as it is, and after
-the last of them the rows of all ranks are gathered. Every decision follows from the plan, never from this rank's sizes.
+The first blocks are given this rank's rows of what follows the tokens. What blocks return goes on as it is, and the rows
+of all ranks are gathered of what is used after the blocks. Every decision follows from the plan, never from this rank's sizes.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ import torch
 from ringspan.adapters.diffusers.leaves import Leaf, flatten, is_count, map_leaves
 from ringspan.adapters.diffusers.masks import NO_MASK, Read, read_outer, read_part, read_whole
 from ringspan.adapters.diffusers.outer_masks import OuterMasks
-from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan, ForwardPlan, Side
+from ringspan.adapters.diffusers.plan import Attends, AttentionPlan, ForwardPlan, Side
 from ringspan.adapters.diffusers.wiring import SdpaCall
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous
@@ -22,6 +22,7 @@ from ringspan.runtime.session import Session, session_of
 from ringspan.span import Span
 from ringspan.training import gather
 
+_MOST_WHOLES = 4
 _NOTHING_LEFT_OUT = "step caches and whatever else leaves blocks out must be off"
 
 
@@ -84,15 +85,15 @@ class Walk:
         self._inside = call if call.takes_part else None
         return call
 
-    def end(self) -> tuple[AttentionPlan, bool]:
-        """The plan of the call that ended, and whether it is the last one with tokens."""
+    def end(self) -> AttentionPlan:
+        """The plan of the call that is over."""
         call, self._inside = self.plan.calls[self._number], None
         if call.takes_part and self._attended != len(call.attends):
             raise UnsupportedError(
                 f"{call.name} called scaled_dot_product_attention {self._attended} times, "
                 f"and {len(call.attends)} times when it was learned: use diffusers' native backend"
             )
-        return call, self._number == self.plan.last
+        return call
 
     def next_attends(self) -> tuple[str, Attends] | None:
         """The name and the plan of the next call of attention; None outside of blocks that are given tokens."""
@@ -172,13 +173,11 @@ class TokenShardRun(Walk):
         return {key: map_leaves(lambda leaf: self._cut(call, leaf), x, key) for key, x in arguments.items()}
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
-        """Gather the rows of all ranks after the last block."""
-        call, is_last = self.end()
+        """Gather the rows of all ranks of what is used after the blocks."""
+        call = self.end()
         if not call.takes_part:
             return output
         self.note_outputs(call, output)
-        if not is_last:
-            return output
         return map_leaves(lambda leaf: self._gather(call, leaf), {"output": output})["output"]
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
@@ -247,7 +246,7 @@ class TokenShardRun(Walk):
 
     def _gather(self, call: AttentionPlan, leaf: Leaf) -> Any:
         tokens = call.outputs.get(leaf.path)
-        if tokens is None:
+        if tokens is None or tokens.is_shard:
             return leaf.value
         layout = self._layout(tokens.side, leaf.value.shape[tokens.dim], f"{leaf.path} of {call.name}")
         return self.gather_rows(leaf.value, layout, tokens.dim)
@@ -276,7 +275,7 @@ class TokenShardRun(Walk):
         layout = self._layout(attends.q, asked.query.shape[-2], f"q of {label}")
         kv_layout = self._layout(attends.keys, asked.key.shape[-2], f"k of {label}")
         try:
-            read = self._read(asked, attends, kv_layout)
+            read = self._read(asked, attends, layout, kv_layout)
         except UnsupportedError as error:
             raise UnsupportedError(f"{label}: {error}") from None
         out = self.attend_rows(asked, layout, kv_layout, read.mask)
@@ -299,7 +298,7 @@ class TokenShardRun(Walk):
         assert isinstance(out, torch.Tensor)
         return out
 
-    def _read(self, asked: SdpaCall, attends: Attends, kv_layout: Layout) -> Read:
+    def _read(self, asked: SdpaCall, attends: Attends, layout: Layout, kv_layout: Layout) -> Read:
         mask = asked.attn_mask
         assert self.num_tokens is not None
         if asked.is_causal:
@@ -311,16 +310,15 @@ class TokenShardRun(Walk):
         outer = self._outer_masks.find(mask)
         if outer is not None:
             return read_outer(outer, kv_layout, self._rank, self._masks)
-        num_keys = kv_layout.num_positions
-        if mask.shape[-2:] == (num_keys, num_keys) and self._world_size > 1:
-            if attends.q != ONLY_TOKENS:
-                raise UnsupportedError("a mask of all pairs of tokens and others is not recognised")
+        if mask.shape[-2:] == (layout.num_positions, kv_layout.num_positions) and self._world_size > 1:
             return self._read_whole(mask)
         return read_part(mask, kv_layout, self._rank, self._masks)
 
     def _read_whole(self, mask: torch.Tensor) -> Read:
         """Read a mask once for all layers that receive the same tensor."""
         if id(mask) not in self._wholes:
+            if len(self._wholes) == _MOST_WHOLES:  # layers that make their own must not fill the memory
+                self._wholes.clear()
             self._wholes[id(mask)] = (mask, read_whole(mask))
         return self._wholes[id(mask)][1]
 

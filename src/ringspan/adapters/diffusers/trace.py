@@ -44,6 +44,7 @@ class Trace:
     def __init__(self) -> None:
         self.calls: list[BlockCall] = []
         self.output_sizes: tuple[int, ...] = ()
+        self.output_origins: frozenset[Origin] = frozenset()  # of what the model returns
         self._inside: BlockCall | None = None
         self._origins: dict[int, tuple[torch.Tensor, frozenset[Origin]]] = {}  # by id; the tensor keeps its id
 
@@ -72,6 +73,11 @@ class Trace:
         self._inside = BlockCall(name, numbers_of(arguments), ndims, origins)
         self.calls.append(self._inside)
         return arguments
+
+    def end(self, output: Any) -> None:
+        """Note what the model returns."""
+        self.output_sizes = tuple(numbers_of({"output": output}).values())
+        self.output_origins = frozenset[Origin]().union(*(self._origin(x) for x in _tensors(output)))
 
     def leave(self, name: str, output: Any) -> Any:  # noqa: ARG002
         """Record the outputs of a block."""
