@@ -65,11 +65,26 @@ def test_the_product_of_two_masks_is_real_for_whoever_asks():
 
 
 def test_masks_of_all_pairs_are_read():
-    causal = torch.from_numpy(frame_causal(3).allowed(range(12), range(12)))
-    assert read_whole(causal).mask == frame_causal(3)
     assert read_whole(torch.ones(2, 1, 4, 4, dtype=torch.bool)).mask == full()
-    with pytest.raises(UnsupportedError, match="neither full nor causal by frames"):
-        read_whole(causal.T)
+    frames = torch.from_numpy(frame_causal(3).allowed(range(12), range(12)))
+    padding = torch.arange(12) < 7
+    position = torch.arange(12)
+    window = (position[:, None] - position).abs() <= 2
+    for visible in (frames, frames.T, padding[:, None] & padding, window, window & (position % 5 != 0), ~window):
+        rows = torch.stack([visible, frames])
+        found = torch.from_numpy(read_whole(rows[:, None]).mask.allowed(range(12), range(12)))
+        assert torch.equal(found.expand_as(rows), rows)
+    with pytest.raises(UnsupportedError, match="more than 64 intervals"):
+        read_whole(torch.rand(200, 200, generator=torch.Generator().manual_seed(0)) > 0.5)
+
+
+def test_queries_that_see_nothing():
+    """Torch gives 0 if all scores are -inf; a large number is taken away by softmax."""
+    bias = torch.zeros(4, 4)
+    bias[2] = -torch.inf
+    assert not read_whole(bias).mask.allowed([2], range(4)).any()
+    with pytest.raises(UnsupportedError, match="softmax takes away"):
+        read_whole(bias.clamp_min(-1e9))
 
 
 def test_masks_of_keys_that_cannot_be_split():

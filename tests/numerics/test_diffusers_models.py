@@ -10,6 +10,7 @@ from ringspan.adapters.diffusers import parallelize
 from ringspan.errors import UnsupportedError
 from support.diffused import error_of, on_ranks, outputs_on_ranks, run_alone, whole
 from support.diffusers_models import LISTED, UNSEEN
+from support.diffusers_others import OTHERS
 
 REFUSED = {  # and the module that each refusal names
     "sana": "transformer_blocks.0.attn1 joins tokens",
@@ -19,7 +20,7 @@ REFUSED = {  # and the module that each refusal names
 ROUNDS_TO_BFLOAT16 = {"kandinsky5"}  # its rotary embedding returns bfloat16: one ulp elsewhere can flip a rounding
 KEY_BIASES = ("to_k.bias", "k_proj.bias", "norm_k.bias")
 pytestmark = pytest.mark.filterwarnings("ignore:.FluxPosEmbed. is deprecated:FutureWarning")
-FEW = ["wan", "hunyuan_token_replace", "cogvideox", "flux", "pixart"]
+FEW = ["wan", "hunyuan_token_replace", "cogvideox", "flux", "pixart", "ideogram4", "sd3_control"]
 ALL = [name for name in LISTED | UNSEEN if name not in REFUSED]
 
 
@@ -59,6 +60,12 @@ def test_output_and_gradients_are_those_of_one_process(name):
 @pytest.mark.parametrize("name", ALL)
 def test_every_model_is_exact_with_gradients(name, world_size):
     check_output_and_gradients(name, world_size, algorithm="pass_kv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_to_which_nothing_was_fitted_are_exact(name):
+    check_output_and_gradients(name, 3, algorithm="pass_kv")
 
 
 @pytest.mark.slow

@@ -85,7 +85,10 @@ def _compare(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, call: dic
     def on_rank(group: Any) -> str | None:
         options = RankOptions(group, "pass_kv", None)
         run = TokenShardRun(plan, options, [])
-        result = _run(model, wiring, run, call)
+        try:
+            result = _run(model, wiring, run, call)
+        except Exception as error:
+            raise UnsupportedError(f"{run.where}: {type(error).__name__}: {error}") from error
         assert run.num_tokens is not None
         for mine, whole in zip((*result.notes, *result.outputs), (*expected.notes, *expected.outputs), strict=True):
             assert mine.label == whole.label
@@ -101,7 +104,7 @@ def _compare(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, call: dic
     try:
         found = [x for x in run_in_process(on_rank, 2, timeout_s=_TIMEOUT_S) if x is not None]
     except Exception as error:
-        raise UnsupportedError(f"{name} fails on two ranks: {type(error).__name__}: {error}") from error
+        raise UnsupportedError(f"{name} fails on two ranks, {error}") from error
     if found:
         raise UnsupportedError(f"{name}: {found[0]}; verify=False leaves out this check")
 

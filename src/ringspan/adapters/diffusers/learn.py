@@ -6,6 +6,7 @@ change may count tokens. What the sizes suggest is then seen to be true: by prob
 two ranks with one process (`compare.py`).
 """
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,14 +29,15 @@ Vector = tuple[int, ...]  # a size in each of the dry calls
 def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, is_verified: bool = True) -> ForwardPlan:
     """Learn a model's plan for calls with arguments like these.
 
-    If several sequences could be the one to split, the first is taken with which two ranks agree with one process.
+    If several sequences could be the one to split, the first is taken with which two ranks agree with one process. If a
+    model counts rows between its blocks, or works on all of them, it is given them whole there.
     """
     family = find_family(model, wiring, arguments)
     table = _SizeTable(type(model).__name__, family)
     refusal: UnsupportedError | None = None
-    for tokens in table.candidates():
+    for tokens, gathers_all in product(table.candidates(), (False, True)):
         try:
-            plan = _learn_plan(model, wiring, arguments, family, table.with_tokens(tokens))
+            plan = _learn_plan(model, wiring, arguments, family, table.with_tokens(tokens, gathers_all=gathers_all))
             if is_verified:
                 other = combine(family, lambda given: dry_call(model, wiring, given))
                 plan = verify(model, wiring, plan, [family.base.arguments, other])
@@ -102,12 +104,14 @@ class _SizeTable:
     def __init__(self, name: str, family: CallFamily) -> None:
         self.name = name
         self.traces = [family.base.trace, *(variant.trace for variant in family.variants)]
+        self.has_attention = any(call.attended for call in family.base.trace.calls)
         self.is_video = [False, *(variant.is_video for variant in family.variants)]
         self.tokens: Vector = ()
+        self.gathers_all = False
 
-    def with_tokens(self, tokens: Vector) -> "_SizeTable":
-        """The same table with this sequence as the one to split."""
-        self.tokens = tokens
+    def with_tokens(self, tokens: Vector, *, gathers_all: bool) -> "_SizeTable":
+        """The same table, to be read with this sequence as the one that is split; all blocks may return it whole."""
+        self.tokens, self.gathers_all = tokens, gathers_all
         return self
 
     def vector(self, number: int, place: SizePlace) -> Vector:
@@ -128,14 +132,19 @@ class _SizeTable:
     def draft(self) -> list[Draft]:
         """A draft of the plan from sizes alone."""
         drafts: list[Draft] = []
-        shards: set[Origin] = set()
+        made: set[Origin] = set()
         for number in range(len(self.traces[0].calls)):
-            drafts.append(self._draft_call(number, shards))
-            shards |= {(number, path) for path in drafts[-1].outputs} - self.traces[0].output_origins
+            drafts.append(self._draft_call(number, made))
+            made |= {(number, path) for path in drafts[-1].outputs}
         last = max((number for number, draft in enumerate(drafts) if draft.tokens), default=None)
         if last is None:
             raise UnsupportedError(f"{self.name}: no block takes tokens")
-        drafts[last].gathered |= drafts[last].outputs.keys()
+        for number, (draft, call) in enumerate(zip(drafts, self.traces[0].calls, strict=True)):
+            is_whole = self.gathers_all or number == last
+            draft.gathered = {x for x in draft.outputs if is_whole or (number, x) in self.traces[0].output_origins}
+            draft.whole = {
+                x for x in draft.tokens if self.gathers_all or call.origins[x] & self.traces[0].output_origins
+            }
         return drafts
 
     def candidates(self) -> list[Vector]:
@@ -160,7 +169,7 @@ class _SizeTable:
 
         return sorted(found, key=rank, reverse=True)[:_MOST_CANDIDATES]
 
-    def _draft_call(self, number: int, shards: set[Origin]) -> Draft:
+    def _draft_call(self, number: int, made: set[Origin]) -> Draft:
         call = self.traces[0].calls[number]
         draft = Draft(call.name)
         by_path: dict[str, dict[int, int]] = {}
@@ -174,29 +183,30 @@ class _SizeTable:
         for path, dims in by_path.items():
             if len(dims) == 1:
                 dim, others = dims.popitem()
-                draft.tokens[path] = (dim, others > 0, bool(call.origins[path] & shards))
-            elif len(dims) != 2 or any(call.origins[path] & shards):
+                draft.tokens[path] = (dim, others > 0, bool(call.origins[path] & made))
+            elif len(dims) != 2 or any(call.origins[path] & made):
                 raise UnsupportedError(
                     f"{self.name}: argument {path} of {call.name} follows the tokens in several dims"
                 )
-        draft.attended = [self._attended(number, x) for x in range(len(call.attended))]
         has_stream = any(self._is_stream(call, path, *found) for path, found in draft.tokens.items())
-        # A block that does not attend, such as one of an embedding, works on all tokens if it is given all.
-        if not has_stream or not (any(x != (None, None) for x in draft.attended) or any(x[2] for x in draft.tokens.values())):
+        # A block of an embedding, say, that does not attend works on all tokens if it is given all.
+        needs_all = (
+            self.has_attention and not call.attended and not any(is_made for *_, is_made in draft.tokens.values())
+        )
+        if not has_stream or needs_all:
             draft.tokens.clear()
-            draft.attended.clear()
             return draft
+        draft.attended = [self._attended(number, x) for x in range(len(call.attended))]
         for place in call.outputs:
             others = self.others(tuple(trace.calls[number].outputs.get(place, -1) for trace in self.traces))
             if others is not None and place.dim is not None:
                 draft.outputs[place.path] = (place.dim, others > 0)
-                draft.gathered |= {place.path} if (number, place.path) in self.traces[0].output_origins else set()
         return draft
 
     @staticmethod
-    def _is_stream(call: BlockCall, path: str, dim: int, has_others: bool, is_shard: bool) -> bool:
+    def _is_stream(call: BlockCall, path: str, dim: int, has_others: bool, is_made: bool) -> bool:
         del dim
-        return call.ndims.get(path, 0) >= 3 and (is_shard or not has_others)
+        return call.ndims.get(path, 0) >= 3 and (is_made or not has_others)
 
     def _attended(self, number: int, which: int) -> tuple[bool | None, bool | None]:
         seen = [trace.calls[number].attended[which] for trace in self.traces]
@@ -237,16 +247,16 @@ def _plan_calls(
         )
         joint = next((side for x in attends for side in (x.q, x.keys) if side is not None and side.has_others), None)
         tokens = {}
-        for path, (dim, has_others, is_shard) in draft.tokens.items():
+        for path, (dim, has_others, is_made) in draft.tokens.items():
             side: Side | None = ONLY_TOKENS
             if has_others:
-                side = sides.of(number, f"argument {path}", True) if is_shard else joint
+                side = sides.of(number, f"argument {path}", True) if is_made else joint
             if side is None:
                 raise UnsupportedError(
                     f"{sizes.name}: argument {path} of {draft.name} has a row for each token and for others, and it is "
                     "not known which come first"
                 )
-            tokens[path] = TokenDim(dim, side, is_shard)
+            tokens[path] = TokenDim(dim, side, is_made and path not in draft.whole)
         outputs = {}
         for path, (dim, has_others) in draft.outputs.items():
             side = sides.of(number, path, has_others)

@@ -22,7 +22,8 @@ class Draft:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.tokens: dict[str, tuple[int, bool, bool]] = {}  # by path: dim, has others, is a shard
+        self.tokens: dict[str, tuple[int, bool, bool]] = {}  # by path: dim, has others, is made of blocks' outputs
+        self.whole: set[str] = set()  # arguments made of outputs that were gathered
         self.outputs: dict[str, tuple[int, bool]] = {}
         self.gathered: set[str] = set()  # outputs that are used whole, after the blocks
         self.attended: list[tuple[bool | None, bool | None]] = []  # has others, for q and keys; None: no tokens
@@ -61,8 +62,8 @@ class Probe:
         def change(leaf: Leaf) -> Any:
             if leaf.path not in draft.tokens or not _is_float(leaf.value):
                 return leaf.value
-            dim, has_others, is_shard = draft.tokens[leaf.path]
-            if is_shard:
+            dim, has_others, is_made = draft.tokens[leaf.path]
+            if is_made:
                 self._lengths.add(leaf.value.shape[dim])
                 self._note(f"argument {leaf.path}", leaf.value, dim, "the model, before this block,")
                 return leaf.value

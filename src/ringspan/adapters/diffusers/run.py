@@ -1,7 +1,7 @@
 """A forward on ranks: what is each block given, what does its attention see, and where is the whole put together again?
 
-The first blocks are given this rank's rows of what follows the tokens. What blocks return goes on as it is, and the rows
-of all ranks are gathered of what is used after the blocks. Every decision follows from the plan, never from this rank's sizes.
+The first blocks are given this rank's rows of what follows the tokens. What blocks return goes on as it is; what is
+used whole after them is gathered from all ranks. Every decision follows from the plan, never from this rank's sizes.
 """
 
 from functools import lru_cache
@@ -71,6 +71,14 @@ class Walk:
         self._number = -1
         self._attended = 0
         self._inside: AttentionPlan | None = None
+
+    @property
+    def where(self) -> str:
+        """The call of a block, and of attention in it, that was reached."""
+        inside = "in" if self._inside is not None else "after"
+        number = min(max(self._number, 0), len(self.plan.calls) - 1)
+        attended = f", after {self._attended} calls of attention" if self._inside is not None else ""
+        return f"{inside} {self.plan.calls[number].name}{attended}"
 
     def begin(self, name: str) -> AttentionPlan:
         """The plan of the next call of a block."""

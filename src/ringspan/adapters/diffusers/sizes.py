@@ -8,6 +8,8 @@ the model takes it and its blocks then see other sizes. Attention is left out of
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from ringspan.adapters.diffusers.trace import Trace
 
 _SMALL = 16  # sizes up to here stay
 _TARGETS = (12, 16, 8, 24, 20, 28)
-_MOST_BESIDE = 8  # rows more than tokens that a table of positions may have
+_PATCHES = (4, 1, 8, 16)  # latents in one token
 _MOST_SINGLE = 8  # places of one size that are tried one by one
 
 Dry = Callable[[dict[str, Any]], Trace | None]  # None if the model fails
@@ -47,9 +49,11 @@ class CallFamily(NamedTuple):
 
 def make_family(arguments: dict[str, Any], dry: Dry) -> CallFamily | None:
     """Smaller copies of a call; None if it does not work even without attention."""
-    family = _Search(dry, takes_features=False).family(arguments)
-    if family is not None and not any(variant.is_video for variant in family.variants):
-        return _Search(dry, takes_features=True).family(arguments)
+    family = None
+    for takes_features, shrinks in ((False, True), (True, True), (True, False)):
+        family = _Search(dry, takes_features=takes_features, shrinks=shrinks).family(arguments)
+        if family is None or any(variant.is_video for variant in family.variants):
+            break
     return family
 
 
@@ -69,15 +73,16 @@ def combine(family: CallFamily, dry: Dry) -> dict[str, Any]:
 
 
 class _Search:
-    """Tries sizes. A last dim of three counts as features unless no other dim holds tokens."""
+    """Tries sizes out. Last dims of three are taken for features, and the call is made smaller first, if that works."""
 
-    def __init__(self, dry: Dry, *, takes_features: bool) -> None:
+    def __init__(self, dry: Dry, *, takes_features: bool, shrinks: bool) -> None:
         self.dry = dry
+        self.shrinks = shrinks
         self.takes_features = takes_features
 
     def family(self, arguments: dict[str, Any]) -> CallFamily | None:
         """A small call and its variants."""
-        arguments = self._shrink(arguments)
+        arguments = self._shrink(arguments) if self.shrinks else arguments
         trace = self.dry(arguments)
         if trace is None:
             return None
@@ -108,7 +113,12 @@ class _Search:
         for guess in _guesses(places, size, before):
             for target in targets:
                 sizes = guess(target)
-                if target < 2 or sizes is None or any(place in done for place in sizes if places[place] == size):
+                if (
+                    target < 2
+                    or sizes is None
+                    or min(sizes.values(), default=1) < 1
+                    or any(place in done for place in sizes if places[place] == size)
+                ):
                     continue
                 changed = resize(arguments, sizes)
                 trace = self.dry(changed)
@@ -147,13 +157,18 @@ def _guesses(places: Sizes, size: int, before: Trace | None) -> Iterator[Callabl
     lengths = None if before is None else before.lengths
     larger = {place: x for place, x in places.items() if x > size and (lengths is None or x in lengths)}
     apart = [{place: x for place, x in larger.items() if x == value} for value in sorted(set(larger.values()))[::-1]]
+    for following in apart:
+        for group in groups:
+            yield partial(_shifted, group, following, size)
     for power in (1, 2):
         for following in [*apart, larger] if len(apart) > 1 else apart:
             for group in groups:
                 yield partial(_scaled, group, following, size, power)
-    for following in apart:
-        for group in groups if max(following.values()) <= size + _MOST_BESIDE else ():
-            yield partial(_shifted, group, following, size)
+    for path, num_dims, patch in product({place.path for place in alike}, (2, 3), _PATCHES):
+        area = dict([(place, x) for place, x in places.items() if place.path == path][-num_dims:])
+        for following in apart if len(area) == num_dims else ():
+            for group in groups:
+                yield partial(_moved, group, following, area, patch)
 
 
 def _all_of(group: list[SizePlace], target: int) -> Sizes:
@@ -168,6 +183,14 @@ def _scaled(group: list[SizePlace], following: Sizes, size: int, power: int, tar
     return dict.fromkeys(group, target) | {place: value for place, (value, _) in new.items()}
 
 
+def _moved(group: list[SizePlace], following: Sizes, area: Sizes, patch: int, target: int) -> Sizes | None:
+    """Also the numbers that count the patches of latents, beside others."""
+    before, after = prod(area.values()), prod(target if place in group else x for place, x in area.items())
+    if before == after or before % patch or after % patch:
+        return None
+    return dict.fromkeys(group, target) | {x: value + (after - before) // patch for x, value in following.items()}
+
+
 def _shifted(group: list[SizePlace], following: Sizes, size: int, target: int) -> Sizes:
-    """Also the numbers that are larger by a few."""
+    """Also the numbers that are larger by as many others, such as the tokens of a prompt."""
     return dict.fromkeys(group, target) | {place: value + target - size for place, value in following.items()}
