@@ -15,7 +15,6 @@ from support.diffusers_others import OTHERS
 REFUSED = {  # and the module that each refusal names
     "sana": "transformer_blocks.0.attn1 joins tokens",
     "sana_video": "transformer_blocks.0.attn1 joins tokens",
-    "latte": "temporal_transformer_blocks.0: q of call 0 of attention",
 }
 ROUNDS_TO_BFLOAT16 = {"kandinsky5"}  # its rotary embedding returns bfloat16: one ulp elsewhere can flip a rounding
 KEY_BIASES = ("to_k.bias", "k_proj.bias", "norm_k.bias")

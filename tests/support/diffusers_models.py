@@ -583,7 +583,7 @@ def lumina2_padded():
     return m, x | dict(encoder_attention_mask=mask(2, 12, 12, 7))
 
 
-def latte():  # attends within frames and across frames in turn
+def latte():  # attends within frames and across frames in turn; the latter blocks are not split
     from diffusers import LatteTransformer3DModel
 
     m = LatteTransformer3DModel(

@@ -67,12 +67,13 @@ class ForwardPlan:
     fixed: dict[SizePlace, int]  # sizes of the model's arguments that were not changed while learning
 
     def describe(self) -> str:
-        """The plan in one line."""
+        """In a line; every rank runs the blocks that are not split on all tokens."""
         mine = [call for call in self.calls if call.takes_part]
         kinds: dict[str, int] = {}
         for attends in (x for call in mine for x in call.attends):
             kinds[describe_attends(attends)] = kinds.get(describe_attends(attends), 0) + 1
-        return f"{len(mine)} blocks; " + ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
+        number = len(mine) if len(mine) == len(self.calls) else f"{len(mine)} of {len(self.calls)}"
+        return f"{number} blocks; " + ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
 
 
 def describe_attends(attends: Attends) -> str:
