@@ -20,9 +20,9 @@ from ringspan.transports._waiting import GlooMessage
 from ringspan.transports.torch_distributed import TorchDistributed
 
 
-def wait_blindly(_: Any, handle: Any, timeout_s: float) -> None:
+def wait_blindly(_: Any, handle: Any, timeout_s: float | None) -> None:
     message = handle.message
-    message.run() if isinstance(message, GlooMessage) else message.wait(timedelta(seconds=timeout_s))
+    message.run() if isinstance(message, GlooMessage) else message.wait(timedelta(seconds=timeout_s or 60.0))
 
 
 def measure(rank: int, same_host: str, num_calls: int) -> list[tuple[float, float]]:

@@ -150,6 +150,15 @@ def test_another_version_is_refused(version: int, tmp_path: Path) -> None:
         cache_of(None).load(tmp_path)
 
 
+@pytest.mark.parametrize("version", [None, "2", 2.0, True])
+def test_a_version_that_is_no_number_is_refused(version: Any, tmp_path: Path) -> None:
+    save_eight(None, 1.0, tmp_path)
+    index = json.loads((tmp_path / "cache.json").read_text())
+    (tmp_path / "cache.json").write_text(json.dumps(index | {"version": version}))
+    with pytest.raises(rs.CacheError, match=r"cache\.json: it has no version number; load another copy"):
+        cache_of(None).load(tmp_path)
+
+
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     """Not where torch.distributed.checkpoint would look, nor in place of a file of ours; and nothing imports it."""
     save_eight(None, 1.0, tmp_path)

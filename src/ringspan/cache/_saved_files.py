@@ -107,7 +107,8 @@ def read_index(folder: Path, contents: str) -> SavedIndex:
     with _refusing(folder, INDEX):
         whole = _parse(folder / INDEX)
         version = whole.get("version") if isinstance(whole, dict) else None
-        if isinstance(version, int) and version != _VERSION:
+        _check(type(version) is int, "it has no version number")
+        if version != _VERSION:
             raise CacheError(
                 f"its version is {version}, and this release of ringspan reads version {_VERSION}",
                 argument="folder",
