@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.light
+OLDEST := $(VENV)/oldest
 
 .PHONY: demo test test-fast test-slow fuzz chaos soak check docs format bench mpi smollm2 lock locked clean
 
@@ -26,7 +27,7 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m 'not slow' --durations 30
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(OLDEST)
 	$(PYTEST) -m slow --durations 30
 
 # Random cases for as long as you like; the counts of all runs add up in .fuzz/totals.json.
@@ -97,4 +98,9 @@ $(LIGHT): pyproject.toml constraints/cpu.txt
 $(STAMP): $(LIGHT)
 	@echo "Installing torch, transformers and the test tools (about 1 GB; this takes some minutes) ..."
 	$(BIN)/python -m pip install --quiet -c constraints/cpu.txt -e '.[torch,transformers,accelerate,diffusers,serve,test,check]'
+	touch $@
+
+# Beside the installed packages: a test puts this folder first on its path.
+$(OLDEST): constraints/oldest.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --upgrade --target $@ -r $<
 	touch $@
