@@ -16,7 +16,9 @@ PROGRAM = [
     sys.executable,
     "-c",
     "import signal\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background is born without
+    # A shell in the background and nohup start programs that ignore these.
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
     "from ringspan.cli import main\n"
     "main()",
 ]

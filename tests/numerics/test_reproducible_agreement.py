@@ -178,7 +178,7 @@ def test_a_refusal_on_one_rank_reaches_the_others_at_their_next_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "module", "function"), [("linear", "ranks", "sum_over_tiles"), ("embedding", "embedding", "all_to_all")]
+    ("layer", "module", "function"), [("linear", "_ranks", "sum_over_tiles"), ("embedding", "_embedding", "all_to_all")]
 )
 def test_a_rank_that_fails_in_the_midst_of_a_gradient_tells_the_others(
     layer: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
