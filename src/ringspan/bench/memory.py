@@ -9,7 +9,7 @@ the high-water mark since the process began has to do, which may be that of some
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,13 +74,11 @@ class LiveStorages(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor):
-                self._seen.add(x.untyped_storage()._cdata)  # made before the count began, or counted already
+        for storage in _storages((args, kwargs)):
+            self._seen.add(storage._cdata)  # made before the count began, or counted already
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self._count(x.untyped_storage())
+        for storage in _storages(result):
+            self._count(storage)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -95,3 +93,9 @@ class LiveStorages(TorchDispatchMode):
     def _forget(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.now -= nbytes
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for x in tree_leaves(values):
+        if isinstance(x, torch.Tensor):
+            yield getattr(x, "elem", x).untyped_storage()  # the result of a collective wraps its tensor until a wait
