@@ -65,24 +65,25 @@ def test_a_rank_killed_in_decode(server, model, rank):
     assert_answers(server, model)
 
 
-def test_a_rank_killed_in_prefill_and_a_waiting_request_is_answered_after(server, model):
+def test_a_rank_killed_in_prefill_and_a_waiting_request_is_answered_after(model):
     found: dict[str, Answered] = {}
+    with serving(model[0], *OPTIONS, "--batch", 1) as server:
 
-    def ask(name: str, messages) -> None:
-        found[name] = server.chat(messages, max_tokens=5)
+        def ask(name: str, messages) -> None:
+            found[name] = server.chat(messages, max_tokens=5)
 
-    first = threading.Thread(target=ask, args=("first", LONG))
-    first.start()
-    time.sleep(0.5)
-    second = threading.Thread(target=ask, args=("second", QUESTION))
-    second.start()
-    server.wait_until(lambda: server.metric("requests_waiting") == 1, 20)
-    os.kill(server.ranks()[1], signal.SIGKILL)
-    first.join(60)
-    second.join(120)
-    assert (found["first"].status, found["first"].error["code"]) == (500, "ranks_failed")
-    assert found["second"].status == 200
-    assert_answers(server, model)
+        first = threading.Thread(target=ask, args=("first", LONG))
+        first.start()
+        time.sleep(0.5)
+        second = threading.Thread(target=ask, args=("second", QUESTION))
+        second.start()
+        server.wait_until(lambda: server.metric("requests_waiting") == 1, 20)
+        os.kill(server.ranks()[1], signal.SIGKILL)
+        first.join(60)
+        second.join(120)
+        assert (found["first"].status, found["first"].error["code"]) == (500, "ranks_failed")
+        assert found["second"].status == 200
+        assert_answers(server, model)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

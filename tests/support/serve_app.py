@@ -1,6 +1,7 @@
 """The application in process, over ranks that are played: every prompt is answered with some tokens at once."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +59,9 @@ class PlayedServer:
     def __init__(self, folder: Path, monkeypatch: Any, **settings: Any) -> None:
         monkeypatch.setattr(ringspan.serve.scheduler, "Supervisor", PlayedSupervisor)
         self._loop = asyncio.new_event_loop()
+        # In a thread of its own: the main thread may have a loop already, that of a browser test.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self.settings = ServeSettings(folder=folder, **settings)
 
         async def make() -> Any:
@@ -68,7 +72,7 @@ class PlayedServer:
         self.run(self._life.__aenter__())
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout_s))
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop).result()
 
     def post(self, path: str, body: bytes, **headers: str) -> Replied:
         return self.run(self.call("POST", path, body, headers))
@@ -107,4 +111,6 @@ class PlayedServer:
 
     def close(self) -> None:
         self.run(self._life.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()

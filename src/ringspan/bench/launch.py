@@ -202,7 +202,7 @@ def run_job(job: Job, progress: Callable[[Progress], None]) -> Any:
             for it in ranks:
                 it.process.kill()
             for it in ranks:
-                it.process.wait()
+                it.close()
 
 
 @contextmanager
@@ -248,6 +248,13 @@ class _Rank:
             self.process.stdin.write(pickle.dumps(job))
             self.process.stdin.flush()
         threading.Thread(target=_listen, args=(rank, self.process.stdout, inbox), daemon=True).start()
+
+    def close(self) -> None:
+        """Wait for the end of the process."""
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def last_words(self) -> str:
         """How the process ended, and the last line it wrote."""
