@@ -150,13 +150,18 @@ class Heartbeat:
         rank = awaited
         while rank not in seen and rank in self._peers:
             if self._wait_of(late) == (SENDING, rank) and self._wait_of(rank) == (RECEIVING, late):
-                break  # both ranks of a message wait, so the message does not get through
+                # The message does not get through: the rank with the slow link keeps more ranks waiting.
+                return max(late, rank, key=self._num_waiting_for)
             seen.add(late)
             late = rank
             what, rank = self._wait_of(late)
             if what == _NOTHING or now - self._peers[late].heard_at > _LATE_S:
                 break  # the rank is busy, or its heartbeat is outdated
         return late
+
+    def _num_waiting_for(self, rank: int) -> int:
+        waits = (self._wait_of(peer) for peer in (self._rank, *self._peers))
+        return sum(what != _NOTHING and awaited == rank for what, awaited in waits)
 
     def is_busy(self, rank: int) -> bool:
         """Whether another rank recently reported that it is alive and not waiting for a peer."""
