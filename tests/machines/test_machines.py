@@ -47,8 +47,11 @@ def test_every_survivor_names_the_lost_rank(what: str, fault: str, victim: int, 
         assert job.exit_codes(survivors(victim), 60) == [0] * (WORLD_SIZE - 1)
 
 
-def test_a_rank_whose_link_is_slow_is_named_as_slow(tmp_path: Path) -> None:
-    """Its parts of a message take longer than the deadline, while it shows that it is alive."""
+def test_a_slow_link_is_named_by_a_rank_at_its_ends(tmp_path: Path) -> None:
+    """Parts of a message take longer than the deadline, while all ranks show that they are alive.
+
+    Both ends of the message wait. Which of them is slow is a guess, from how many ranks wait for each.
+    """
     slow = 2
     with Machines(WORLD_SIZE) as machines, Job(machines, tmp_path, "support.machine_program", "pass_kv", "12") as job:
         job.await_word("READY", [*range(WORLD_SIZE)], 120)
@@ -57,7 +60,8 @@ def test_a_rank_whose_link_is_slow_is_named_as_slow(tmp_path: Path) -> None:
         fates = job.fates([*range(WORLD_SIZE)], time.time(), 120)
         print({rank: (round(fate.seconds, 2), fate.message) for rank, fate in fates.items()})  # noqa: T201
         for fate in fates.values():
-            assert re.search(rf"rank {slow} on \S+ \(process \d+\) is alive, but slow", fate.message), fate.message
+            ends = f"[{slow - 1}-{slow + 1}]"
+            assert re.search(rf"rank {ends} on \S+ \(process \d+\) is alive, but slow", fate.message), fate.message
             assert re.search(r"timed out after 12 s without progress: ", fate.message)
 
 
