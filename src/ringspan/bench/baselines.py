@@ -1,4 +1,4 @@
-"""What is a measurement compared with: one device, dense attention, and the ideal without messages?
+"""The baselines of a measurement: one device, dense attention, and the ideal without messages.
 
 The inputs do not depend on the layout, and no rank ever holds the whole sequence. One device is PyTorch's
 `scaled_dot_product_attention`, which supports full and causal masks. Any other mask it takes as a dense matrix, and

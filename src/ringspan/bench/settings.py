@@ -1,4 +1,4 @@
-"""What is measured? Settings are checked, as far as possible without torch, before any rank is started."""
+"""The settings of a measurement, checked before any rank is started and as far as possible without torch."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

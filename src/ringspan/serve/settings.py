@@ -1,4 +1,4 @@
-"""What is served, where, and within which limits? The settings are checked before ranks start; needs no torch."""
+"""The settings of a server: model, address and limits. All are checked before ranks start, without torch."""
 
 import ipaddress
 from dataclasses import dataclass, field

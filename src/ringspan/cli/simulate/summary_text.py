@@ -1,4 +1,4 @@
-"""What is the short report of a simulation? The settings, one schedule as a grid, and the check of the results."""
+"""Print the short report of a simulation: the settings, one schedule as a grid, and the check of the results."""
 
 from rich.console import Console
 

@@ -84,7 +84,10 @@ def training_step(fields: Fields, constants: Constants) -> Predicted:
 
 
 def _training_model(name: str, split: int) -> Model:
-    """Of 7B parameters, with 8 KV heads, or with 33 heads, which software that splits heads pads (arXiv 2310.03294)."""
+    """Llama 7B with the heads of a row: 8 KV heads, or 33 heads, which software that splits heads must pad.
+
+    See arXiv 2310.03294.
+    """
     model = load_model("llama-2-7b")
     if name == "7B":
         return model

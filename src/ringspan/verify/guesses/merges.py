@@ -126,7 +126,7 @@ def _share(a: Numbers, b: Numbers) -> Numbers:
 
 
 class _Partials(NamedTuple):
-    """What is accumulated, and the next block's result."""
+    """The accumulated result, and the result of the next block."""
 
     out: Numbers
     lse: Numbers
