@@ -213,6 +213,38 @@ def parsed_by(parse: Callable[[str], T]) -> Callable[[click.Context, click.Param
     return convert
 
 
+mask_option = click.option(
+    "--mask",
+    callback=parsed_by(parse_mask),
+    metavar="MASK",
+    default="causal",
+    help=f"Who attends to whom: {MASK_FORMS}, or several joined by & and |.",
+)
+
+layout_option = click.option(
+    "--layout",
+    callback=parsed_by(parse_layout),
+    metavar="LAYOUT",
+    default="zigzag",
+    help="Who holds which token: contiguous, zigzag, striped[:BLOCK] or balanced.",
+)
+
+direction_option = click.option(
+    "--direction",
+    cls=OptionOfSome,
+    type=click.Choice(["forward", "reverse"]),
+    help="Which way blocks travel in TAKERS.  [default: forward]",
+)
+
+mesh_option = click.option(
+    "--mesh",
+    cls=OptionOfSome,
+    callback=parsed_by(parse_mesh),
+    metavar="OUTERxINNER",
+    help="Ranks in two dimensions, for TAKERS.",
+)
+
+
 def check_mask(mask: Mask, tokens: int) -> None:
     """Refuse documents that end before the sequence."""
     known = mask.num_positions

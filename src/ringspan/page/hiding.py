@@ -56,8 +56,7 @@ def build_loads(layout_name: str, tokens: int) -> list[Load]:
     layout, mask, device = LAYOUTS[layout_name](tokens, WORLD_SIZE), causal(), load_device(DEVICE)
     shapes = Shapes((1,), HEADS, HEAD_DIM, HEAD_DIM, 2, 4)
     schedule = build_schedule(DEFAULT_ALGORITHM, visible_blocks(mask, layout))
-    kv_elements = 2 * HEADS.num_kv_heads * HEAD_DIM
-    shard = Shard(1, *HEADS, HEAD_DIM, HEAD_DIM, kv_elements, 2, "bf16", RINGSPAN)
+    shard = Shard.dense(1, *HEADS, HEAD_DIM, 2, RINGSPAN)
     problem = Problem(mask, layout, layout, shapes)
     return list(schedule_loads(schedule, problem, shard, replace(device), WORLD_SIZE))
 

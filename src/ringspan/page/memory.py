@@ -14,7 +14,7 @@ from ringspan.planner.software import RINGSPAN
 TOKENS = 2**20
 NUM_RANKS = (1, 2, 4, 8, 16, 32)
 SHOWN = (PASS_KV, PASS_Q, ALL_GATHER, ULYSSES)
-SHARD = Shard(1, 32, 32, 128, 128, 2 * 32 * 128, 2, "bf16", RINGSPAN)
+SHARD = Shard.dense(1, 32, 32, 128, 2, RINGSPAN)
 
 
 def describe_memory() -> dict[str, Any]:

@@ -36,6 +36,14 @@ class Shard:
     practice: Software
     cache_itemsize: float | None = None  # of K and V as they lie in the cache; None: as all else
 
+    @classmethod
+    def dense(
+        cls, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: float, practice: Software
+    ) -> "Shard":
+        """Attention whose K and V have heads of the same size and travel as they are."""
+        elements = 2 * num_kv_heads * head_dim
+        return cls(batch, num_heads, num_kv_heads, head_dim, head_dim, elements, itemsize, "bf16", practice)
+
     def with_heads(self, num_heads: int, num_kv_heads: int) -> "Shard":
         """The same with other heads."""
         elements = self.kv_elements * num_kv_heads // self.num_kv_heads

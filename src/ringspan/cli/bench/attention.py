@@ -29,15 +29,13 @@ from ringspan.cli.files import OutputFile, write_json, write_text
 from ringspan.cli.page_command import command_line
 from ringspan.cli.values import (
     ALGORITHM,
-    MASK_FORMS,
-    OptionOfSome,
     check_layout,
     check_mask,
     check_options,
-    parse_layout,
-    parse_mask,
-    parse_mesh,
-    parsed_by,
+    direction_option,
+    layout_option,
+    mask_option,
+    mesh_option,
 )
 from ringspan.errors import RingspanError
 from ringspan.mask import Mask
@@ -58,34 +56,11 @@ Examples:
 @rank_options
 @size_options(tokens="16384", batch=4, heads=1)
 @run_options(repeats=5)
-@click.option(
-    "--mask",
-    callback=parsed_by(parse_mask),
-    metavar="MASK",
-    default="causal",
-    help=f"Who attends to whom: {MASK_FORMS}, or several joined by & and |.",
-)
-@click.option(
-    "--layout",
-    callback=parsed_by(parse_layout),
-    metavar="LAYOUT",
-    default="zigzag",
-    help="Who holds which token: contiguous, zigzag, striped[:BLOCK] or balanced.",
-)
+@mask_option
+@layout_option
 @click.option("--algorithm", type=ALGORITHM, default="pass-kv", help="What to run.")
-@click.option(
-    "--direction",
-    type=click.Choice(["forward", "reverse"]),
-    cls=OptionOfSome,
-    help="Which way blocks travel in TAKERS.  [default: forward]",
-)
-@click.option(
-    "--mesh",
-    callback=parsed_by(parse_mesh),
-    metavar="OUTERxINNER",
-    cls=OptionOfSome,
-    help="Ranks in two dimensions, for TAKERS.",
-)
+@direction_option
+@mesh_option
 @click.option("--backward", "has_backward", is_flag=True, help="Measure the gradients as well.")
 @click.option("--reproducible", is_flag=True, help="Use the mode whose bits do not depend on the ranks; compare them.")
 @click.option("--trace", type=OutputFile(), help="Write what every rank did, and when, as a trace for ui.perfetto.dev.")

@@ -124,16 +124,13 @@ def _rates(calibration: Calibration) -> Section:
 
 
 def _tiles(calibration: Calibration, settings: CalibrationSettings, device: Device) -> Section:
-    shard = Shard(
-        batch=settings.batch,
-        num_heads=settings.num_heads,
-        num_kv_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        v_head_dim=settings.head_dim,
-        kv_elements=2 * settings.num_kv_heads * settings.head_dim,
-        itemsize=DTYPES[settings.dtype].itemsize,
-        wire="bf16",
-        practice=RINGSPAN,
+    shard = Shard.dense(
+        settings.batch,
+        settings.num_heads,
+        settings.num_kv_heads,
+        settings.head_dim,
+        DTYPES[settings.dtype].itemsize,
+        RINGSPAN,
     )
     lines, dots = [], []
     for kind in dict.fromkeys(kind for kind, _, _ in calibration.tiles):

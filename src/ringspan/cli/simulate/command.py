@@ -15,14 +15,13 @@ from ringspan.cli.files import OutputFile, write_text
 from ringspan.cli.page_command import command_line
 from ringspan.cli.values import (
     ALGORITHM,
-    MASK_FORMS,
-    OptionOfSome,
     check_layout,
     check_mask,
     check_options,
-    parse_layout,
-    parse_mask,
-    parse_mesh,
+    direction_option,
+    layout_option,
+    mask_option,
+    mesh_option,
     parse_tokens,
     parsed_by,
 )
@@ -70,20 +69,8 @@ Examples:
     help="KV heads; they divide the query heads.  [default: 2, or 1 if --heads is odd]",
 )
 @click.option("--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), default=32, help="Elements of a head.")
-@click.option(
-    "--mask",
-    callback=parsed_by(parse_mask),
-    metavar="MASK",
-    default="causal",
-    help=f"Who attends to whom: {MASK_FORMS}, or several joined by & and |.",
-)
-@click.option(
-    "--layout",
-    callback=parsed_by(parse_layout),
-    metavar="LAYOUT",
-    default="zigzag",
-    help="Who holds which token: contiguous, zigzag, striped[:BLOCK] or balanced.",
-)
+@mask_option
+@layout_option
 @click.option(
     "--algorithm",
     "algorithms",
@@ -92,19 +79,8 @@ Examples:
     default=("pass-kv", "pass-q"),
     help="What to run; may be given several times.",
 )
-@click.option(
-    "--direction",
-    cls=OptionOfSome,
-    type=click.Choice(["forward", "reverse"]),
-    help="Which way blocks travel in TAKERS.  [default: forward]",
-)
-@click.option(
-    "--mesh",
-    cls=OptionOfSome,
-    callback=parsed_by(parse_mesh),
-    metavar="OUTERxINNER",
-    help="Ranks in two dimensions, for TAKERS.",
-)
+@direction_option
+@mesh_option
 @click.option(
     "--reproducible",
     is_flag=True,

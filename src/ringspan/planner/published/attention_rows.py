@@ -7,7 +7,7 @@ from ringspan.planner.accuracy import Parts
 from ringspan.planner.catalog import Constants, Device, load_device
 from ringspan.planner.cost import Shard, attention_flops_per_s, host_s, message_s, tile_s
 from ringspan.planner.published.rows import Fields, Predicted
-from ringspan.planner.software import MEGATRON, PAPER, RING_FLASH, USP, Software
+from ringspan.planner.software import MEGATRON, PAPER, RING_FLASH, USP
 from ringspan.planner.timeline import Ring, Sequence, Timeline, attention_timeline
 
 LAYOUT = {"ring": "contiguous", "basic": "contiguous", "zigzag": "zigzag", "stripe": "striped"}
@@ -20,10 +20,6 @@ BENCHMARKS = {  # MagiAttention's names: whose ring, and how many ranks exchange
     "loongtrain": ("hybrid", USP),
     "hybrid_dcp": ("pass_kv", MEGATRON),
 }
-
-
-def _shard(heads: int, kv_heads: int, head_dim: int, batch: int, software: Software) -> Shard:
-    return Shard(batch, heads, kv_heads, head_dim, head_dim, 2 * kv_heads * head_dim, 2, "bf16", software)
 
 
 def kernel(fields: Fields, constants: Constants) -> Predicted:
@@ -44,7 +40,7 @@ def kernel(fields: Fields, constants: Constants) -> Predicted:
 def ring_step(fields: Fields, constants: Constants) -> Predicted:
     """Microseconds of one message, tile or exchange of one ring step; 16 heads over 1 KV head on each of 4 ranks."""
     device = load_device(fields["device_id"], kernel="fa3", constants=constants)
-    shard = _shard(16, 1, 128, 1, PAPER)
+    shard = Shard.dense(1, 16, 1, 128, 2, PAPER)
     new, keys = int(fields["new_tokens"]) / 4, (int(fields["new_tokens"]) + int(fields["cached_tokens"])) / 4
     if fields["component"] == "attention":
         return Predicted(tile_s(device, shard, new, keys) * 1e6, {"attention compute": 1.0}, device)
@@ -62,10 +58,10 @@ def decode_attention(fields: Fields, constants: Constants) -> Predicted:
     device, batch = load_device(fields["device_id"], kernel="fa3", constants=constants), int(fields["batch"])
     ranks = int(fields["cp_degree"])
     if ranks == 1:
-        seconds = tile_s(device, _shard(16, 1, 128, batch, PAPER), 1, int(fields["context_tokens"]))
+        seconds = tile_s(device, Shard.dense(batch, 16, 1, 128, 2, PAPER), 1, int(fields["context_tokens"]))
         return Predicted(seconds * 1e6, {"attention compute": 1.0}, device)
     sequence = Sequence(1, int(fields["context_tokens"]), False, "striped")
-    shard = _shard(16, 1, 128, -(-batch // ranks), PAPER)  # every rank starts with its own sequences
+    shard = Shard.dense(-(-batch // ranks), 16, 1, 128, 2, PAPER)  # every rank starts with its own sequences
     timeline = attention_timeline("pass_q", Ring(ranks, 1), sequence, shard, device)
     return Predicted(timeline.makespan_s * 1e6, _parts(timeline), device)
 
@@ -76,7 +72,7 @@ def iterations(fields: Fields, constants: Constants) -> Predicted:
     ulysses, ring = int(fields["ulysses_degree"]), int(fields["ring_degree"])
     software = USP if fields["library"].startswith("USP") else RING_FLASH
     heads, kv_heads, head_dim = (int(fields[key]) for key in ("heads_q", "heads_kv", "head_dim"))
-    shard = _shard(heads, kv_heads, head_dim, int(fields["batch"] or 1), software)
+    shard = Shard.dense(int(fields["batch"] or 1), heads, kv_heads, head_dim, 2, software)
     sequence = Sequence(int(fields["seq_len_tokens"]), 0, fields["mask"] == "causal", LAYOUT[fields["scheme"]])
     parts = _call(_algorithm(ulysses, ring), ulysses * ring, ulysses, sequence, shard, device, fields["pass"])
     return Predicted(1 / sum(parts.values()), parts, device)
@@ -98,7 +94,7 @@ def throughput(fields: Fields, constants: Constants) -> Predicted:
     inner = devices if algorithm == "ulysses" else min(devices, 8)
     if algorithm == "hybrid" and inner == devices:
         algorithm = "ulysses"
-    shard = _shard(heads, kv_heads, int(fields["head_dim"]), int(fields["batch"]), software)
+    shard = Shard.dense(int(fields["batch"]), heads, kv_heads, int(fields["head_dim"]), 2, software)
     sequence = Sequence(seq_len, 0, is_causal, "zigzag" if is_causal else "contiguous")
     parts = _call(algorithm, devices, inner, sequence, shard, device, fields["pass"])
     seconds = sum(parts.values())
