@@ -50,6 +50,8 @@ def assert_refused(answered, status: int) -> None:
 def test_models_and_health_and_unknown_addresses(server):
     assert [model["id"] for model in server.get("/v1/models").body["data"]] == ["tiny"]
     assert server.get("/health").body == {"status": "ready", "ranks": 1}
+    assert server.get("/v1/models/tiny").body["id"] == "tiny"
+    assert_refused(server.get("/v1/models/other"), 404)
     assert_refused(server.get("/v1/no_such"), 404)
     assert_refused(server.get("/v1/chat/completions"), 405)
 

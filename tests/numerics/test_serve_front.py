@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -95,6 +97,60 @@ def test_a_slow_client_is_dropped(folder, monkeypatch, first, then, reads):
                 await serving
 
     assert asyncio.run(run())
+
+
+def test_bytes_that_are_not_http_and_connections_past_the_bound_are_refused_in_the_form_of_the_api(folder, monkeypatch):
+    monkeypatch.setattr(ringspan.serve.server, "make_app", lambda *_: big_reply)
+
+    async def ask(port: int, sent: bytes) -> tuple[int, dict[str, Any]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        head, _, body = (await asyncio.wait_for(reader.read(), NEVER_S)).partition(b"\r\n\r\n")
+        writer.close()
+        assert b"connection: close" in head.lower()
+        return int(head.split()[1]), json.loads(body)["error"]
+
+    async def run() -> None:
+        server = _make_server(ServeSettings(folder=folder, max_connections=1), ModelText(folder), [])
+        server.config.lifespan = "off"
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as first:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            port = listener.getsockname()[1]
+            try:
+                status, error = await ask(port, b"hello\r\n\r\n")
+                assert (status, error["type"]) == (400, "invalid_request_error")
+                first.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(first, ("127.0.0.1", port))
+                status, error = await ask(port, GET + b"\r\n")
+                assert (status, error["code"]) == (503, "too_many_connections")
+            finally:
+                server.should_exit = True
+                first.close()
+                await serving
+
+    asyncio.run(run())
+
+
+def bytes_of(text: ModelText, count: int) -> list[bytes | None]:
+    return [text.token_bytes(token) for token in range(count)]
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters(tmp_path):
+    make_model(tmp_path)
+    names = ["\u0120caf", "\u00c3", "\u00a9", "a"]  # a space is written as U+0120, other bytes as letters
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="a"))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(tmp_path)
+    assert bytes_of(ModelText(tmp_path), 4) == [b" caf", b"\xc3", b"\xa9", b"a"]
+
+
+def test_bytes_of_tokens_behind_others_and_of_bytes(tmp_path):
+    make_model(tmp_path)
+    names = ["\u2581Paris", "<0xC3>", "a", "\ufffd"]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="a").save_pretrained(tmp_path)
+    assert bytes_of(ModelText(tmp_path), 4) == [b" Paris", b"\xc3", b"a", None]
 
 
 def test_half_of_a_surrogate_pair_is_refused_wherever_it_comes_from(folder):

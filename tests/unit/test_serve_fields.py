@@ -113,6 +113,13 @@ def test_messages_that_are_none_are_refused(messages):
         read_messages({"messages": messages})
 
 
+def test_tools_that_may_not_be_chosen_stay_out_of_the_template():
+    body = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert read_tools(body) == body["tools"]
+    assert read_tools(body | {"tool_choice": "auto"}) == body["tools"]
+    assert read_tools(body | {"tool_choice": "none"}) is None
+
+
 def test_parts_of_text_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read_messages({"messages": [{"role": "user", "content": parts}]}) == [{"role": "user", "content": "ab"}]

@@ -47,6 +47,13 @@ def test_a_shared_beginning_does_not_crop_a_long_conversation():
     assert run(book, [7, 7, *range(10, 60), 5]) == (long, 52, [])
 
 
+def test_a_conversation_that_would_lose_too_much_does_not_hide_one_that_can_be_continued():
+    book = SlotBook(2, 100, ROOMY)
+    run(book, [7, 7, *range(10, 60)])
+    short, _, _ = run(book, [7, 7, 1])
+    assert run(book, [7, 7, 2]) == (short, 2, [])
+
+
 def test_the_least_recently_used_conversation_goes():
     book = SlotBook(1, 1, 3 * (SPARE + 13))
     a, b, c = (run(book, [n] * 10)[0] for n in (1, 2, 3))

@@ -17,11 +17,11 @@ log = logging.getLogger("ringspan.serve")
 
 
 class TokenLogprob(NamedTuple):
-    """A token's text and log-probability, and those of the most likely alternatives."""
+    """A token's bytes, None if they are unknown, and log-probability, and those of the most likely alternatives."""
 
-    text: str
+    raw: bytes | None
     logprob: float
-    top: tuple[tuple[str, float], ...]
+    top: tuple[tuple[bytes | None, float], ...]
 
 
 class Text(NamedTuple):
@@ -149,5 +149,5 @@ class ServedAnswer:
         self.num_generated += 1
 
     def _named(self, likely: list[list[Any]]) -> TokenLogprob:
-        (text, logprob), *top = ((self._text.token_text(token), logprob) for token, logprob in likely)
-        return TokenLogprob(text, logprob, tuple(top))
+        (raw, logprob), *top = ((self._text.token_bytes(token), logprob) for token, logprob in likely)
+        return TokenLogprob(raw, logprob, tuple(top))

@@ -67,6 +67,7 @@ def make_app(settings: ServeSettings, text: ModelText, on_failure: Callable[[str
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.complete, methods=["POST"]),
             Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
             Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/", api.page),
@@ -83,6 +84,7 @@ class Api:
         self._settings = settings
         self._text = text
         self._scheduler = scheduler
+        self._model = {"id": settings.name, "object": "model", "created": 0, "owned_by": "local"}
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -101,8 +103,13 @@ class Api:
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         self._check_caller(request)
-        model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "local"}
-        return JsonReply({"object": "list", "data": [model]})
+        return JsonReply({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        self._check_caller(request)
+        self._check_model(request.path_params["name"])
+        return JsonReply(self._model)
 
     async def health(self, request: Request) -> Response:
         """GET /health. It needs no key and reveals nothing about requests."""
@@ -164,9 +171,7 @@ class Api:
             # A web page can send other types to this machine without being asked.
             raise ApiError("the body must be sent with Content-Type: application/json", status=415)
         body = _parse(await self._read(request))
-        name = body.get("model")
-        if name != self._settings.name:
-            raise ApiError(f"the model is {self._settings.name!a}", status=404, code="model_not_found", param="model")
+        self._check_model(body.get("model"))
         self._scheduler.check_room()  # before the prompt is made into tokens, which takes a while if it is long
         return body
 
@@ -184,6 +189,11 @@ class Api:
         except ClientDisconnect:
             raise ApiError("the client has left", status=499) from None
         return bytes(raw)
+
+    def _check_model(self, name: object) -> None:
+        if name != self._settings.name:
+            rule = f"model: this server has {self._settings.name!a} only"
+            raise ApiError(rule, status=404, code="model_not_found", param="model")
 
     def _check_caller(self, request: Request) -> None:
         key = self._settings.api_key

@@ -27,7 +27,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "store": (False,),
@@ -104,7 +104,7 @@ def read_tools(body: Body) -> list[dict[str, Any]] | None:
         for tool in tools
     ):
         raise ApiError('tools: expected a list of {"type": "function", "function": {…}}', param="tools")
-    return tools or None
+    return None if body.get("tool_choice") == "none" else tools or None
 
 
 def _check_names(body: Body, used: set[str]) -> None:

@@ -64,11 +64,12 @@ class Reply:
         if not self._has_logprobs:
             return None
         entries = [
-            _entry(token.text, token.logprob) | {"top_logprobs": [_entry(*each) for each in token.top]}
+            _entry(token.raw, token.logprob) | {"top_logprobs": [_entry(*each) for each in token.top]}
             for token in tokens
         ]
         return {"content": entries}
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+def _entry(raw: bytes | None, logprob: float) -> dict[str, Any]:
+    text = "\ufffd" if raw is None else raw.decode("utf-8", "replace")
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": None if raw is None else list(raw)}

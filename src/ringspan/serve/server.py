@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ringspan.errors import RingspanError, ShapeError
 from ringspan.serve.app import make_app
+from ringspan.serve.errors import ApiError
 from ringspan.serve.rank import describe
 from ringspan.serve.settings import ServeSettings
+from ringspan.serve.streams import JsonReply
 from ringspan.serve.text import ModelText
 from ringspan.serve.torchrun import serve_rank, torchrun_place
 
@@ -87,6 +90,15 @@ class _Protocol(H11Protocol):
         transport.set_write_buffer_limits(0)  # pause_writing tells of every byte that the client does not take
         self._expect_request()
 
+    def send_400_response(self, msg: str) -> None:
+        if self._is_answering():  # the answer under way cannot be followed by another status
+            self.transport.abort()
+            return
+        reply = JsonReply(ApiError(msg).body, headers={"connection": "close"})
+        head = b"".join(b"%b: %b\r\n" % header for header in reply.raw_headers)
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%b\r\n%b" % (head, bytes(reply.body)))
+        self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         for due in (self._request_due, self._taking_due):
@@ -106,8 +118,11 @@ class _Protocol(H11Protocol):
         if self._taking_due is not None:
             self._taking_due.cancel()
 
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _expect_request(self) -> None:
-        is_answering = self.cycle is not None and not self.cycle.response_complete
+        is_answering = self._is_answering()
         if is_answering and self._request_due is not None:
             self._request_due.cancel()
             self._request_due = None
@@ -134,8 +149,17 @@ def _make_server(settings: ServeSettings, text: ModelText, failures: list[str]) 
         header_timeout_s = settings.header_timeout_s
         write_timeout_s = settings.write_timeout_s
 
+    app = make_app(settings, text, give_up)
+
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(server.server_state.connections) > settings.max_connections:
+            error = ApiError("too many connections are open; try again later", status=503, code="too_many_connections")
+            await JsonReply(error.body, error.status, {"connection": "close"})(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
     config = uvicorn.Config(
-        make_app(settings, text, give_up),
+        limited,
         http=Protocol,
         ws="none",
         lifespan="on",
@@ -143,7 +167,6 @@ def _make_server(settings: ServeSettings, text: ModelText, failures: list[str]) 
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=int(settings.grace_s),
     )
     server = _Server(config)

@@ -136,12 +136,11 @@ class SlotBook:
 
 
 def longest(known: "dict[int, array[int]]", tokens: Sequence[int]) -> tuple[int, int]:
-    """The conversation with the longest common prefix, and its length; (0, 0) if that is less than half of it."""
+    """The conversation with the longest common prefix, of those that keep half of their tokens; (0, 0) if none does."""
     wanted = np.array(tokens, np.int64)
-    found = {number: _common(held, wanted) for number, held in known.items()}
-    number = max(found, key=found.__getitem__, default=0)
-    keep = min(found.get(number, 0), len(tokens) - 1)
-    return (number, keep) if keep and 2 * keep >= len(known[number]) else (0, 0)
+    found = {number: min(_common(held, wanted), len(tokens) - 1) for number, held in known.items()}
+    kept = {number: keep for number, keep in found.items() if keep and 2 * keep >= len(known[number])}
+    return max(kept.items(), key=lambda item: item[1], default=(0, 0))
 
 
 def _common(held: "array[int]", wanted: np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """How does text become tokens, and tokens text again? With the model's own tokenizer and chat template."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,19 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from ringspan.errors import UnsupportedError
 from ringspan.serve.errors import ApiError
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+"""The name of a token that is a single byte, in tokenizers with a byte fallback."""
+
+
+def _byte_level_letters() -> dict[str, int]:
+    """Byte-level tokenizers write each byte as a letter: visible Latin-1 as itself, the others from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _byte_level_letters()
 
 
 class ModelText:
@@ -61,9 +75,18 @@ class ModelText:
         whole = (tail for tail in tails if "\ufffd" not in self._tokenizer.decode(tail))  # begins with a character
         return TextStream(self._tokenizer.backend_tokenizer, next(whole, []))
 
-    def token_text(self, token: int) -> str:
-        """The text of a single token."""
-        return str(self._tokenizer.decode([token]))
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of a single token behind others, which may be a part of a character; None if they are unknown."""
+        backend = self._tokenizer.backend_tokenizer
+        once, twice = (backend.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
+        if "\ufffd" not in twice:
+            # Many tokenizers drop the space before the first word of a text.
+            return str(twice[len(once) :]).encode()
+        name = backend.id_to_token(token) or ""
+        if _BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        known = all(letter in _BYTE_LEVEL for letter in name)
+        return bytes(_BYTE_LEVEL[letter] for letter in name) if known else None
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > self._max_characters:  # its tokens could take gigabytes before they are counted
