@@ -165,7 +165,7 @@ def test_logprobs_are_those_of_the_model(server, model):
     with torch.no_grad():
         logits = model[1](torch.tensor([tokens_of(messages)])).logits[0, -1].double()
     best = torch.log_softmax(logits, -1).topk(3)
-    assert [top["token"] for top in entry["top_logprobs"]] == [words([token]) for token in best.indices.tolist()]
+    assert [top["token"] for top in entry["top_logprobs"]] == [f" {words([token])}" for token in best.indices.tolist()]
     got = [top["logprob"] for top in entry["top_logprobs"]]
     assert got == pytest.approx(best.values.tolist(), abs=1e-4)
     assert entry["token"] == entry["top_logprobs"][0]["token"]
