@@ -3,7 +3,7 @@
 const messages = [];
 const talk = h('div', { class: 'talk', 'aria-live': 'polite' });
 const status = h('p', { class: 'status', role: 'status' });
-const question = h('textarea', { id: 'question', rows: 4, required: true });
+const question = h('textarea', { id: 'question', rows: 4, required: true, onkeydown: sendOnEnter });
 const key = h('input', { id: 'key', type: 'password', autocomplete: 'off' });
 const keyRow = h('p', { hidden: true }, h('label', { for: 'key' }, 'API key '), key);
 const button = h('button', { type: 'submit' }, 'Send');
@@ -103,12 +103,19 @@ async function send(event) {
   }
 }
 
+function sendOnEnter(event) {
+  // Enter that ends the input of a character, as in Japanese, sends nothing.
+  if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (running === null) question.form.requestSubmit();
+}
+
 show(document.getElementById('page'),
   h('h1', {}, document.title),
   talk,
   h('form', { class: 'panel', onsubmit: send },
     keyRow,
-    h('label', { for: 'question' }, 'Message'),
+    h('label', { for: 'question' }, 'Message (Enter sends it, Shift+Enter begins a line)'),
     question,
     h('p', {}, button),
     status),
