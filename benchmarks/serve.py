@@ -1,9 +1,9 @@
 """How fast does `ringspan serve` answer, against plain transformers in one process with one thread?
 
-    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only cold
-    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only turns
-    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only decode
-    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only batch
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only cold --write
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only turns --write
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only decode --write
+    python benchmarks/serve.py ./SmolLM2-135M-Instruct --only batch --write
 
 Each part is interleaved: every round measures all that is compared, one after the other. `decode` compares with two
 independent processes that run at the same time, because two ranks on one machine share its memory bandwidth as well.
@@ -23,9 +23,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-PARTS = ("cold", "turns", "decode", "batch")
+from results import describe_machine, format_table, write_section
+
 WORDS = ("the", "old", "house", "of", "stone", "and", "wood", "stands", "near", "a", "river", "where", "people", "meet")
 
 
@@ -36,9 +37,7 @@ class ServedModel:
         self.name = folder.resolve().name
         self._log: list[str] = []
         command = [sys.executable, "-m", "ringspan", "serve", str(folder), "--port", "0", "--no-verify"]
-        self._process = subprocess.Popen(
-            [*command, "--ranks", str(ranks), "--prefill-chunk", "8192"], stderr=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen([*command, "--ranks", str(ranks)], stderr=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
         while not any("ready:" in line for line in self._log):
             if self._process.poll() is not None:
@@ -206,19 +205,52 @@ def batch(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list
     return found
 
 
-MEASURES: dict[str, Callable[..., list[dict[str, float]]]] = {
-    "cold": cold,
-    "turns": turns,
-    "decode": decode,
-    "batch": batch,
+class Part(NamedTuple):
+    """A part of the benchmark: its section in RESULTS.md, and what is measured."""
+
+    measure: Callable[..., list[dict[str, float]]]
+    title: str
+    about: str
+
+
+PARTS = {
+    "cold": Part(
+        cold,
+        "ringspan serve: first token of a cold prompt of 4,096 tokens",
+        "Seconds to the first token, over HTTP from 2 ranks with one thread each, and of a forward pass of the same "
+        "length in one process with one thread.",
+    ),
+    "turns": Part(
+        turns,
+        "ringspan serve: first token of a second turn",
+        "Seconds to the first token from 2 ranks, of a cold prompt and of one that continues it.",
+    ),
+    "decode": Part(
+        decode,
+        "ringspan serve: time per token after 1,000 cached tokens",
+        "Seconds per token: the mean of two independent processes of transformers at once, one thread and core each, "
+        "and over HTTP from 2 ranks that share one conversation.",
+    ),
+    "batch": Part(
+        batch,
+        "ringspan serve: 8 conversations at once",
+        "Tokens per second of 8 answers of 24 tokens each from 2 ranks; the prompts are cached.",
+    ),
 }
 
 
-def show(part: str, found: list[dict[str, float]]) -> None:
-    print(f"\n{part}: {len(found)} rounds; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
-    print("| | " + " | ".join(found[0]) + " |\n|---|" + "---|" * len(found[0]))
-    for name, pick in (("median", statistics.median), ("least", min), ("most", max)):
-        print(f"| {name} | " + " | ".join(f"{pick(each[key] for each in found):.3g}" for key in found[0]) + " |")
+def describe(part: Part, command: str, load: float, found: list[dict[str, float]]) -> str:
+    """The section: command, machine and table."""
+    import torch
+    import transformers
+
+    rows = [
+        [name, *(f"{pick(each[key] for each in found):.3g}" for key in found[0])]
+        for name, pick in (("median", statistics.median), ("least", min), ("most", max))
+    ]
+    machine = f"{describe_machine()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    about = f"{part.about} {len(found)} rounds, each with all of them; the load average was {load:.1f} before."
+    return f"`{command}`\n\n{machine}.\n\n{about}\n\n{format_table(['', *found[0]], rows)}"
 
 
 def main() -> None:
@@ -226,6 +258,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="into RESULTS.md")
     parser.add_argument("--plain", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plain is not None:
@@ -234,8 +267,14 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer, rng = AutoTokenizer.from_pretrained(args.model), random.Random()
-    for part in args.only or PARTS:
-        show(part, MEASURES[part](args.model, tokenizer, args.rounds, rng))
+    for name in args.only or PARTS:
+        load = os.getloadavg()[0]
+        found = PARTS[name].measure(args.model, tokenizer, args.rounds, rng)
+        command = f"python benchmarks/serve.py {args.model.name} --only {name} --rounds {args.rounds}"
+        text = describe(PARTS[name], command, load, found)
+        print(text, end="\n\n", flush=True)
+        if args.write:
+            write_section(f"serve {name}", PARTS[name].title, text)
 
 
 if __name__ == "__main__":

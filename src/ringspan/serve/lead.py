@@ -25,7 +25,7 @@ def follow(team: Team) -> None:
 def lead(team: Team, task: Frame, mailbox: Mailbox, tell: Callable[[Frame], None]) -> None:
     """Run rank 0: answer requests until the server ends."""
     row_bytes = team.ranked.cache.bytes_per_token
-    book = SlotBook(team.num_ranks, row_bytes, task["cache_bytes"] or _free_bytes() // (2 * team.num_ranks))
+    book = SlotBook(team.num_ranks, row_bytes, task["cache_bytes"] or free_bytes() // (2 * team.num_ranks))
     if not book.max_tokens:
         raise RingspanError(
             f"a rank's cache has room for no token; it needs {row_bytes} bytes for each, and some to spare",
@@ -51,11 +51,25 @@ def lead(team: Team, task: Frame, mailbox: Mailbox, tell: Callable[[Frame], None
     leader.serve()
 
 
-def _free_bytes() -> int:
-    """Bytes of free memory."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for row in meminfo.read_text().splitlines():
-            if row.startswith("MemAvailable:"):
-                return int(row.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def free_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that the machine has free, or a container's limit (cgroup v2) leaves, whichever are fewer."""
+    meminfo = _numbers(root / "proc/meminfo")
+    found = [1024 * meminfo["MemAvailable"]] if "MemAvailable" in meminfo else [_installed_bytes() // 2]
+    group = root / "sys/fs/cgroup"
+    limit = _numbers(group / "memory.max", "limit").get("limit")
+    if limit is not None:
+        used = _numbers(group / "memory.current", "used").get("used", 0)
+        pages = _numbers(group / "memory.stat").get("inactive_file", 0)  # of files, given up when memory is short
+        found.append(max(0, limit - used + pages))
+    return min(found)
+
+
+def _numbers(path: Path, name: str = "") -> dict[str, int]:
+    """The numbers in a file of the kernel: each behind its name, or a single one; none if the file is missing."""
+    rows = path.read_text().splitlines() if path.is_file() else []
+    words = [f"{name} {row}".replace(":", " ").split() for row in rows]
+    return {row[0]: int(row[1]) for row in words if len(row) > 1 and row[1].isdecimal()}
+
+
+def _installed_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
