@@ -204,8 +204,14 @@ def test_what_two_ways_share_does_not_part_them():
         (["--max-batch", "--max-context"], "Error: --max-context and --max-batch are two questions", 2),
         (["--max-batch", "--trace", "x"], "Error: --trace has no meaning for --max-batch", 2),
         (["--price", "a100=2"], "Error: --price 'a100=2' is for a100", 2),
-        (["--price", "h100=free"], "Error: --price 'h100=free' is not a price", 2),
+        (["--price", "h100=free"], "Error: --price 'h100=free': 'h100=free' is not DEVICE=PRICE", 2),
+        (["--price", "abacus=2"], "Error: --price 'abacus=2': 'abacus' is not one of the devices", 2),
+        (["--max-context", "--explain"], "Error: --explain has no meaning for --max-context", 2),
         (["--sweep", "tokens"], "Error: --sweep 'tokens'", 2),
+        (["--sweep", "tokenz=4K"], "Error: --sweep 'tokenz=4K'", 2),
+        (["--sweep", "tokens=4K,many"], "Error: --sweep tokens=many", 2),
+        (["--sweep", "tokens=4K", "tokens=8K"], "Error: --sweep 'tokens=8K': tokens are given twice", 2),
+        (["--sweep", "devices=8xh100,8xa100", "--price", "h100=2"], "Error: --price 'h100=2' has no price of a100", 2),
         (["devices=8xh100"], "Error: unexpected argument", 2),
         (["--rows", "."], "Error: --rows goes with --check", 2),
         (["--pp", "2"], "Error: --pp 2: ", 2),
@@ -256,6 +262,24 @@ def test_a_sweep_is_a_table_and_a_plot(tmp_path):
     assert result.output.count("x8xh100-sxm") == 6
     lines = ET.fromstring(path.read_text()).findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 2
+
+
+def test_every_cluster_of_a_sweep_has_its_own_price_and_kernel():
+    words = ("--model", "llama-3.1-8b", "--software", "megatron", "--price", "a100=1,h100=2", "--json")
+    result = run(*words, "--sweep", "tokens=64K", "devices=8xh100,8xa100")
+    assert result.exit_code == 0, result.output
+    answers = json.loads(result.output)["answers"]
+    assert [answer["device"] for answer in answers] == ["h100-sxm", "a100-sxm-80gb"]
+    for answer, price in zip(answers, (2, 1), strict=True):
+        assert answer["cost"]["per_unit"] == pytest.approx(8 * price * answer["option"]["total_s"] / 3600)
+    alone = run(*words[:4], "--devices", "8xh100", "--tokens", "64K", "--json")
+    assert answers[0]["option"]["total_s"] == json.loads(alone.output)["options"][0]["total_s"]
+
+
+def test_a_batch_of_a_video_is_counted_in_forwards():
+    output = run("--model", "wan2.1-14b", "--devices", "8xh100", "--max-batch").output
+    assert "17 forwards are the largest batch that fits" in output
+    assert "with guidance a video takes 2 of them: 8 videos" in " ".join(output.split())
 
 
 def test_a_video_says_how_many_forwards_and_how_long_the_whole_takes():

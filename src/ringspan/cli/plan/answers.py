@@ -1,13 +1,13 @@
 """What `ringspan plan` prints beside a plan: answers to single questions, --check, and everything as plain data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from ringspan.cli.console import format_percent, format_seconds
+from ringspan.cli.console import format_count, format_percent, format_seconds
 from ringspan.cli.page import Page, new_table
 from ringspan.cli.plan.text import describe, describe_cost, describe_devices, format_range, gigabytes
 from ringspan.planner.catalog.constants import priors
@@ -41,10 +41,12 @@ def print_answer(
         console.print(Text(text, "bold red"))
         return
     asked, option = answer.request, answer.option
+    video = asked.model.video
+    batch = f"{asked.batch:,} is" if video is None else f"{format_count(asked.batch, 'forward')} are"
     found = {
         "target_ttft": f"{asked.cluster.num_devices} {device.id} reach {target}",
         "max_context": f"{asked.tokens:,} tokens is the longest sequence that fits",
-        "max_batch": f"{asked.batch:,} is the largest batch that fits",
+        "max_batch": f"{batch} the largest batch that fits",
     }[question]
     console.print(Text(f"✓ {found}: {describe(option, asked)}, {format_range(option)}", "bold green"))
     is_barely = option.memory.fits_barely(device.memory_bytes)
@@ -61,17 +63,20 @@ def print_answer(
     limit = asked.model.max_tokens
     if limit is not None and asked.tokens > limit:
         rows.append(("note", f"the model was made for {limit:,} tokens"))
+    if question == "max_batch" and video is not None and video.forwards > 1:
+        videos = format_count(asked.batch // video.forwards, "video")
+        rows.append(("note", f"with guidance a video takes {video.forwards} of them: {videos}"))
     if price is not None:
         rows.append(("cost", describe_cost(cost_of(asked, option, price), asked)))
     page.facts(rows)
 
 
-def print_sweep(answers: Sequence[Answer], price: float | None, console: Console) -> None:
-    """A row for every length and cluster."""
+def print_sweep(answers: Sequence[Answer], prices: Mapping[str, float], console: Console) -> None:
+    """A row for every length and cluster, with its cost if the devices have prices."""
     page = Page(console)
     request = answers[0].request
     console.print(Text(f"{request.model.id}: {request.phase}, the best way for each", "bold"))
-    columns = ("devices", ">tokens", "way", ">time", ">memory", "fits", *((">cost",) if price is not None else ()))
+    columns = ("devices", ">tokens", "way", ">time", ">memory", "fits", *((">cost",) if prices else ()))
     table = new_table(*columns)
     for asked, option in ((answer.request, answer.option) for answer in answers):
         cluster = asked.cluster
@@ -83,8 +88,9 @@ def print_sweep(answers: Sequence[Answer], price: float | None, console: Console
             gigabytes(option.memory.total),
             "✓" if option.fits else "✗",
         ]
-        if price is not None:
-            cells.append(f"{cost_of(asked, option, price).per_unit:.4g}" if option.fits else "")
+        if prices:
+            cost = cost_of(asked, option, prices[cluster.device.id])
+            cells.append(f"{cost.per_unit:.4g}" if option.fits else "")
         table.add_row(*cells)
     page.show(table)
 

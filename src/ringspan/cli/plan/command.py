@@ -17,7 +17,7 @@ from ringspan.cli.plan.options import (
     device_options,
     fill_in,
     output_options,
-    parse_price,
+    parse_prices,
     parse_sweep,
     parse_time,
     question_options,
@@ -28,7 +28,8 @@ from ringspan.cli.plan.options import (
 from ringspan.errors import RingspanError
 
 if TYPE_CHECKING:
-    from ringspan.planner.plan import Answer, Plan, Request
+    from ringspan.planner.catalog import Cluster
+    from ringspan.planner.plan import Plan, Request
 
 NO_FIT = 3  # exit code: nothing fits, or nothing answers the question
 QUESTIONS = ("target_ttft", "max_context", "max_batch", "sweep")
@@ -102,12 +103,17 @@ def plan(ctx: click.Context, /, check: bool, rows: str | None, as_json: bool, **
         raise click.UsageError("--recompute and --no-recompute are for --phase train alone; leave them out")
     if options["target_ttft"] and request.phase != "prefill":
         raise click.UsageError(f"--target-ttft is for prefill, and the phase is {request.phase}; leave it out")
-    device = request.cluster.device.id
-    price = parse_price(options["price"], device) if options["price"] is not None else None
-    if any(options[name] for name in QUESTIONS):
-        _answer(ctx, request, options, price, as_json)
-        return
-    _plan(ctx, request, options, price, as_json)
+    lengths, clusters = [request.tokens], [request.cluster]
+    if options["sweep"] is not None:
+        lengths, clusters = parse_sweep(options, request)
+    devices = list(dict.fromkeys(cluster.device.id for cluster in clusters))
+    prices = parse_prices(options["price"], devices) if options["price"] is not None else {}
+    if options["sweep"] is not None:
+        _sweep(request, lengths, clusters, options["plot"], prices, as_json)
+    elif any(options[name] for name in QUESTIONS):
+        _answer(ctx, request, options, prices.get(devices[0]), as_json)
+    else:
+        _plan(ctx, request, options, prices.get(devices[0]), as_json)
 
 
 def _refuse_others(ctx: click.Context) -> None:
@@ -133,8 +139,8 @@ def _check_options(rows: str | None, options: dict[str, Any]) -> None:
     if options["devices"] is None:
         _check_model(options["model"])
         raise click.UsageError(f"--devices {missing}")
-    for name in ("trace", "plot", "html"):
-        if asked and options[name] is not None and (name, asked) != ("plot", ["--sweep"]):
+    for name in ("trace", "plot", "html", "explain"):
+        if asked and options[name] and (name, asked) != ("plot", ["--sweep"]):
             raise click.UsageError(f"--{name} has no meaning for {asked[0]}; leave it out")
 
 
@@ -177,39 +183,53 @@ def _plan(ctx: click.Context, request: "Request", options: dict[str, Any], price
         ctx.exit(NO_FIT)
 
 
+def _sweep(
+    request: "Request",
+    lengths: list[int],
+    clusters: list["Cluster"],
+    plot: Path | None,
+    prices: dict[str, float],
+    as_json: bool,
+) -> None:
+    """Print the best way for every length and cluster."""
+    from rich.console import Console
+
+    from ringspan.cli.plan.answers import answer_as_json, print_sweep
+    from ringspan.planner.plan import sweep
+
+    with Console(stderr=True).status("Planning"):
+        answers = list(sweep(request, lengths, clusters))
+    if plot is not None:
+        from ringspan.cli.plan.files import plot_sweep
+
+        write_text(plot, plot_sweep(answers))
+    if as_json:
+        found = [answer_as_json(one, prices.get(one.request.cluster.device.id)) for one in answers]
+        _echo_json({"question": "sweep", "answers": found})
+    else:
+        print_sweep(answers, prices, new_console())
+
+
 def _answer(
     ctx: click.Context, request: "Request", options: dict[str, Any], price: float | None, as_json: bool
 ) -> None:
     """Answer one of the questions."""
     from rich.console import Console
 
-    from ringspan.cli.plan.answers import answer_as_json, print_answer, print_sweep
-    from ringspan.planner.plan import fewest_devices, largest_batch, longest_context, sweep
+    from ringspan.cli.plan.answers import answer_as_json, print_answer
+    from ringspan.planner.plan import fewest_devices, largest_batch, longest_context
 
     with Console(stderr=True).status("Planning"):
-        if options["sweep"] is not None:
-            lengths, clusters = parse_sweep(
-                (options["sweep"], *options["swept"]), request, options["network"], options["link"]
-            )
-            answers: list[Answer] = list(sweep(request, lengths, clusters))
-        elif options["target_ttft"] is not None:
+        if options["target_ttft"] is not None:
             found = fewest_devices(request, parse_time("--target-ttft", options["target_ttft"]))
-            answers = [] if found is None else [found]
         else:
             found = (longest_context if options["max_context"] else largest_batch)(request)
-            answers = [] if found is None else [found]
     question = next(name for name in QUESTIONS if options[name])
-    if options["plot"] is not None:
-        from ringspan.cli.plan.files import plot_sweep
-
-        write_text(options["plot"], plot_sweep(answers))
     if as_json:
-        _echo_json({"question": question, "answers": [answer_as_json(one, price) for one in answers]})
-    elif question == "sweep":
-        print_sweep(answers, price, new_console())
+        _echo_json({"question": question, "answers": [] if found is None else [answer_as_json(found, price)]})
     else:
-        print_answer(question, request, answers[0] if answers else None, options["target_ttft"], price, new_console())
-    if not answers or (question != "sweep" and not answers[0].option.fits):
+        print_answer(question, request, found, options["target_ttft"], price, new_console())
+    if found is None or not found.option.fits:
         ctx.exit(NO_FIT)
 
 

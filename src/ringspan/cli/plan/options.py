@@ -62,7 +62,11 @@ device_options = _group(
     click.option(
         "--kernel", type=click.Choice(["fa2", "fa3", "fa4"]), help="Attention kernel.  [default: that of the software]"
     ),
-    click.option("--price", metavar="DEVICE=PRICE", help="Price of a device per hour, such as h100=2.5."),
+    click.option(
+        "--price",
+        metavar="DEVICE=PRICE[,...]",
+        help="Price of a device per hour, such as h100=2.5; with --sweep one for each kind of device.",
+    ),
 )
 
 split_options = _group(
@@ -121,11 +125,11 @@ SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "": 1.0}
 
 def fill_in(options: dict[str, Any]) -> None:
     """What a question implies: the first of what is swept; for the fewest devices no number of them."""
-    swept = dict(word.split("=", 1) for word in (options["sweep"] or "", *options["swept"]) if "=" in word)
-    if options["devices"] is None and swept.get("devices"):
-        options["devices"] = swept["devices"].split(",")[0]
-    if options["tokens"] is None and swept.get("tokens"):
-        options["tokens"] = parse_tokens(swept["tokens"].split(",")[0])
+    swept = split_sweep((options["sweep"], *options["swept"])) if options["sweep"] is not None else {}
+    if options["devices"] is None and "devices" in swept:
+        options["devices"] = swept["devices"][0]
+    if options["tokens"] is None and "tokens" in swept:
+        options["tokens"] = _swept_tokens(swept["tokens"][0])
     if options["target_ttft"] and options["devices"] and not re.match("[0-9]+x", options["devices"]):
         options["devices"] = f"1x{options['devices']}"
 
@@ -202,39 +206,73 @@ def parse_time(option: str, text: str) -> float:
     return seconds
 
 
-def parse_price(text: str, device: str) -> float:
-    """Parse DEVICE=PRICE; the device must be the planned one."""
+def parse_prices(text: str, devices: list[str]) -> dict[str, float]:
+    """Parse DEVICE=PRICE,...: a price for each of the planned devices, and for no others."""
+    prices = {}
+    for word in text.split(","):
+        name, _, amount = word.partition("=")
+        try:
+            price = float(amount)
+        except ValueError:
+            price = math.nan
+        if not 0 < price < 1e9:
+            raise ShapeError(f"--price {text!r}: {word!r} is not DEVICE=PRICE, per device and hour, such as h100=2.5")
+        device = _device_id(name, text, devices)
+        if device not in devices:
+            raise ShapeError(
+                f"--price {text!r} is for {name}, and the devices are {', '.join(devices)}; use {devices[0]}={amount}"
+            )
+        prices[device] = price
+    missing = [device for device in devices if device not in prices]
+    if missing:
+        raise ShapeError(f"--price {text!r} has no price of {missing[0]}; add it: {text},{missing[0]}=PRICE")
+    return prices
+
+
+def _device_id(name: str, text: str, planned: list[str]) -> str:
+    """The id of a planned device, or of the one that a name of the catalogue stands for."""
     from ringspan.planner.catalog import load_device
 
-    name, _, amount = text.partition("=")
+    if name in planned:
+        return name
     try:
-        price = float(amount)
-    except ValueError:
-        price = math.nan
-    if not 0 < price < 1e9:
-        raise ShapeError(f"--price {text!r} is not a price; use DEVICE=PRICE, per device and hour, such as h100=2.5")
-    if name != device and load_device(name).id != device:
-        raise ShapeError(f"--price {text!r} is for {name}, and the devices are {device}; use {device}={amount}")
-    return price
+        return load_device(name).id
+    except UnsupportedError:
+        raise ShapeError(f"--price {text!r}: {name!r} is not one of the devices, {', '.join(planned)}") from None
 
 
-def parse_sweep(
-    words: tuple[str, ...], request: "Request", network: str | None = None, link: str | None = None
-) -> tuple[list[int], list["Cluster"]]:
-    """Lengths and clusters of a sweep; a dimension that is not swept has the value that was given."""
-    from ringspan.planner.catalog import parse_devices
-
-    lengths, clusters = [request.tokens], [request.cluster]
+def split_sweep(words: tuple[str, ...]) -> dict[str, list[str]]:
+    """The values of tokens=N,N,... and devices=D,D,..., each given at most once."""
+    swept: dict[str, list[str]] = {}
     for word in words:
         key, _, values = word.partition("=")
-        if key == "tokens" and values:
-            lengths = [parse_tokens(value) for value in values.split(",")]
-        elif key == "devices" and values:
-            kernel = request.cluster.device.attention.kernel
-            clusters = [
-                parse_devices(value, network, None if value.endswith(".toml") else kernel, link)
-                for value in values.split(",")
-            ]
-        else:
+        given = values.split(",")
+        if key not in ("tokens", "devices") or not all(given):
             raise ShapeError(f"--sweep {word!r}: use tokens=N,N,... and devices=D,D,..., with values")
+        if key in swept:
+            raise ShapeError(f"--sweep {word!r}: {key} are given twice; write them as one list, {key}=A,B,...")
+        swept[key] = list(dict.fromkeys(given))
+    return swept
+
+
+def parse_sweep(options: dict[str, Any], request: "Request") -> tuple[list[int], list["Cluster"]]:
+    """Lengths and clusters of a sweep; a dimension that is not swept has the value that was given."""
+    from ringspan.planner.plan import parse_cluster
+
+    swept = split_sweep((options["sweep"], *options["swept"]))
+    lengths, clusters = [request.tokens], [request.cluster]
+    if "tokens" in swept:
+        lengths = [_swept_tokens(value) for value in swept["tokens"]]
+    if "devices" in swept:
+        clusters = [
+            parse_cluster(value, request.software, options["kernel"], options["network"], options["link"])
+            for value in swept["devices"]
+        ]
     return lengths, clusters
+
+
+def _swept_tokens(text: str) -> int:
+    try:
+        return parse_tokens(text)
+    except ShapeError as error:
+        raise ShapeError(f"--sweep tokens={text}: {error}") from error

@@ -1,6 +1,6 @@
 """Will it fit, how long will it take, which algorithm, and why?"""
 
-from ringspan.planner.plan.ask import make_request, plan
+from ringspan.planner.plan.ask import make_request, parse_cluster, plan
 from ringspan.planner.plan.build import BreakEven, Option, Plan, build_plan
 from ringspan.planner.plan.candidates import Illegal
 from ringspan.planner.plan.explain import ExplainedTerm
@@ -43,6 +43,7 @@ __all__ = [
     "largest_batch",
     "longest_context",
     "make_request",
+    "parse_cluster",
     "plan",
     "predict",
     "sweep",

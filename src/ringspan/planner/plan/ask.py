@@ -7,7 +7,7 @@ from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.planner.catalog import Cluster, Model, load_model, parse_devices
 from ringspan.planner.plan.build import Plan, build_plan
 from ringspan.planner.plan.request import Phase, Request
-from ringspan.planner.software import RINGSPAN, find_software
+from ringspan.planner.software import RINGSPAN, Software, find_software
 
 NOT_MODELLED = {
     "pipeline_parallel": "stages and their bubbles are not modelled; tensor parallelism and sharded weights are",
@@ -140,8 +140,7 @@ def make_request(
     loaded = load_model(model) if isinstance(model, str) else model
     cluster = devices
     if isinstance(cluster, str):
-        default_kernel = None if cluster.endswith(".toml") else found.kernel
-        cluster = parse_devices(cluster, network, kernel or default_kernel, link)
+        cluster = parse_cluster(cluster, found, kernel, network, link)
     return Request(
         model=loaded,
         cluster=cluster,
@@ -161,6 +160,12 @@ def make_request(
         software=found,
         size=size,
     )
+
+
+def parse_cluster(text: str, software: Software, kernel: str | None, network: str | None, link: str | None) -> Cluster:
+    """Devices by name, with the kernel of the software unless another one is given or the device is calibrated."""
+    default_kernel = None if text.endswith(".toml") else software.kernel
+    return parse_devices(text, network, kernel or default_kernel, link)
 
 
 def _tokens(model: Model, tokens: int | None, size: tuple[int, int, int] | None) -> int:
