@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -52,7 +51,6 @@ class ServedAnswer:
     def __init__(
         self, scheduler: Scheduler, text: ModelText, tokens: list[int], wishes: Wishes, *, continues: bool
     ) -> None:
-        self._began_s = self._last_s = time.monotonic()
         self._scheduler = scheduler
         self._text = text
         self._stream = text.decoder(tokens if continues else ())
@@ -100,7 +98,7 @@ class ServedAnswer:
         """Yield the text as it is generated."""
         logprobs: list[TokenLogprob] = []
         while (frame := await self._next())["kind"] == "token":
-            self._count()
+            self.num_generated += 1
             if "logprobs" in frame:
                 logprobs.append(self._named(frame["logprobs"]))
             text = self._stops.add(self._stream.add(frame["token"]))
@@ -137,16 +135,6 @@ class ServedAnswer:
         if frame.get("reason") == "not_finite":
             raise ApiError("the model computed logits that are not finite", status=500, code="not_finite")
         return frame
-
-    def _count(self) -> None:
-        metrics, now = self._scheduler.metrics, time.monotonic()
-        if self.num_generated:
-            metrics.observe("time_per_token_seconds", now - self._last_s)
-        else:
-            metrics.observe("time_to_first_token_seconds", now - self._began_s)
-        metrics.add("generated_tokens_total")
-        self._last_s = now
-        self.num_generated += 1
 
     def _named(self, likely: list[list[Any]]) -> TokenLogprob:
         (raw, logprob), *top = ((self._text.token_bytes(token), logprob) for token, logprob in likely)

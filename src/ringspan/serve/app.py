@@ -62,6 +62,11 @@ def make_app(settings: ServeSettings, text: ModelText, on_failure: Callable[[str
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        metrics.add("errors_total", status=str(error.status))
+        return JsonReply(error.body, error.status)
+
     return Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -72,7 +77,7 @@ def make_app(settings: ServeSettings, text: ModelText, on_failure: Callable[[str
             Route("/metrics", api.metrics),
             Route("/", api.page),
         ],
-        exception_handlers={ApiError: _refused, HTTPException: _no_such_thing, Exception: _our_fault},
+        exception_handlers={ApiError: refuse, HTTPException: _no_such_thing, Exception: _our_fault},
         lifespan=live,
     )
 
@@ -237,11 +242,6 @@ async def _events(answer: ServedAnswer, reply: Reply, include_usage: bool) -> As
     if include_usage:
         yield event(reply.usage(answer))
     yield DONE
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JsonReply(error.body, error.status)
 
 
 async def _no_such_thing(_: Request, error: Exception) -> Response:

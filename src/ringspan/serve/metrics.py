@@ -6,6 +6,7 @@ from collections import defaultdict
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _COUNTERS = {
     "requests_total": "Requests that ended, by how.",
+    "errors_total": "Requests that got an error instead of an answer, by HTTP status.",
     "prompt_tokens_total": "Tokens of prompts.",
     "cached_tokens_total": "Tokens of prompts that were cached already.",
     "generated_tokens_total": "Tokens that were generated.",

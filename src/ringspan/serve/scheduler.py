@@ -4,6 +4,7 @@ A waiting request survives a restart of the ranks; those under way do not.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ class Generation:
         self.tokens = tokens
         self.sampling = sampling
         self.cancelled_as: str | None = None
+        self.num_generated = 0
+        self.last_s = time.monotonic()  # when the request or its last token came
         self.inbox: asyncio.Queue[Frame] = asyncio.Queue()
 
 
@@ -83,6 +86,8 @@ class Scheduler:
         generation = self._running.get(frame["number"])
         if generation is None:
             return
+        if frame["kind"] == "token":
+            self._count_token(generation)
         if frame["kind"] != "done":
             generation.inbox.put_nowait(frame)
             return
@@ -90,6 +95,15 @@ class Scheduler:
             self.metrics.add(f"{name}_total", count)
         self.metrics.set("cache_bytes", frame["cache_bytes"])
         self._end(generation, frame["reason"], frame)
+
+    def _count_token(self, generation: Generation) -> None:
+        """Note the time of a token, when it comes from the ranks: a client may be slow to take it."""
+        now = time.monotonic()
+        name = "time_per_token_seconds" if generation.num_generated else "time_to_first_token_seconds"
+        self.metrics.observe(name, now - generation.last_s)
+        self.metrics.add("generated_tokens_total")
+        generation.num_generated += 1
+        generation.last_s = now
 
     def _lost(self, reason: str) -> None:
         """Fail the running requests after the ranks are lost; all requests if the ranks are not restarted."""
