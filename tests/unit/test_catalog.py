@@ -165,6 +165,33 @@ def test_a_config_of_diffusers(tmp_path):
     assert model.counted_parameters == load_model("wan2.1-14b").counted_parameters
 
 
+FLUX = {
+    "_class_name": "FluxTransformer2DModel",
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "patch_size": 1,
+}
+HUNYUAN = FLUX | {
+    "_class_name": "HunyuanVideoTransformer3DModel",
+    "num_layers": 20,
+    "num_single_layers": 40,
+    "mlp_ratio": 4,
+    "patch_size": 2,
+    "patch_size_t": 1,
+}
+
+
+@pytest.mark.parametrize(("config", "name"), [(WAN, "wan2.1-14b"), (FLUX, "flux.1"), (HUNYUAN, "hunyuanvideo")])
+def test_a_config_of_diffusers_is_planned_like_the_catalogue_entry(tmp_path, config, name):
+    ours, known = load_model(write(tmp_path, config)), load_model(name)
+    assert ours.video == known.video  # with its guidance, steps, text encoder and VAE
+    parameters = ours.parameters or ours.counted_parameters
+    assert parameters == pytest.approx(known.parameters, rel=0.05)
+    assert (ours.layers, ours.num_heads, ours.mlp_size) == (known.layers, known.num_heads, known.mlp_size)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -291,6 +291,11 @@ def test_a_video_says_how_many_forwards_and_how_long_the_whole_takes():
     assert "per video" in output
 
 
+def test_the_fixed_part_of_a_video_grows_with_its_tokens():
+    usual, twice = (rs.plan(model="wan2.1-1.3b", devices="1xh100", tokens=n).video for n in (32_760, 65_520))
+    assert twice.fixed_s == pytest.approx(2 * usual.fixed_s)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -106,7 +106,7 @@ def _describe_work(request: Request) -> str:
 def _print_answer(page: Page, plan: Plan, cost: Cost | None) -> None:
     page.section("The answer")
     best, request = plan.best, plan.request
-    mark = "✓ fits barely" if plan.fits_barely else "✓"
+    mark = "✓ fits barely:" if plan.fits_barely else "✓"
     page.console.print(Text(f"{mark} {describe(best, plan.request)}: {format_range(best)}", "bold green"))
     rows = [(TIMES[request.phase], f"{format_range(best)}; estimate {format_seconds(best.prediction.total_s)}")]
     if plan.video is not None:

@@ -19,7 +19,10 @@ VIDEO_CLASSES = {  # class in a diffusers config: the catalogue entry with the s
     "HunyuanVideoTransformer3DModel": "hunyuanvideo",
     "CogVideoXTransformer3DModel": "cogvideox-5b",
     "LTXVideoTransformer3DModel": "ltx-video",
+    "HunyuanVideo15Transformer3DModel": "hunyuanvideo-1.5",
+    "FluxTransformer2DModel": "flux.1",
 }
+PACKED = ("FluxTransformer2DModel",)  # whose pipeline packs patches before the model, so that its own patch_size is 1
 PLAIN_MLP = (  # model types whose MLP is two matrices: in and out
     *("biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron"),
     *("opt", "persimmon", "phi", "starcoder2", "xglm"),
@@ -263,23 +266,25 @@ class _Config:
         kin = plain(find(read_data("models.toml")["video_dit"], VIDEO_CLASSES[name], "model", "model"))
         heads, head_dim = self.need("num_attention_heads"), self.need("attention_head_dim")
         hidden = heads * head_dim
+        layers, double = self.need("num_layers"), 0
         if "num_single_layers" in self.config:
-            layers = self.need("num_layers") + self.need("num_single_layers")
-        else:
-            layers = self.need("num_layers")
+            layers, double = layers + self.need("num_single_layers"), layers
         mlp = self.need("ffn_dim") if "ffn_dim" in self.config else int(self._mlp_ratio() * hidden)
-        usual = tuple(kin[f"usual_{key}"] for key in ("frames", "height_px", "width_px"))
-        text = self.may("max_text_seq_length") or kin["text_tokens"]
+        frames, height, width = (kin[f"usual_{key}"] for key in ("frames", "height_px", "width_px"))
         video = Video(
-            self._patch(),
+            (kin["patch_t"], kin["patch_h"], kin["patch_w"]) if name in PACKED else self._patch(),
             kin["vae_temporal_stride"],
             kin["vae_spatial_stride"],
-            text,
+            self.may("max_text_seq_length") or kin["text_tokens"],
             kin["text_mode"] == "joint",
-            usual,
+            (frames, height, width),
+            forwards=kin.get("forwards", 1),
+            steps=kin.get("steps"),
+            encoder_parameters=kin.get("text_encoder_parameters"),
+            vae_parameters=kin.get("vae_parameters"),
         )
         notes: tuple[str, ...] = (
-            f"VAE strides, text tokens and usual size are those of {kin['id']}, of the catalogue",
+            f"VAE, text encoder, usual size, steps and guidance are those of {kin['id']}, of the catalogue",
         )
         if "ffn_dim" not in self.config and "mlp_ratio" not in self.config:
             notes += ("mlp_ratio is not in the config; 4, as the class of diffusers has it",)
@@ -294,6 +299,7 @@ class _Config:
             mlp_size=mlp,
             mlp_matrices=2,
             video=video,
+            parameters=_two_stream_parameters(hidden, mlp, double, layers - double) if double else None,
             notes=notes,
         )
 
@@ -313,3 +319,9 @@ class _Config:
             return time, height, width
         space = self.number("patch_size", self.need("patch_size"), least=1)
         return self.may("patch_size_t") or 1, space, space
+
+
+def _two_stream_parameters(hidden: int, mlp: int, double: int, single: int) -> int:
+    """Text and video have weights of their own in double blocks; modulations are 6 and 3 hidden-size squares."""
+    block = 4 * hidden**2 + 2 * hidden * mlp
+    return double * 2 * (block + 6 * hidden**2) + single * (block + 3 * hidden**2)

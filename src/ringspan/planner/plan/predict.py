@@ -176,4 +176,5 @@ def whole_video(request: Request, step_s: float) -> WholeVideo | None:
     size = request.size or video.usual
     if size is None:
         return None
-    return WholeVideo(video.steps, video.steps * step_s, fixed_s(request.cluster.device, *size))
+    scale = request.tokens / video.count_tokens(*size)  # not 1 where tokens were given instead of a size
+    return WholeVideo(video.steps, video.steps * step_s, scale * fixed_s(request.cluster.device, *size))
