@@ -1,6 +1,7 @@
 """A server whose ranks die, stop or whose parent dies: an error for the client, 503, new ranks, right answers."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -120,8 +121,9 @@ def test_the_fourth_loss_in_a_minute_ends_the_server_with_the_reason(model):
                 time.sleep(0.05)
         assert server.process.wait(30) == 1
         time.sleep(0.2)  # for the thread that reads its last words
-        server.wait_for_log("ranks were lost 4 times within 60 s")
-        server.wait_for_log("was killed by SIGKILL")
+        server.wait_for_log("Error: the server gave up")
+        # A slow machine may need more than a minute for four starts.
+        assert re.search("lost (4 times within 60 s|in 4 starts in a row).* was killed by SIGKILL", server.all_log)
         assert "Traceback" not in server.all_log
     finally:
         server.close()

@@ -1,17 +1,19 @@
 """Rank 0's loop over a played model: cancelled requests, and logits that no token can be chosen from."""
 
 import random
+from array import array
 from typing import Any
 
 import pytest
 import torch
 
-from ringspan.serve.commands import Op, RankCommand
+from ringspan.serve.archive import Archive
+from ringspan.serve.commands import Op, RankCommand, saved_folder
 from ringspan.serve.leader import Leader
 from ringspan.serve.mailbox import Mailbox
-from ringspan.serve.memory import ConversationMemory
+from ringspan.serve.memory import ConversationMemory, Remembered
 from ringspan.serve.sampling import Sampler
-from ringspan.serve.slots import SlotBook
+from ringspan.serve.slots import SPARE, SlotBook
 
 CHUNK = 8
 VICTIM, OTHER = 1, 2
@@ -89,3 +91,25 @@ def test_logits_that_are_not_finite_end_their_request_and_nothing_else(bad):
 def test_a_very_low_temperature_takes_the_most_likely_token(temperature):
     logits = torch.tensor([-float("inf"), 2.0, 100.0, -100.0])
     assert Sampler(temperature, 1.0, 0).choose(logits) == 2
+
+
+def test_a_saved_conversation_that_has_no_room_any_more_is_computed_anew(tmp_path):
+    archive = Archive(tmp_path, "model")
+    saved = array("q", range(1, 301))
+    saved_folder(tmp_path, 5).mkdir()
+    archive.note(5, 1, saved)
+    prompt = [*saved[:200], 7]
+
+    def place(num_tokens: int) -> tuple[Remembered | None, list[Op]]:
+        """With room for a number of tokens."""
+        ops: list[Op] = []
+
+        def command(command: RankCommand) -> dict[int, torch.Tensor]:
+            ops.append(command.op)
+            return {part.slot: torch.ones(1) for part in command.parts}
+
+        memory = ConversationMemory(SlotBook(1, 1, SPARE + num_tokens + num_tokens // 4), archive)
+        return memory.place(prompt, 210, command), ops
+
+    assert place(400) == ((1, 200), [Op.LOAD])
+    assert place(240) == ((1, 0), [])

@@ -40,12 +40,12 @@ class ConversationMemory:
         """A slot for a prompt, with its cached tokens; None if there is no room now."""
         found = self._book.find(tokens)
         saved, num_saved = (0, 0) if self._archive is None else self._archive.find(tokens)
-        if num_saved <= found[1]:
+        if self._archive is None or num_saved <= found[1] or self._archive.length(saved) > self._book.max_tokens:
             place = self._book.place(tokens, num_total, found)
             if place is not None:
                 self._evict(place.evicted, command)
             return None if place is None else Remembered(place.slot, place.keep)
-        assert self._archive is not None
+        # All of it is loaded, and cut then; what a server with a larger cache has saved may have no room here.
         place = self._book.place(tokens, max(num_total, self._archive.length(saved)), (0, 0))
         if place is None:
             return None

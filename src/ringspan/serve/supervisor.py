@@ -2,8 +2,8 @@
 
 The front holds a pipe to every rank that it has started. A rank is lost if its process ends, if it reports an error,
 or if it is silent for too long: stopped, or caught in a command. Then all ranks end, since a group that has lost one is
-of no more use, and all are started again. A fourth loss within a minute is the end, with the reason. Under torchrun the
-first loss is the end, because torchrun starts the ranks.
+of no more use, and all are started again. The server ends, with the reason, at the fourth loss within a minute or after
+four starts in a row that failed. Under torchrun it ends at the first loss, because torchrun starts the ranks.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Supervisor:
         self._processes: list[Process] = []
         self._last_heard: list[float] = []
         self._losses: asyncio.Queue[RankLoss] = asyncio.Queue()
-        self._has_been_ready = False
+        self._became_ready = self._has_been_ready = False
         self.state = "starting"
         self.failure: str | None = None
         self.num_restarts = 0
@@ -98,15 +98,19 @@ class Supervisor:
     async def run(self) -> None:
         """Keep ranks running until they fail too often, or this task is cancelled."""
         losses: list[float] = []
+        failed_starts = 0
         while True:
             loss = await self._run_once()
             now = time.monotonic()
             losses = [then for then in losses if now - then < WITHIN_S] + [now]
+            failed_starts = 0 if self._became_ready else failed_starts + 1
             log.error("ranks lost: %s", loss.text)
             if self._settings.is_under_torchrun or (loss.is_refusal and not self._has_been_ready):
                 self.failure = loss.text
             elif len(losses) > MAX_RESTARTS:
                 self.failure = f"ranks were lost {len(losses)} times within {WITHIN_S:g} s, the last time: {loss.text}"
+            elif failed_starts > MAX_RESTARTS:  # those of a large model may take minutes each
+                self.failure = f"ranks were lost in {failed_starts} starts in a row, the last time: {loss.text}"
             if self.failure is not None:
                 self.state = "failed"
                 self._lost(loss.text)
@@ -115,7 +119,7 @@ class Supervisor:
 
     async def _run_once(self) -> RankLoss:
         """Start the ranks and return when one is lost, after ending all others."""
-        self._processes, self._losses = [], asyncio.Queue()
+        self._processes, self._losses, self._became_ready = [], asyncio.Queue(), False
         tasks: list[asyncio.Task[None]] = []
         with tempfile.TemporaryDirectory(prefix="ringspan-serve-") as folder:
             try:
@@ -185,7 +189,7 @@ class Supervisor:
                 pass
             case "ready":
                 self.max_tokens = frame["max_tokens"]
-                self._has_been_ready = True
+                self._became_ready = self._has_been_ready = True
                 self.state = "ready"
                 self.ready.set()
                 log.info(
