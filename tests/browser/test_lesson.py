@@ -176,7 +176,7 @@ def test_the_command_of_a_run_in_the_page_makes_it(lesson_file: Path, open_page:
     opened = open_page(lesson_file)
     for algorithm, one in shown.items():
         opened.show(f"#run={one.key}")
-        _, *arguments, _ = shlex.split(opened.page.locator(".about .command code").inner_text())
+        _, *arguments, _ = shlex.split(opened.page.locator(".whole .command code").inner_text())
         file = tmp_path / "run.html"
         result = CliRunner().invoke(main, [*arguments, str(file), "--json"])
         assert result.exit_code == 0, result.stderr
@@ -341,7 +341,7 @@ def cell(opened: Opened, rank: int, name: str) -> str:
 
 
 def fact(opened: Opened, name: str) -> str:
-    return str(opened.page.locator(".about .facts div", has_text=name).locator("dd").inner_text())
+    return str(opened.page.locator(".whole .facts div", has_text=name).locator("dd").inner_text())
 
 
 def compare_bytes(opened: Opened) -> str:

@@ -33,7 +33,7 @@ PARAGRAPHS = (
     "after four steps every query has met every block, and each rank has the finished output of its own tokens.",
     "This has two advantages. No rank ever holds the whole sequence, so the memory of a rank shrinks when ranks are "
     "added. And a block travels while the rank computes on the block before it, so messages often cost no time.",
-    "It takes care in two places. The results of the blocks must be merged with the right weights. And if a token may "
+    "Two things need care. The results of the blocks must be merged with the right weights. And if a token may "
     "see only earlier tokens, which is called a causal mask, the tokens must be dealt out so that every rank "
     "has equally "
     "much to compute. Both are shown below.",

@@ -26,7 +26,7 @@ from ringspan.page.runs import Json, describe_run, share_tables
 FIRST_QUERY = 29
 PRESETS = (
     (RING, "The ring", "Causal mask, zigzag layout: every rank is busy in every step."),
-    (PLAIN, "Who idles?", "Causal mask, contiguous layout: rank 0 has nothing to do in three of four steps."),
+    (PLAIN, "Who idles?", "Causal mask, contiguous layout: rank 0 waits in three of four steps."),
     ("4|contiguous|full|pass_kv|forward", "No mask", "Every query sees every key; every block visits every rank once."),
     (WINDOW, "Sliding window", "A query sees 8 keys, so a block travels only to the next rank."),
     (
@@ -133,10 +133,9 @@ def ring_section(runs: dict[str, Json]) -> dict[str, Any]:
         "title": "The ring, step by step",
         "lead": [
             "Choose an example and press ▶, or go step by step with › or the arrow keys.",
-            "The first picture shows the ranks, what they compute, and which blocks travel. The second picture "
-            "has a row "
-            "for every query and a column for every key. Each step fills the tiles that are computed in it; in the end "
-            "everything that the mask lets the queries see is filled, once.",
+            "The first picture shows the ranks, what they compute, and which blocks travel. The second has a row for "
+            "every query and a column for every key; each step fills the tiles that it computes, until every pair that "
+            "the mask allows is filled, once.",
         ],
         "runs": [
             {"key": key, "about": abouts[key.split("|")[3]], **run} for key, run in zip(runs, shared, strict=True)

@@ -19,7 +19,7 @@ function drawBalance({ name, pairs, time }, longest) {
   let x = left;
   pairs.forEach((step, t) => {
     const most = Math.max(...step);
-    parts.push(s('text', { x: x + 2, y: 12, class: 'tick' }, `step ${t}`), s('path', { d: `M${x} ${top - 2}V${height}`, class: 'grid' }));
+    parts.push(s('text', { x: x + 2, y: 12, class: 'tick' }, !t || most * scale > 44 ? `step ${t}` : String(t)), s('path', { d: `M${x} ${top - 2}V${height}`, class: 'grid' }));
     step.forEach((count, rank) => {
       const place = { y: top + rank * lane + 2, height: lane - 5 };
       if (count < most) parts.push(s('rect', { ...place, x: x + count * scale, width: (most - count) * scale - 1.5, fill: 'url(#waiting)' }));

@@ -24,7 +24,7 @@ function faultFacts(fault) {
 
 // A bar per query, on a logarithmic scale.
 function rowErrors(fault) {
-  const [width, height, left, bottom] = [420, 158, 48, 34];
+  const [width, height, left, bottom] = [fitWidth(420), 158, 48, 34];
   const y = (value) => 8 + (Math.log10(Math.max(value, FLOOR)) - 1) / (Math.log10(FLOOR) - 1) * (height - bottom - 8);
   const step = (width - left) / fault.rows.length;
   return s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `Error by query: ${fault.errors.map(format.error).join(', ')}` },

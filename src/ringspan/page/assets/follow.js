@@ -34,7 +34,7 @@ function followTable(lse, share, error, t) {
 }
 
 function errorChart(error, t) {
-  const [width, height, left, right, top, bottom] = [360, 178, 52, 14, 14, 38];
+  const [width, height, left, right, top, bottom] = [Math.min(360, fitWidth(360) - 20), 178, 52, 14, 14, 38];
   const x = (i) => left + 10 + (error.length > 1 ? i / (error.length - 1) : 0.5) * (width - left - right - 10);
   const y = (value) => top + (Math.log10(Math.max(value, FLOOR)) - 1) / (Math.log10(FLOOR) - 1) * (height - top - bottom);
   const points = error.map((value, i) => [x(i), y(value)]);

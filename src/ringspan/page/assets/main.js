@@ -11,7 +11,7 @@ function main() {
   const header = document.querySelector('header');
   header.append(...navigation(payload.sections));
   const lesson = payload.sections.find((section) => section.kind === 'ring' && section.choices);
-  if (lesson) { header.classList.add('with-hero'); header.append(buildHero(lesson)); }
+  if (lesson) { header.classList.add('with-hero'); header.querySelector('.lead').after(buildHero(lesson)); }
   document.getElementById('page').append(h('main', {}, shells), footer(payload));
   const fillNext = (i) => {
     if (i === shells.length) { finish(); return; }

@@ -58,7 +58,8 @@ function strip(owners, place, unit, tall) {
     const [first, last] = [place(start), place(i)];
     const [x, y] = [(first.x + last.x + last.width) / 2, (first.y + last.y + last.height) / 2];
     if (i - start + 1 >= unit) {
-      parts.push(s('text', { x, y: y * tall, 'font-size': 1.05 * unit, class: 'owner-name', transform: tall > 1 ? `scale(1 ${1 / tall})` : null }, owners[i]));
+      const isAll = owners[i] === '*';
+      parts.push(s('text', { x, y: y * tall, 'font-size': (isAll ? 0.7 : 1.05) * unit, 'stroke-width': 0.35 * unit, class: `owner-name ${lookOf(owners[i])}`, transform: tall > 1 ? `scale(1 ${1 / tall})` : null }, isAll ? 'all' : owners[i]));
     }
     start = i + 1;
   }

@@ -12,7 +12,8 @@ function ringSection(section) {
   const matrixBox = h('div', { class: 'matrix-box' });
   const status = h('p', { class: 'status', role: 'status' });
   const table = h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': 'What every rank does in this step' });
-  const about = h('div', { class: 'about' });
+  const about = h('div', {});
+  const whole = h('div', { class: 'whole' });
   const follow = buildFollow();
   const player = buildPlayer(picture);
   const chooser = section.choices ? buildChooser(section, runs) : buildRunList(section);
@@ -25,7 +26,7 @@ function ringSection(section) {
       matrix = buildMatrix(run, section.tables);
       show(matrixBox, matrix.element);
       drawnKey = run.key;
-      describeRun(about, run, chooser.describe(run));
+      describeRun(about, whole, run, chooser.describe(run));
     }
     const rows = section.tables.rows[run.rows];
     const row = nearest(run.queries.rows, getNumber('query'));
@@ -44,17 +45,17 @@ function ringSection(section) {
     h('figure', { class: 'panel' }, h('figcaption', {}, 'Queries (rows) against keys (columns)'), matrixBox,
       h('p', { class: 'legend' }, h('span', { class: 'key now' }, 'this step'), h('span', { class: 'key done' }, 'done'), h('span', { class: 'key later' }, 'later'),
         h('span', { class: 'key none' }, 'hidden by the mask'), h('span', { class: 'key followed' }, 'the query that is followed below'), ' Colour and pattern: the rank that computes. Strips: the rank that owns the row or column.')));
-  const body = h('div', { class: 'ring-section', onkeydown: (event) => player.onKey(event) },
-    chooser.element, about, player.element, status, stage, table, follow.element);
+  const body = h('div', { class: section.choices ? 'ring-section beside' : 'ring-section', onkeydown: (event) => player.onKey(event) },
+    chooser.element, h('div', {}, about, player.element, status, stage, table, whole, follow.element));
   return { element: body, render };
 }
 
-function describeRun(about, run, { name, command }) {
+function describeRun(about, whole, run, { name, command }) {
   const facts = [[run.num_steps, 'steps'], [format.bytes(run.sent[run.num_steps - 1].reduce((a, b) => a + b, 0)), 'sent by all ranks together'],
     [run.steps.flat().reduce((sum, [, , sends]) => sum + sends.length, 0), 'messages'],
     [`${run.imbalance.toFixed(2)} ×`, 'the time of a perfectly balanced run'], [format.error(run.error), 'largest error']];
-  show(about, name ? h('h3', {}, name) : null, h('p', {}, run.about),
-    h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))),
+  show(about, name ? h('h3', {}, name) : null, h('p', {}, run.about));
+  show(whole, h('p', { class: 'caption' }, 'The whole run'), h('dl', { class: 'facts' }, facts.map(([value, name]) => h('div', {}, h('dt', {}, name), h('dd', {}, String(value))))),
     command ? h('p', { class: 'command legend' }, 'On your machine: ', h('code', {}, command)) : null);
 }
 

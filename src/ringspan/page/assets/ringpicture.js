@@ -44,11 +44,11 @@ function drawRing(svg, run, t, width) {
   const cells = isDone ? run.steps[run.num_steps - 1].map(() => [[], [], []]) : run.steps[t];
   const sends = listSends(cells);
   svg.setAttribute('aria-label', describeRing(cells, sends, t, isDone));
-  const isLabelled = onRing && sends.length <= 2 * numRanks;
+  const isLabelled = onRing && sends.length <= (numRanks > 4 && width < 480 ? 1 : 2) * numRanks; // where there is no room for twice as many names
   const arrows = onRing ? sends.map((send) => drawArrow(send, centres, isLabelled)) : [];
   const receivers = new Set(sends.map(({ dst }) => dst));
   const cards = centres.map((centre, rank) => drawCard(rank, centre, cells[rank], isDone ? [`out${rank} done`] : describeWork(cells[rank], receivers.has(rank)), isDone));
-  const sum = onRing && !isLabelled ? [drawSum(sends, width / 2, height / 2)] : [];
+  const sum = onRing && !isLabelled ? [drawSum(sends, width / 2, centres)] : [];
   svg.replaceChildren(...arrows.map((arrow) => arrow.line), ...cards, ...arrows.map((arrow) => arrow.chipElement).filter(Boolean), ...sum);
   const named = arrows.filter((arrow) => arrow.chipElement);
   placeNames(named, centres, { left: 0, right: width, top, bottom });
@@ -122,12 +122,15 @@ function drawCard(rank, [x, y], [held, tiles], work, isDone) {
     shown.length < 2 ? s('text', { x: width / 2, y: 56, class: 'card-holds' }, shorten(holds, room + 2)) : null);
 }
 
-// Too many messages to name each: their number and what they are.
-function drawSum(sends, x, y) {
+// Too many messages to name each: their number and what they are, as near to the middle as no card is covered.
+function drawSum(sends, x, centres) {
   const kinds = [...new Set(sends.map(({ block }) => parseBlock(block).kind))].join(', ');
   const words = `${sends.length} messages: ${kinds}`;
   const half = 8 + 3.6 * words.length;
-  return s('g', {}, s('rect', { x: x - half, y: y - 13, width: 2 * half, height: 26, rx: 13, class: 'card-box' }), s('text', { x, y: y + 4, class: 'sum-name' }, words));
+  const middle = centres.reduce((sum, [, y]) => sum + y, 0) / centres.length;
+  const cards = centres.map((centre) => boxAround(centre, CARD.width / 2, CARD.height / 2));
+  const y = [0, -52, 52, -72, 72].map((aside) => middle + aside).find((at) => cards.every((card) => !meet(card, boxAround([x, at], half, 15)))) ?? middle;
+  return s('g', { class: 'sum' }, s('rect', { x: x - half, y: y - 13, width: 2 * half, height: 26, rx: 13, class: 'card-box' }), s('text', { x, y: y + 4, class: 'sum-name' }, words));
 }
 
 function describeWork([, tiles, sends], receives) {
