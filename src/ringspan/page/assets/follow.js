@@ -37,11 +37,12 @@ function errorChart(error, t) {
   const [width, height, left, right, top, bottom] = [Math.min(360, fitWidth(360) - 20), 178, 52, 14, 14, 38];
   const x = (i) => left + 10 + (error.length > 1 ? i / (error.length - 1) : 0.5) * (width - left - right - 10);
   const y = (value) => top + (Math.log10(Math.max(value, FLOOR)) - 1) / (Math.log10(FLOOR) - 1) * (height - top - bottom);
+  const every = Math.ceil(error.length / 12);
   const points = error.map((value, i) => [x(i), y(value)]);
   return s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `Error after each step: ${error.map(format.error).join(', ')}` },
     ...[1, 1e-5, 1e-10, 1e-15].flatMap((value) => [s('path', { d: `M${left} ${y(value)}H${width - right}`, class: 'grid' }), s('text', { x: left - 6, y: y(value) + 4, class: 'tick end' }, value === 1 ? '1' : value.toExponential(0))]),
     s('polyline', { points: points.map((point) => point.join(',')).join(' '), class: 'line' }),
     ...points.map(([cx, cy], i) => s('circle', { cx, cy, r: i === t ? 6 : 3.5, class: i === t ? 'point now' : 'point' })),
-    ...error.map((_, i) => s('text', { x: x(i), y: height - 20, class: 'tick middle' }, String(i))),
+    ...error.map((_, i) => (i % every ? null : s('text', { x: x(i), y: height - 20, class: 'tick middle' }, String(i)))),
     s('text', { x: left, y: height - 4, class: 'tick' }, 'step'));
 }

@@ -28,7 +28,7 @@ function drawPanel(heads, tiles, rows, columns, visible) {
     path.append(s('title', {}, `step ${tile.t}: rank ${tile.rank} computes ${tile.q}×${tile.kv}, ${format.plural(tile.pairs, 'pair')}`));
     return path;
   });
-  const outline = s('path', { class: 'outline' });
+  const outline = s('path', { class: unit > 2 ? 'outline fine' : 'outline' });
   const marker = s('rect', { x: -axis, width: width + axis, height: 1, class: 'query-row' });
   const tall = height < width / 3 ? Math.min(3, width / 3 / height) : 1; // a few rows are drawn taller
   const svg = s('svg', { viewBox: `${-axis - 0.2} ${-axis - 0.2} ${width + axis + 0.4} ${height * tall + axis + 0.4}`, role: 'img',

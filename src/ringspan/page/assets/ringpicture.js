@@ -111,13 +111,14 @@ function describeRing(cells, sends, t, isDone) {
 function drawCard(rank, [x, y], [held, tiles], work, isDone) {
   const { width } = CARD;
   const room = 15; // characters
+  const plate = 8 * `rank ${rank}`.length + 2;
   const shown = work.map((line) => shorten(line, room));
   const holds = isDone ? '' : held.length ? `own + ${held.length > 1 ? `${held.length} blocks` : held[0]}` : 'own blocks only';
   return s('g', { transform: `translate(${x - width / 2} ${y - CARD.height / 2})`, class: `card ${work[0] === 'waits' ? 'idle' : 'busy'}` },
     s('rect', { width, height: CARD.height, rx: 9, class: 'card-box' }),
     s('path', { d: `M0 22V9A9 9 0 0 1 9 0H${width - 9}A9 9 0 0 1 ${width} 9V22Z`, fill: paintOf(rank) }),
-    s('rect', { x: 6, y: 3.5, width: 50, height: 15, rx: 7.5, class: 'name-plate' }),
-    s('text', { x: 31, y: 15, class: 'card-name' }, `rank ${rank}`),
+    s('rect', { x: 6, y: 3.5, width: plate, height: 15, rx: 7.5, class: 'name-plate' }),
+    s('text', { x: 6 + plate / 2, y: 15, class: 'card-name' }, `rank ${rank}`),
     ...shown.map((line, i) => s('text', { x: width / 2, y: 38 + 15 * i, class: 'card-work' }, line)),
     shown.length < 2 ? s('text', { x: width / 2, y: 56, class: 'card-holds' }, shorten(holds, room + 2)) : null);
 }
