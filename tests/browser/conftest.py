@@ -11,7 +11,7 @@ from support.page import lesson_html
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 
 
 class Opened:
@@ -47,7 +47,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no chromium on this machine; apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=WAIT_MS)
         yield started
         started.close()
 

@@ -333,7 +333,6 @@ def answer(item: Any, value: str) -> None:
 
 def look(opened: Opened, item: Any) -> None:
     item.get_by_role("link", name="Show me").click()
-    opened.page.wait_for_timeout(50)
 
 
 def cell(opened: Opened, rank: int, name: str) -> str:
@@ -387,6 +386,20 @@ def test_questions_can_be_answered_by_looking(lesson_file: Path, open_page: Open
         answer(item, read())
         assert "✓ Right" in item.locator(".verdict").inner_text(), words
     opened.assert_quiet()
+
+
+def test_a_place_is_shown_again_after_the_page_was_scrolled(lesson_file: Path, open_page: OpenPage) -> None:
+    opened = open_page(lesson_file, reduced_motion="reduce")
+    item = ask(opened, "bytes has rank 3 sent")
+    for _ in range(2):
+        look(opened, item)
+        opened.page.wait_for_function("document.activeElement.textContent === 'The ring, step by step'")
+        assert opened.page.locator(".place").inner_text() == "step 2 of 3"
+        item.get_by_role("textbox").focus()
+    forward(opened).click()
+    look(opened, item)
+    opened.page.go_back()
+    opened.page.locator(".place", has_text="step 3 of 3").wait_for()
 
 
 def test_a_wrong_or_missing_answer_is_told(lesson_file: Path, open_page: OpenPage) -> None:

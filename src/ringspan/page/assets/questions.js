@@ -12,7 +12,7 @@ function questionItem(question, number) {
     ? h('div', { role: 'radiogroup', 'aria-labelledby': id, class: 'answers' }, question.choices.map((choice, i) => h('label', {}, h('input', { type: 'radio', name: id, value: i }), ` ${choice}`)))
     : h('div', { class: 'answers' }, h('input', { type: 'text', inputmode: 'decimal', 'aria-labelledby': id, autocomplete: 'off', size: 12 }), question.unit ? h('span', {}, ` ${question.unit}`) : null);
   const form = h('form', { onsubmit: (event) => { event.preventDefault(); judge(); } }, field, h('span', { class: 'check' }, h('button', { type: 'submit', class: 'choice' }, 'Check'),
-    h('a', { href: linkTo(question.look), class: 'look' }, 'Show me')), verdict);
+    h('a', { href: linkTo(question.look), class: 'look', onclick: followLink }, 'Show me')), verdict);
   function judge() {
     const given = question.choices ? form.querySelector('input:checked')?.value : form.querySelector('input').value;
     const isGiven = given !== undefined && String(given).trim() !== '';

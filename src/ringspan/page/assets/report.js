@@ -18,6 +18,7 @@ const PAGE_ROWS = 25; // more rows are shown on demand
 function tableSection(section) {
   const order = { column: -1, isUp: true };
   let most = PAGE_ROWS;
+  const isCompact = section.rows.every((row) => row.every((cell) => cell.text.length <= 44)); // no cell is broken over lines
   const body = h('tbody', {});
   const heads = section.columns.map((column, i) => h('th', { scope: 'col', class: column.numeric ? 'number' : null, 'aria-sort': section.is_fixed ? null : 'none' },
     section.is_fixed ? column.label : h('button', { type: 'button', onclick: () => sort(i) }, column.label, h('span', { class: 'arrow-mark', 'aria-hidden': 'true' }, ' ↕'))));
@@ -41,7 +42,7 @@ function tableSection(section) {
     more.hidden = rows.length <= most;
   }
   fillBody();
-  return { element: h('div', {}, section.caption ? h('p', { class: 'caption' }, section.caption) : null, h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': section.title }, h('table', {}, h('thead', {}, h('tr', {}, heads)), body)), more), render() {} };
+  return { element: h('div', {}, section.caption ? h('p', { class: 'caption' }, section.caption) : null, h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': section.title }, h('table', { class: isCompact ? 'compact' : null }, h('thead', {}, h('tr', {}, heads)), body)), more), render() {} };
 }
 
 const DASHES = ['', '7 3', '2 3', '9 3 2 3', '14 4', '5 2 1 2', '4 5', '1 4'];
@@ -85,7 +86,7 @@ function drawCurves(chart, lookOfLine) {
     s('circle', { cx: x(point[0]), cy: y(point[1]), r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` }, s('title', {}, tellPoint(line, chart, point))))));
   const dots = chart.dots.map((line) => h('li', {}, s('svg', { width: 34, height: 12, 'aria-hidden': 'true' }, s('circle', { cx: 17, cy: 6, r: 5, class: `dot-only ink-${lookOfLine(line) % NUM_LOOKS}` })), `${line.name}, measured`));
   const legend = chart.lines.map((line) => [line, lookOfLine(line)]).map(([line, i]) => h('li', {}, s('svg', { width: 34, height: 10, 'aria-hidden': 'true' }, s('path', { d: 'M0 5H34', class: `curve ink-${i % NUM_LOOKS}`, 'stroke-dasharray': DASHES[i % DASHES.length] || null })), line.name));
-  const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart', role: 'img', 'aria-label': `${chart.title}: ${chart.lines.map((line) => `${line.name} ${format.seconds(line.points.at(-1)[1])} at ${format.tokens(line.points.at(-1)[0])}`).join(', ')}` }, ...parts.filter(Boolean));
+  const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, class: 'chart curves', role: 'img', 'aria-label': `${chart.title}: ${chart.lines.map((line) => `${line.name} ${format.seconds(line.points.at(-1)[1])} at ${format.tokens(line.points.at(-1)[0])}`).join(', ')}` }, ...parts.filter(Boolean));
   return h('figure', {}, h('figcaption', {}, chart.title), svg, h('ul', { class: 'lines' }, legend, dots), curveNumbers(chart));
 }
 

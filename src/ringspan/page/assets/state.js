@@ -51,14 +51,24 @@ function linkTo(patch) {
   return `#${new URLSearchParams({ ...patch })}`;
 }
 
-addEventListener('hashchange', () => {
+addEventListener('hashchange', showFragment);
+
+// Shows the view of a link, also if the address is that of the link already.
+function followLink(event) {
+  if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  history.pushState(null, '', event.currentTarget.hash);
+  showFragment();
+}
+
+function showFragment() {
   const given = state.given = fromFragment();
   for (const [key, { fallback, isLegal }] of Object.entries(state.rules)) {
     state.values[key] = given[key] !== undefined && isLegal(given[key]) ? given[key] : fallback;
   }
   announce(Object.keys(state.rules));
   scrollToSection(given.at);
-});
+}
 
 function scrollToSection(id) {
   const target = id && document.querySelector(`section[data-id="${CSS.escape(id)}"]`);
