@@ -18,7 +18,7 @@ function buildChooser(section, runs) {
     h('button', { type: 'button', class: 'preset', 'data-run': preset.key, onclick: () => { show(note); set({ run: preset.key, step: 0 }); } },
       h('strong', {}, preset.label), h('span', {}, preset.about)));
   const element = h('div', { class: 'chooser' }, h('div', { class: 'presets', role: 'group', 'aria-label': 'Presets' }, presets),
-    h('details', { class: 'all-controls', open: innerWidth > 860 }, h('summary', {}, 'Choose ranks, layout, mask, algorithm and direction'), groups, note));
+    h('details', { class: 'all-controls', open: innerWidth >= 1200 }, h('summary', {}, 'Choose ranks, layout, mask, algorithm and direction'), groups, note));
   const parts = () => Object.fromEntries(get('run').split('|').map((value, i) => [CONTROLS[i], value]));
   const find = (wanted) => [wanted.direction, '', 'forward'].map((direction) => CONTROLS.map((control) => (control === 'direction' ? direction : wanted[control])).join('|')).find((key) => runs.has(key));
   const match = (control, choice) => {

@@ -12,7 +12,7 @@ function ringSection(section) {
   const matrixBox = h('div', { class: 'matrix-box' });
   const status = h('p', { class: 'status', role: 'status' });
   const table = h('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': 'What every rank does in this step' });
-  const about = h('div', {});
+  const about = h('div', { class: 'named' });
   const whole = h('div', { class: 'whole' });
   const follow = buildFollow();
   const player = buildPlayer(picture);
