@@ -142,7 +142,8 @@ def test_a_long_trace_is_drawn_and_can_be_scrubbed(open_page: OpenPage) -> None:
     before = canvas.evaluate("(e) => e.toDataURL().length")
     opened.page.get_by_label("Zoom").fill("60")
     opened.page.get_by_label("Position").fill("500")
-    opened.page.wait_for_function("(before) => document.querySelector('canvas').toDataURL().length !== before", arg=before)
+    redrawn = "(before) => document.querySelector('canvas').toDataURL().length !== before"
+    opened.page.wait_for_function(redrawn, arg=before)
     canvas.focus()
     canvas.press("ArrowRight")
     assert "q0×kv" in opened.page.locator("output.detail").inner_text()

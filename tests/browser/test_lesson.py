@@ -1,5 +1,6 @@
 """The lesson in a browser: it shows what was computed, every control works, by mouse and by keyboard alone."""
 
+import html
 import re
 import shlex
 from pathlib import Path
@@ -296,6 +297,18 @@ def test_scrubbing_does_not_flood_the_address(lesson_file: Path, open_page: Open
     assert opened.page.locator(".place").inner_text() == "step 3 of 3"
     assert 0 < opened.page.evaluate("window.writes") <= 100
     opened.assert_quiet()
+
+
+def test_a_page_within_another_page_works(lesson_file: Path, open_page: OpenPage) -> None:
+    """A frame with `srcdoc`, as in a notebook, has no address that could be changed."""
+    inner = html.escape(lesson_file.read_text(encoding="utf-8"))
+    opened = open_page(f'<body data-ready><iframe width="1300" height="800" srcdoc="{inner}"></iframe>')
+    frame = opened.page.frame_locator("iframe")
+    frame.get_by_role("button", name="Forward one step").click()
+    assert frame.locator(".place").inner_text() == "step 1 of 3"
+    frame.locator(".questions li", has_text="bytes has rank 3 sent").get_by_role("link", name="Show me").click()
+    assert frame.locator(".place").inner_text() == "step 2 of 3"
+    assert opened.complaints == []
 
 
 @pytest.mark.parametrize("fragment", ["#run=x&step=99&query=-1", "#step=%ff&run=%", "#<img src=x>", "#at=]&fault=1"])

@@ -9,8 +9,8 @@ function declare(key, fallback, isLegal) {
   state.values[key] = given !== undefined && isLegal(given) ? given : fallback;
 }
 
-function fromFragment() {
-  return Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+function fromFragment(hash = location.hash) {
+  return Object.fromEntries(new URLSearchParams(hash.slice(1)));
 }
 
 const get = (key) => state.values[key];
@@ -43,7 +43,12 @@ function writeFragment() {
   }
   WRITES.times.push(now);
   const entries = Object.entries(state.values).filter(([key, value]) => value !== state.rules[key].fallback);
-  history.replaceState(null, '', `#${new URLSearchParams(entries)}`);
+  writeAddress('replaceState', `#${new URLSearchParams(entries)}`);
+}
+
+// A page inside another page (an iframe with `srcdoc`) has no address to write to, and goes on without.
+function writeAddress(method, hash) {
+  try { history[method](null, '', hash); } catch (error) { if (error.name !== 'SecurityError') throw error; }
 }
 
 // The fragment of another view: what is being looked at, with some values changed.
@@ -51,18 +56,18 @@ function linkTo(patch) {
   return `#${new URLSearchParams({ ...patch })}`;
 }
 
-addEventListener('hashchange', showFragment);
+addEventListener('hashchange', () => showFragment(fromFragment()));
 
 // Shows the view of a link, also if the address is that of the link already.
 function followLink(event) {
   if (event.ctrlKey || event.metaKey || event.shiftKey) return;
   event.preventDefault();
-  history.pushState(null, '', event.currentTarget.hash);
-  showFragment();
+  writeAddress('pushState', event.currentTarget.hash);
+  showFragment(fromFragment(event.currentTarget.hash));
 }
 
-function showFragment() {
-  const given = state.given = fromFragment();
+function showFragment(given) {
+  state.given = given;
   for (const [key, { fallback, isLegal }] of Object.entries(state.rules)) {
     state.values[key] = given[key] !== undefined && isLegal(given[key]) ? given[key] : fallback;
   }
