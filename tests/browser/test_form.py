@@ -97,8 +97,7 @@ def test_nothing_overlaps_or_sticks_out(name: str, width: int, pages: dict[str, 
 
 def assert_fits(opened: Opened, width: int) -> None:
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
-    names = [".stage .travelling"] if width > 360 else []  # eight ranks that all send twice do not fit on a phone
-    for selector in (".card", "button, select, input[type=range], .place", ".facts > div", *names):
+    for selector in (".card, .sum", "button, select, input[type=range], .place", ".facts > div", ".stage .travelling"):
         assert opened.page.evaluate(OVERLAPS, selector) == 0, selector
     assert opened.page.evaluate(STICKS_OUT) == []
     assert opened.page.evaluate(WIDE_TABLES) == []
