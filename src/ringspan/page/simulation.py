@@ -26,7 +26,7 @@ def build_simulation_page(simulations: Mapping[str, Simulation], about: str, com
     runs = {name: describe_run(simulation) for name, simulation in simulations.items()}
     return build_report(
         "Context parallelism, simulated",
-        [about, "Every result is held against dense attention in float64."],
+        [about, "Every result is compared with dense attention in float64."],
         [_ring_section(runs), _summary(runs)],
         command,
     )

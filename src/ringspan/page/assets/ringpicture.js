@@ -79,11 +79,11 @@ function placeNames(arrows, centres, frame) {
 function buildHero({ id, runs, first }) {
   const picture = buildRingPicture();
   const run = runs.find(({ key }) => key === first);
-  const lastTime = run.num_steps * SPEEDS.normal;
+  const lastTime = 4800; // motion of more than five seconds would need a button that stops it
   let begun = 0;
   const tick = (now) => {
     begun ||= now;
-    const share = Math.min(now - begun, lastTime) / SPEEDS.normal;
+    const share = run.num_steps * Math.min(now - begun, lastTime) / lastTime;
     if (share >= run.num_steps) { picture.show(run, 1); return; }
     picture.show(run, Math.floor(share));
     picture.move(share % 1);
