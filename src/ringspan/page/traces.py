@@ -100,10 +100,14 @@ def build_trace_page(measured: Trace, predicted: Trace | None = None, command: s
     trace = check_trace(measured)
     other = None if predicted is None else describe_trace(check_trace(predicted), "predicted")
     sections = timeline_sections(describe_trace(trace, "measured" if other else "trace"), other)
-    about = [(str(key)[:LONGEST_NAME], str(value)[:LONGEST_NAME]) for key, value in trace["otherData"].items()]
+    about = [(str(key)[:LONGEST_NAME], _told(value)) for key, value in trace["otherData"].items()]
     if about:
         sections.append(facts("about", "What was run", about))
     return build_report("A run over time", ["What every rank computed, sent and waited for."], sections, command)
+
+
+def _told(value: Any) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)[:LONGEST_NAME]
 
 
 def timeline_sections(measured: Chart, predicted: Chart | None = None) -> list[Section]:

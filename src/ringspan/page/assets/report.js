@@ -18,7 +18,7 @@ const PAGE_ROWS = 25; // more rows are shown on demand
 function tableSection(section) {
   const order = { column: -1, isUp: true };
   let most = PAGE_ROWS;
-  const isCompact = section.rows.every((row) => row.every((cell) => cell.text.length <= 44)); // no cell is broken over lines
+  const isCompact = !section.is_fixed && section.rows.every((row) => row.every((cell) => cell.text.length <= 44)); // no cell is broken over lines
   const body = h('tbody', {});
   const heads = section.columns.map((column, i) => h('th', { scope: 'col', class: column.numeric ? 'number' : null, 'aria-sort': section.is_fixed ? null : 'none' },
     section.is_fixed ? column.label : h('button', { type: 'button', onclick: () => sort(i) }, column.label, h('span', { class: 'arrow-mark', 'aria-hidden': 'true' }, ' ↕'))));
