@@ -77,6 +77,13 @@ def test_a_measured_run_carries_the_predicted_tiles() -> None:
     assert measured["total_s"] == predicted["total_s"]
 
 
+def test_what_was_run_is_told_in_words() -> None:
+    told = {"model": "tiny", "predicted": True, "measured": False}
+    page = build_trace_page({"traceEvents": SLICES, "otherData": told})
+    about = payload_of(page)["sections"][-1]
+    assert about["rows"] == [["model", "tiny"], ["predicted", "yes"], ["measured", "no"]]
+
+
 @pytest.mark.parametrize(
     "broken",
     [
