@@ -243,7 +243,11 @@ def test_what_does_not_fit_says_so_and_the_way_out():
         (["--phase", "train", "--fsdp"], "moments. Use fewer --tokens; or more devices"),
         (
             ["--phase", "decode", "--weights", "int4", "--tokens", "16M", "--batch", "4"],
-            "cache. Use a smaller --batch; or fewer",
+            "cache. Use --kv-cache fp8; or a smaller --batch; or fewer",
+        ),
+        (
+            ["--weights", "int4", "--tokens", "16M", "--kv-cache", "fp8"],
+            "activations. Use --chunk 8K; or fewer --tokens; or more",
         ),
     ],
 )

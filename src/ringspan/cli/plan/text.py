@@ -16,6 +16,7 @@ from ringspan.planner.plan.request import Setup, legal_tps
 
 TABLE_OPTIONS = 12  # rows
 MOST_TIES = 3  # that are named
+PIECE_TOKENS = 8192  # of a prefill in pieces, where one is proposed
 LARGE_SHARE = 0.25  # of a device's memory: what takes more is worth making smaller
 TIMES = {
     "prefill": "time to first token",
@@ -190,6 +191,12 @@ def _way_out(plan: Plan) -> str:
         (smaller.get(request.weights, ""), ("weights",), not is_train and request.weights in smaller),
         ("--fsdp", ("weights", "optimizer"), request.phase in ("train", "denoise") and not request.shards_weights),
         ("--recompute", ("activations",), is_train and not request.recomputes),
+        ("--kv-cache fp8", ("kv_cache",), request.kv_cache != "fp8"),
+        (
+            "--chunk 8K",
+            ("activations", "attention_buffers"),
+            request.phase == "prefill" and request.chunk == request.tokens > PIECE_TOKENS,
+        ),
         ("a smaller --batch", ("kv_cache", "activations", "attention_buffers"), request.batch > 1),
         ("fewer --tokens", ("kv_cache", "activations", "attention_buffers", "logits"), True),
         ("more devices, or such with more memory", memory._fields, True),
