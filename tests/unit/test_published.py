@@ -155,14 +155,32 @@ def test_the_command_prints_every_row_and_the_misses():
 
 
 def test_other_tables_with_the_same_columns_are_judged_too(tmp_path):
-    """No constant was fitted to them, so the constants of plans predict them."""
+    """Each source by the constants fitted without it, as the tables of the package are."""
     table = "dit_latency.csv"
     text = (files("ringspan.planner.published") / "data" / table).read_text()
     (tmp_path / table).write_text(text)
     found = run_check(tmp_path)
     assert len(found.rows) == 24
+    wan = next(row for row in read_rows() if row.source == "Wan-Video/Wan2.1")
+    ours = next(row for row in found.rows if row.id == wan.id)
+    assert ours.predicted == predict_row(wan, fitted_without(wan.source)).value != predict_row(wan, fitted()).value
     outcome = CliRunner().invoke(main, ["plan", "--check", "--rows", str(tmp_path), "--json"])
     assert len(json.loads(outcome.output)["rows"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mochi-1", "mlp_ratio not found"), (None, "holds no tables with the names")]
+)
+def test_tables_of_which_no_row_can_be_judged_are_refused(tmp_path, name, reason):
+    if name is not None:
+        text = (files("ringspan.planner.published") / "data" / "dit_latency.csv").read_text()
+        heading, first = text.splitlines()[:2]
+        (tmp_path / "dit_latency.csv").write_text(f"{heading}\n{first.replace('hunyuanvideo', name)}\n")
+    outcome = CliRunner().invoke(main, ["plan", "--check", "--rows", str(tmp_path)])
+    assert outcome.exit_code == 2
+    assert outcome.output.startswith("Error: ")
+    assert "no row of it can be judged" in outcome.output
+    assert reason in outcome.output
 
 
 def row_like(start, **fields):

@@ -141,14 +141,17 @@ class CheckResult:
 
 
 def run_check(folder: Path | None = None) -> CheckResult:
-    """Hold the planner against every row of the package, or of tables with the same columns in a folder."""
+    """Hold the planner against every row of the package, or of tables with the same columns in a folder.
+
+    A row of a source that the package knows is predicted without that source, wherever the row is from.
+    """
     rows = list(read_rows(folder))
     predicted: dict[str, Predicted] = {}
     judged = []
     for row in rows:
         refused = ""
         try:
-            predicted[row.id] = predict_row(row, fitted_without(row.source) if folder is None else fitted())
+            predicted[row.id] = predict_row(row, fitted_without(row.source))
         except RingspanError as error:
             refused = str(error)
         judged.append(_judged(row, predicted.get(row.id), refused))
@@ -157,6 +160,11 @@ def run_check(folder: Path | None = None) -> CheckResult:
     wrong, right = (sum(kind) for kind in ((w.is_wrong for w in winners), (w.is_right for w in winners)))
     kept = [row for row in judged if row.use == "judged" and row.predicted is not None]
     medians = [source for source in sources if source.use == "judged"]
+    if not medians:
+        refused = next(
+            (row.refused for row in judged if row.refused), "it holds no tables with the names of published/data"
+        )
+        raise UnsupportedError(f"{folder}: no row of it can be judged: {refused}")
     return CheckResult(
         rows=tuple(judged),
         sources=sources,
