@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,57 +133,48 @@ def prompt_of(tokenizer: Any, count: int, rng: random.Random) -> str:
     return " ".join(words)
 
 
-def cold(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+def cold(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iterator[dict[str, float]]:
     served, alone = ServedModel(folder, 2), PlainModel(folder, 0)
-    found = []
     for _ in range(rounds):
         answer = served.ask(prompt_of(tokenizer, 4096, rng), 1)
         alone.start("prefill", answer["prompt"])
         one_s = alone.result()
-        found.append({"one process": one_s, "2 ranks": answer["first_s"], "ratio": one_s / answer["first_s"]})
+        yield {"one process": one_s, "2 ranks": answer["first_s"], "ratio": one_s / answer["first_s"]}
     served.close()
     alone.close()
-    return found
 
 
-def turns(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+def turns(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iterator[dict[str, float]]:
     served = ServedModel(folder, 2)
-    found = []
     for _ in range(rounds):
         prompt = prompt_of(tokenizer, 1024, rng)
         first = served.ask(prompt, 8)
         second = served.ask(f"{prompt}{first['text']} And what do people do there in winter?", 8)
-        found.append(
-            {
-                "cold": first["first_s"],
-                "turn 2": second["first_s"],
-                "share": second["first_s"] / first["first_s"],
-                "tokens cached": second["cached"],
-                "tokens computed": second["prompt"] - second["cached"],
-            }
-        )
+        yield {
+            "cold": first["first_s"],
+            "turn 2": second["first_s"],
+            "share": second["first_s"] / first["first_s"],
+            "tokens cached": second["cached"],
+            "tokens computed": second["prompt"] - second["cached"],
+        }
     served.close()
-    return found
 
 
-def decode(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+def decode(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iterator[dict[str, float]]:
     served, both = ServedModel(folder, 2), [PlainModel(folder, 0), PlainModel(folder, 1)]
-    found = []
     for _ in range(rounds):
         answer = served.ask(prompt_of(tokenizer, 1000, rng), 25)
         for each in both:
             each.start("decode", 1000)
         alone_s = statistics.mean(each.result() for each in both)
-        found.append({"two processes": alone_s, "2 ranks": answer["token_s"], "ratio": answer["token_s"] / alone_s})
+        yield {"two processes": alone_s, "2 ranks": answer["token_s"], "ratio": answer["token_s"] / alone_s}
     served.close()
     for each in both:
         each.close()
-    return found
 
 
-def batch(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list[dict[str, float]]:
+def batch(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iterator[dict[str, float]]:
     served = ServedModel(folder, 2)
-    found = []
     for _ in range(rounds):
         rates = []
         for at_once in (False, True):
@@ -200,15 +191,14 @@ def batch(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> list
             for thread in work:
                 thread.join()
             rates.append(sum(answer["generated"] for answer in answers) / (time.perf_counter() - start))
-        found.append({"one by one, tokens/s": rates[0], "8 at once, tokens/s": rates[1], "ratio": rates[1] / rates[0]})
+        yield {"one by one, tokens/s": rates[0], "8 at once, tokens/s": rates[1], "ratio": rates[1] / rates[0]}
     served.close()
-    return found
 
 
 class Part(NamedTuple):
     """A part of the benchmark: its section in RESULTS.md, and what is measured."""
 
-    measure: Callable[..., list[dict[str, float]]]
+    measure: Callable[..., Iterator[dict[str, float]]]
     title: str
     about: str
 
@@ -269,7 +259,10 @@ def main() -> None:
     tokenizer, rng = AutoTokenizer.from_pretrained(args.model), random.Random()
     for name in args.only or PARTS:
         load = os.getloadavg()[0]
-        found = PARTS[name].measure(args.model, tokenizer, args.rounds, rng)
+        found = []
+        for one_round in PARTS[name].measure(args.model, tokenizer, args.rounds, rng):
+            print(name, {what: round(value, 3) for what, value in one_round.items()}, file=sys.stderr, flush=True)
+            found.append(one_round)
         command = f"python benchmarks/serve.py {args.model.name} --only {name} --rounds {args.rounds}"
         text = describe(PARTS[name], command, load, found)
         print(text, end="\n\n", flush=True)

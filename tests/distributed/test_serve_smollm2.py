@@ -43,9 +43,13 @@ def closest_choice(model, messages, answer: str) -> float:
             return_dict_in_generate=True,
             output_logits=True,
         )
-    if model[1].decode(made.sequences[0, len(prompt) :], skip_special_tokens=True) == answer:
+    tokens = made.sequences[0, len(prompt) :]
+    said = [model[1].decode(tokens[: i + 1]) for i in range(len(tokens))]
+    if model[1].decode(tokens, skip_special_tokens=True) == answer:
         return float("inf")
-    return min(float(best[0] - best[1]) for best in (logits[0].topk(2).values for logits in made.logits))
+    differs = next((i for i, text in enumerate(said) if not answer.startswith(text.rstrip("\ufffd"))), -1)
+    best = made.logits[differs].topk(2).values[0]
+    return float(best[0] - best[1])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

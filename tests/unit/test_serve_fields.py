@@ -88,9 +88,13 @@ def test_what_is_not_supported_is_refused_by_name(name, value):
     assert name in caught.value.message
 
 
-def test_logprobs_of_a_plain_completion_are_refused():
-    with pytest.raises(ApiError, match="logprobs"):
-        completion_wishes({"logprobs": 1})
+def test_logprobs_of_a_plain_completion_are_a_number():
+    assert completion_wishes({}).top_logprobs is None
+    assert completion_wishes({"logprobs": 0}).top_logprobs == 0
+    assert completion_wishes({"logprobs": 3}).top_logprobs == 3
+    for wrong in (True, 21, {}):
+        with pytest.raises(ApiError, match="logprobs"):
+            completion_wishes({"logprobs": wrong})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _COMMON = {"model", "stream", "stream_options", "stop", "max_tokens", "temperature", "top_p", "seed"}
 _CHAT = _COMMON | {"messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs"}
-_COMPLETION = _COMMON | {"prompt"}
+_COMPLETION = _COMMON | {"prompt", "logprobs"}
 # Values of known fields that ask for nothing beyond what happens anyway. None always does.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -39,7 +39,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "functions": (),
     "function_call": (),
-    "logprobs": (),
     "max_completion_tokens": (),
     "top_logprobs": (),
 }
@@ -75,7 +74,7 @@ def completion_wishes(body: Body) -> Wishes:
     """The options of a plain completion; 16 tokens by default."""
     _check_names(body, _COMPLETION)
     max_tokens = _whole(body, "max_tokens", 1, 2**31)
-    return _wishes(body, 16 if max_tokens is None else max_tokens, None)
+    return _wishes(body, 16 if max_tokens is None else max_tokens, _whole(body, "logprobs", 0, MAX_TOP_LOGPROBS))
 
 
 def read_prompt(body: Body) -> str:

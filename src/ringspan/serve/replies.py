@@ -22,6 +22,7 @@ class Reply:
     def __init__(self, kind: Kind, model: str, *, is_stream: bool, has_logprobs: bool) -> None:
         self._kind = kind
         self._has_logprobs = has_logprobs
+        self._raw = b""  # of the answer up to the next token
         self._common = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
             "object": _OBJECTS[kind, is_stream],
@@ -63,13 +64,39 @@ class Reply:
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
+        if self._kind == "completion":
+            return self._legacy_logprobs(tokens)
         entries = [
             _entry(token.raw, token.logprob) | {"top_logprobs": [_entry(*each) for each in token.top]}
             for token in tokens
         ]
         return {"content": entries}
 
+    def _legacy_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """In the form of plain completions: parallel lists, with the place of each token in the answer's text."""
+        offsets = []
+        for token in tokens:
+            offsets.append(len(self._raw.decode("utf-8", "ignore")))
+            self._raw += token.raw or b""
+        own = [(_token_text(token.raw), _finite(token.logprob)) for token in tokens]
+        return {
+            "tokens": [text for text, _ in own],
+            "token_logprobs": [logprob for _, logprob in own],
+            "top_logprobs": [
+                {_token_text(raw): _finite(logprob) for raw, logprob in token.top} | dict([one]) if token.top else None
+                for token, one in zip(tokens, own, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
 
 def _entry(raw: bytes | None, logprob: float) -> dict[str, Any]:
-    text = "\ufffd" if raw is None else raw.decode("utf-8", "replace")
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": None if raw is None else list(raw)}
+    return {"token": _token_text(raw), "logprob": _finite(logprob), "bytes": None if raw is None else list(raw)}
+
+
+def _token_text(raw: bytes | None) -> str:
+    return "\ufffd" if raw is None else raw.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)
