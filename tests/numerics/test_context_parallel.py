@@ -65,6 +65,60 @@ def test_a_module_inside_needs_no_change():
         torch.testing.assert_close(out, expected)
 
 
+def attend_with_modules(x, mask):
+    """Modules of torch that attend, causal and not, in training and in evaluation."""
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    out = attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
+    outs = [layer(out, src_mask=mask, is_causal=True), layer(out), layer.eval()(out)]
+    return [out, *outs]
+
+
+def test_modules_of_torch_attend_over_the_ranks():
+    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(12)
+    expected = attend_with_modules(x, mask)
+
+    def run(group):
+        own = x.clone()
+        with rs.context_parallel(group, buffers=[own], buffer_seq_dims=[1]):
+            outs = attend_with_modules(own, mask[:6, :6])
+            with pytest.raises(rs.UnsupportedError, match="need_weights"):
+                torch.nn.MultiheadAttention(8, 2, batch_first=True)(own, own, own)
+            return rs.context_parallel_unshard(group, [out.detach() for out in outs], [1] * 4)
+
+    for found in rs.run_in_process(run, 2):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_tensors_without_heads(dims):
+    q, k, v = (x[0, 0] if dims == 2 else x[:, 0] for x in draw(9))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def run(group):
+        buffers = [x.clone() for x in (q, k, v)]
+        with rs.context_parallel(group, buffers=buffers, buffer_seq_dims=[-2] * 3):
+            out = F.scaled_dot_product_attention(*buffers, is_causal=True)
+        return rs.context_parallel_unshard(group, [out], [-2])[0]
+
+    for out in rs.run_in_process(run, 2):
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_expanded_buffer_is_cut_and_restored(world_size):
+    def run(group):
+        positions = torch.arange(6).expand(2, -1)
+        with rs.context_parallel(group, buffers=[positions], buffer_seq_dims=[1]):
+            own = positions.tolist()
+        return own == [rs.zigzag(6, world_size).positions(group.rank).tolist()] * 2, positions.tolist()
+
+    assert rs.run_in_process(run, world_size) == [(True, [list(range(6))] * 2)] * world_size
+
+
 def test_attention_outside_is_left_alone():
     q, k, v = draw(6)
     with rs.context_parallel(None, buffers=[q], buffer_seq_dims=[2]):

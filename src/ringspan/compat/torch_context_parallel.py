@@ -9,12 +9,15 @@ balance silently where the length is not a multiple of 2 * ranks. On the CPU, wh
 attention, this computes it.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
@@ -50,7 +53,8 @@ def context_parallel(
         no_restore_buffers: Those of the buffers that stay cut when the context ends.
 
     Inside, a call of F.scaled_dot_product_attention takes shards (batch, heads, seq, dim), `is_causal`, `scale` and
-    `enable_gqa`; a mask or dropout is refused. Without buffers all ranks must hold shards of one length.
+    `enable_gqa`; a mask or dropout is refused. torch.nn.MultiheadAttention attends over the ranks too, with
+    need_weights=False. Without buffers all ranks must hold shards of one length.
     """
     cut = list(buffers or ())
     dims = list(buffer_seq_dims or ())
@@ -138,7 +142,10 @@ def _replace(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Replace a tensor's shape and contents in place."""
     values = values.clone()
     with torch.no_grad():
-        buffer.resize_(values.shape)
+        if buffer.shape != values.shape:
+            buffer.resize_(values.shape)
+        elif torch.equal(buffer, values):  # an expanded tensor could not be written
+            return
         buffer.copy_(values)
 
 
@@ -159,9 +166,27 @@ class _Attending(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run attention over ranks, and every other function unchanged."""
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._attend(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            return self._attend_multi_head(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend_multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a copy of torch's function that finds this attention: within a mode's call no mode is active."""
+        function = F.multi_head_attention_forward
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["need_weights"]:
+            raise UnsupportedError(
+                "a rank would return the weights of its own keys only",
+                argument="need_weights",
+                value=True,
+                remedy="pass need_weights=False to the module",
+            )
+        own_names = function.__globals__ | {"scaled_dot_product_attention": self._attend}
+        copy = FunctionType(function.__code__, own_names, closure=function.__closure__)
+        return copy(*given.args, **given.kwargs)
 
     def _attend(
         self,
@@ -184,7 +209,12 @@ class _Attending(TorchFunctionMode):
             raise UnsupportedError(
                 "ranks would drop other weights than one process", argument="dropout_p", value=dropout_p
             )
-        if query.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        if query.ndim < 4:  # PyTorch takes (seq, dim) and (batch, seq, dim) too
+            expand = (None,) * (3 - query.ndim)
+            one_head = (x[expand].unsqueeze(1) for x in (query, key, value))
+            out = self._attend(*one_head, is_causal=is_causal, scale=scale)
+            return out.view(*query.shape[:-1], value.shape[-1])
+        if query.shape[1] != key.shape[1] and not enable_gqa:
             raise ShapeError("fewer key than query heads need enable_gqa=True", argument="enable_gqa", value=False)
         layout = self._layout
         if layout is None:
