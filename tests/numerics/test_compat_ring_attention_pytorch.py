@@ -155,13 +155,49 @@ def test_what_is_not_computed_is_refused_when_a_module_is_made(options, says):
         make(**options)
 
 
-def test_masks_that_the_original_ignores_are_refused():
-    mask = torch.ones(1, SEQ, dtype=torch.bool)
-    module = make(causal=True)
-    module(draw(1), mask=mask)
-    mask[:, -3:] = False
-    with pytest.raises(rs.UnsupportedError, match="mask"):
-        module(draw(1), mask=mask)
+@pytest.mark.parametrize(("causal", "striped"), [(False, False), (True, True)])
+def test_key_masks_of_ranks_with_batches_of_their_own(causal, striped):
+    alone = make(causal=causal)
+    inputs = [draw(1 + rank, seed=rank) for rank in range(2)]
+    masks = [torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(3)) > 0.3 for x in inputs]
+    for mask in masks:
+        mask[:, 0] = True
+
+    def run(group):
+        options = {"ring_attn": True, "auto_shard_seq": True, "striped_ring_attn": striped}
+        module = make(causal=causal, **options, group=group)
+        module.load_state_dict(alone.state_dict())
+        return module(inputs[group.rank], masks[group.rank]).detach()
+
+    for x, mask, out in zip(inputs, masks, rs.run_in_process(run, 2), strict=True):
+        normal = F.normalize(x, dim=-1) * DIM**0.5
+        q, k, v = (normal @ alone.to_qkv[1].weight.T).view(*x.shape[:2], 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        allowed = mask[:, None, None] & (torch.ones(SEQ, SEQ).tril().bool() if causal else torch.tensor(True))
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(out, expected @ alone.to_out.weight.T)
+
+
+def test_the_transformer_ignores_masked_keys_and_labels():
+    sizes = {"num_tokens": 50, "dim": DIM, "depth": 2, "causal": True, "dim_head": HEAD_DIM, "heads": HEADS}
+    torch.manual_seed(0)
+    alone = names.RingTransformer(**sizes).double()
+    tokens = torch.randint(0, 50, (2, SEQ), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(SEQ) < torch.tensor([[20], [SEQ]])
+    logits = alone(tokens[:, :-1]).transpose(1, 2)  # keys behind a row's tokens are not seen anyway
+    loss = F.cross_entropy(logits, tokens[:, 1:].masked_fill(~mask[:, 1:], -100))
+
+    def run(group):
+        model = names.RingTransformer(**sizes, ring_attn=True, group=group).double()
+        model.load_state_dict(copy.deepcopy(alone.state_dict()))
+        mine = slice(group.rank, group.rank + 1)
+        out = model(tokens[mine], mask=mask[mine])
+        torch.testing.assert_close(out[mask[mine]], alone(tokens[mine])[mask[mine]], rtol=1e-5, atol=1e-5)
+        return model(tokens[mine], mask=mask[mine], return_loss=True).item()
+
+    assert rs.run_in_process(run, 2) == pytest.approx([loss.item()] * 2, abs=1e-6)
+
+
+def test_masks_and_dropout_of_zig_zag_shards_are_refused():
     q = torch.randn(1, 4, 8, 8)
     with pytest.raises(rs.UnsupportedError, match="causal mask"):
         zig_zag_attn(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.bool))

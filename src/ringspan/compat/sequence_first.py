@@ -59,6 +59,7 @@ def attend_sequence_first(
     scale: float | None = None,
     softcap: float | None = None,
     algorithm: str = "auto",
+    kv_layout: Layout | None = None,
 ) -> SequenceFirst:
     """`rs.attention` on (batch, seq, heads, dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -69,6 +70,7 @@ def attend_sequence_first(
         *heads_first,
         mask=mask,
         layout=layout,
+        kv_layout=kv_layout,
         group=group,
         scale=scale,
         softcap=softcap,

@@ -12,7 +12,9 @@ from ringspan.compat.ring_attention_pytorch.ring_attention import (
 from ringspan.compat.ring_attention_pytorch.ring_flash_attention import (
     default_attention,
     ring_flash_attn,
+    ring_flash_attn_,
     ring_flash_attn_cuda,
+    ring_flash_attn_cuda_,
 )
 from ringspan.compat.ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
 
@@ -23,6 +25,8 @@ __all__ = [
     "apply_rotary_pos_emb",
     "default_attention",
     "ring_flash_attn",
+    "ring_flash_attn_",
     "ring_flash_attn_cuda",
+    "ring_flash_attn_cuda_",
     "tree_attn_decode",
 ]

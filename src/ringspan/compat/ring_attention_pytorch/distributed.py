@@ -7,6 +7,7 @@ rank computes a shard of each sequence, and then gets the outputs of its own bat
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
@@ -14,7 +15,22 @@ from ringspan.runtime.session import session_of
 from ringspan.span import Span
 from ringspan.training import gather
 
-__all__ = ["all_gather_variable_dim"]
+__all__ = ["AllGather", "all_gather_variable_dim", "get_rank", "get_world_size", "is_distributed"]
+
+
+def get_rank() -> int:
+    """This rank's number in the default group."""
+    return session_of(None).transport.rank
+
+
+def get_world_size() -> int:
+    """The number of ranks in the default group."""
+    return session_of(None).transport.world_size
+
+
+def is_distributed() -> bool:
+    """Whether the default group has more than one rank."""
+    return get_world_size() > 1
 
 
 def layout_of_lengths(lengths: list[int]) -> Layout:
@@ -32,6 +48,18 @@ def all_gather_variable_dim(
     mine = t.shape[dim].to_bytes(8, "little")
     lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)]
     return gather(t.contiguous(), layout_of_lengths(lengths), group, dim=dim), torch.tensor(lengths, device=t.device)
+
+
+class AllGather(nn.Module):
+    """`all_gather_variable_dim` as a module; its gradient is summed over the ranks."""
+
+    def __init__(self, *, dim: int = 0) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensors of all ranks, and their sizes along `dim`."""
+        return all_gather_variable_dim(x, self.dim, sizes)
 
 
 class Batches(NamedTuple):

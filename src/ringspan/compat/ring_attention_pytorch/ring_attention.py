@@ -14,13 +14,20 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ringspan.compat.ring_attention_pytorch.distributed import gather_batches
-from ringspan.compat.ring_attention_pytorch.ring_flash_attention import attend_interleaved, ring_flash_attn, shard_rows
+from ringspan.compat.ring_attention_pytorch.ring_flash_attention import (
+    attend_interleaved,
+    default_attention,
+    ring_flash_attn,
+    shard_rows,
+)
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped
+from ringspan.mask import causal as causal_mask
+from ringspan.mask import full
 from ringspan.runtime.session import session_of
 from ringspan.training import IGNORE_INDEX, cross_rank_mean_loss, gather
 
-__all__ = ["RingAttention", "RingRotaryEmbedding", "RingTransformer", "apply_rotary_pos_emb"]
+__all__ = ["RingAttention", "RingRotaryEmbedding", "RingTransformer", "apply_rotary_pos_emb", "default_attention"]
 
 
 class RMSNorm(nn.Module):
@@ -83,6 +90,13 @@ class _Sharding:
     @property
     def part(self) -> torch.Tensor:
         return self.layout.shard(self._whole, self._rank, 1)
+
+    def part_of(self, other: torch.Tensor | None) -> torch.Tensor | None:
+        """The same part of what every rank has for its own batch."""
+        if other is None:
+            return None
+        whole, _ = gather_batches(other, self._group)
+        return self.layout.shard(whole, self._rank, 1)
 
     @property
     def positions(self) -> torch.Tensor:
@@ -154,14 +168,14 @@ class RingAttention(nn.Module):
         ring_size: int | None = None,
     ) -> torch.Tensor:
         """Take this rank's batch of whole sequences with `auto_shard_seq`, otherwise its shard, (batch, seq, dim)."""
-        _check_mask(mask)
         is_ring = self.ring_attn and not force_ring_reduce_off and session_of(self.group).transport.world_size > 1
         sharding = _Sharding(x, self.striped_ring_attn, self.group) if is_ring and self.auto_shard_seq else None
         if sharding is None:
-            return self._attend(x, rotary_emb, is_ring, ring_size, self.bucket_size)
+            return self._attend(x, mask, rotary_emb, is_ring, ring_size, self.bucket_size)
         if rotary_emb is None and self.rotary_embed is not None:
             rotary_emb = self.rotary_embed(sharding.positions)
-        return sharding.undo(self.attend_shard(sharding.part, None, rotary_emb, sharding.layout))
+        part = self.attend_shard(sharding.part, sharding.part_of(mask), rotary_emb, sharding.layout)
+        return sharding.undo(part)
 
     def _qkv(self, x: torch.Tensor, rotary_emb: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv = self.to_qkv(x).unflatten(-1, (-1, self.dim_head))
@@ -171,7 +185,13 @@ class RingAttention(nn.Module):
         return q, k, v
 
     def _attend(
-        self, x: torch.Tensor, rotary_emb: torch.Tensor | None, is_ring: bool, ring_size: int | None, bucket_size: int
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        rotary_emb: torch.Tensor | None,
+        is_ring: bool,
+        ring_size: int | None,
+        bucket_size: int,
     ) -> torch.Tensor:
         """Attend with a shard as given."""
         if rotary_emb is None and self.rotary_embed is not None:
@@ -180,6 +200,7 @@ class RingAttention(nn.Module):
             bucket_size = x.shape[1]
         out = ring_flash_attn(
             *self._qkv(x, rotary_emb),
+            mask,
             causal=self.causal,
             bucket_size=bucket_size,
             ring_reduce_col=is_ring,
@@ -194,19 +215,10 @@ class RingAttention(nn.Module):
         self, x: torch.Tensor, mask: torch.Tensor | None, rotary_emb: torch.Tensor | None, layout: Layout
     ) -> torch.Tensor:
         """Attend with a shard that was cut by `layout`."""
-        _check_mask(mask)
-        out = attend_interleaved(*self._qkv(x, rotary_emb), self.causal, layout, self.group)
+        seen = causal_mask() if self.causal else full()
+        out = attend_interleaved(*self._qkv(x, rotary_emb), seen, layout, self.group, keep=mask)
         projected: torch.Tensor = self.to_out(out.flatten(2))
         return projected
-
-
-def _check_mask(mask: torch.Tensor | None) -> None:
-    if mask is not None and not bool(mask.all()):
-        raise UnsupportedError(
-            "key masks are not computed here; the original ignores them under causal=True",
-            argument="mask",
-            remedy="describe padding by rs.per_row and call rs.attention",
-        )
 
 
 class RingTransformer(nn.Module):
@@ -287,19 +299,25 @@ class RingTransformer(nn.Module):
 
         The loss is for DDP, which averages gradients: each rank's gradient is its share times the number of ranks.
         """
+        counts = mask
         if labels is None and return_loss:
-            x, labels, mask = x[:, :-1], x[:, 1:], None if mask is None else mask[:, :-1]
+            x, labels = x[:, :-1], x[:, 1:]
+            mask, counts = (None, None) if mask is None else (mask[:, :-1], mask[:, 1:])
+        if labels is not None and counts is not None:
+            labels = labels.masked_fill(~counts, self.ignore_index)
         world_size = session_of(self.group).transport.world_size
         is_ring = self.ring_attn and not force_ring_reduce_off and world_size > 1
         sharding = _Sharding(x, self.striped_ring_attn, self.group) if is_ring and self.auto_shard_seq else None
         if sharding is None:
             logits = self._run(x, self.rotary_emb(x.shape[1]), mask, force_ring_reduce_off, ring_size, None)
         else:
-            logits = self._run(sharding.part, self.rotary_emb(sharding.positions), mask, False, ring_size, sharding)
+            part = sharding.part_of(mask)
+            logits = self._run(sharding.part, self.rotary_emb(sharding.positions), part, False, ring_size, sharding)
         if labels is None:
             return logits if sharding is None else sharding.undo(logits)
         if sharding is not None:
-            labels = _Sharding(labels, self.striped_ring_attn, self.group).part
+            labels = sharding.part_of(labels)
+            assert labels is not None
         labels = labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         if not is_ring:

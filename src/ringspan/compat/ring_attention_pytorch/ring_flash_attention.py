@@ -1,21 +1,32 @@
 """How does `ring_flash_attn` of ring-attention-pytorch compute on our core?
 
 Tensors are (batch, seq, heads, dim) with contiguous shards, or striped ones. Query head i reads KV head i mod kv_heads
-there; ours reads i // group, so query heads are reordered on the way in and back on the way out.
+there; ours reads i // group, so query heads are reordered on the way in and back on the way out. A key mask becomes a
+layout of the keys that it keeps, one row of the batch at a time. A ring of fewer ranks than the group has becomes one
+of several documents.
 """
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ringspan.compat.sequence_first import attend_sequence_first, group_size
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped
+from ringspan.mask import Mask, documents, full
 from ringspan.mask import causal as causal_mask
-from ringspan.mask import full
+from ringspan.runtime.session import session_of
+from ringspan.span import Span
 from ringspan.transports.base import ALONE
 
-__all__ = ["default_attention", "ring_flash_attn", "ring_flash_attn_cuda"]
+__all__ = [
+    "default_attention",
+    "ring_flash_attn",
+    "ring_flash_attn_",
+    "ring_flash_attn_cuda",
+    "ring_flash_attn_cuda_",
+]
 
 
 def ring_flash_attn(
@@ -36,42 +47,142 @@ def ring_flash_attn(
 ) -> torch.Tensor:
     """Attention over the ranks, or with `ring_reduce_col=False` over this rank's own shard.
 
-    Refused: key masks (the original ignores them under `causal`) and looking back by whole buckets.
+    Args:
+        q: The queries.
+        k: The keys; of another length than `q` only for a rank's own attention, where causal rows end together.
+        v: The values.
+        mask: Which keys may be attended to, (batch, seq) of this rank; the original ignores it under `causal`.
+        causal: Whether a token sees no later one.
+        bucket_size: Which stripes a rank holds; see `shard_rows`.
+        ring_reduce_col: Whether to attend over ranks.
+        striped_ring_attn: Whether shards are stripes.
+        max_lookback_seq_len: Refused: looking back by whole buckets is not computed here.
+        ring_size: How many consecutive ranks share a sequence; a divisor of the group's size, which is the default.
+        softclamp_qk_sim: Whether scores are clamped.
+        softclamp_value: The bound of the scores.
+        group: As in `rs.attention`.
     """
     members = group if ring_reduce_col else ALONE
     world_size = group_size(members)
-    for name, value, remedy in (
-        ("mask", mask, "describe padding by rs.per_row and call rs.attention"),
-        ("max_lookback_seq_len", max_lookback_seq_len, "call rs.attention with rs.sliding_window(left, 0)"),
-    ):
-        if value is not None:
-            raise UnsupportedError("this option is not computed here", argument=name, remedy=remedy)
-    if ring_reduce_col and ring_size not in (None, world_size):
+    if max_lookback_seq_len is not None:
         raise UnsupportedError(
-            f"the group has {world_size} ranks", argument="ring_size", value=ring_size, remedy="pass a smaller group"
+            "looking back by whole buckets is not computed here",
+            argument="max_lookback_seq_len",
+            remedy="call rs.attention with rs.sliding_window(left, 0)",
         )
-    is_striped = striped_ring_attn and ring_reduce_col
-    rows = shard_rows(q.shape[1], world_size, bucket_size if is_striped else None)
-    q, k, v = (x[:, rows.order] for x in (q, k, v))
     softcap = softclamp_value if softclamp_qk_sim else None
-    out = attend_interleaved(q, k, v, causal, rows.layout, members, softcap)
+    if q.shape[1] != k.shape[1]:
+        return _attend_across(q, k, v, mask, causal, members, softcap)
+    size = world_size if ring_size is None or not ring_reduce_col else ring_size
+    if size < 1 or world_size % size:
+        raise UnsupportedError(f"it does not divide {world_size} ranks", argument="ring_size", value=ring_size)
+    is_striped = striped_ring_attn and ring_reduce_col
+    rows = shard_rows(q.shape[1], size, bucket_size if is_striped else None)
+    q, k, v = (x[:, rows.order] for x in (q, k, v))
+    keep = None if mask is None else mask[:, rows.order]
+    rings = [_shifted(rows.layout, number * rows.layout.num_positions) for number in range(world_size // size)]
+    layout = Layout(tuple(spans for ring in rings for spans in ring.spans_by_rank))
+    seen = _mask(causal, [rows.layout.num_positions] * len(rings))
+    out = attend_interleaved(q, k, v, seen, layout, members, softcap, keep)
     return out[:, rows.order.argsort()]
+
+
+def _shifted(layout: Layout, start: int) -> Layout:
+    return Layout(
+        tuple(tuple(Span(x.start + start, x.stop + start, x.step) for x in spans) for spans in layout.spans_by_rank)
+    )
+
+
+def _mask(causal: bool, lengths: list[int]) -> Mask:
+    mask = causal_mask() if causal else full()
+    if len(lengths) == 1:
+        return mask
+    return documents(lengths) & mask if causal else documents(lengths)
+
+
+ring_flash_attn_ = ring_flash_attn  # its `apply`, without a check of types there
+
+
+def _attend_across(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    group: Any,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention to keys of another length, on one rank."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    if group_size(group) > 1:
+        raise UnsupportedError(
+            f"{num_queries} queries and {num_keys} keys; the original would attend to the keys of this rank only",
+            argument="ring_reduce_col",
+            value=True,
+            remedy="call rs.attention with kv_layout",
+        )
+    shift = num_keys - num_queries  # the last query and the last key have one position
+    layout = Layout(((Span(max(0, shift), max(0, shift) + num_queries),),))
+    kv_layout = Layout(((Span(max(0, -shift), max(0, -shift) + num_keys),),))
+    return attend_interleaved(q, k, v, _mask(causal, [num_keys]), layout, group, softcap, mask, kv_layout)
 
 
 def attend_interleaved(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
+    mask: Mask,
     layout: Layout,
     group: Any,
     softcap: float | None = None,
+    keep: torch.Tensor | None = None,
+    kv_layout: Layout | None = None,
 ) -> torch.Tensor:
-    """Attention in which query head i reads KV head i mod kv_heads."""
+    """Attention in which query head i reads KV head i mod kv_heads; `keep` (batch, seq) says which keys count."""
     heads = _grouped(q.shape[2], k.shape[2])
-    seen = causal_mask() if causal else full()
-    result = attend_sequence_first(q[:, :, heads], k, v, mask=seen, layout=layout, group=group, softcap=softcap)
-    return result.out[:, :, heads.argsort()]
+    q = q[:, :, heads]
+    kv_layout = layout if kv_layout is None else kv_layout
+
+    def attend(rows: slice, keys: torch.Tensor | slice, kv_layout: Layout) -> torch.Tensor:
+        parts = (q[rows], k[rows][:, keys], v[rows][:, keys])
+        return attend_sequence_first(
+            *parts, mask=mask, layout=layout, kv_layout=kv_layout, group=group, softcap=softcap
+        ).out
+
+    if keep is None:
+        out = attend(slice(None), slice(None), kv_layout)
+    else:
+        kept = _of_all_ranks(keep, kv_layout, group)
+        outs = []
+        for row, keys in enumerate(keep):
+            positions = [kv_layout.positions(rank)[mine[row]] for rank, mine in enumerate(kept)]
+            outs.append(attend(slice(row, row + 1), keys, Layout(tuple(map(_spans, positions)))))
+        out = torch.cat(outs)
+    return out[:, :, heads.argsort()]
+
+
+def _of_all_ranks(keep: torch.Tensor, layout: Layout, group: Any) -> list[np.ndarray[Any, Any]]:
+    """The (batch, seq) masks of all ranks."""
+    transport = session_of(group).transport
+    if keep.dtype != torch.bool or keep.shape[1:] != (layout.shard_len(transport.rank),):
+        raise ShapeError(
+            f"expected (batch, {layout.shard_len(transport.rank)}) in torch.bool",
+            argument="mask",
+            value=(tuple(keep.shape), keep.dtype),
+        )
+    sizes = [len(keep) * layout.shard_len(rank) for rank in range(layout.world_size)]
+    packed = np.packbits(keep.cpu().numpy()).tobytes().ljust((max(sizes) + 7) // 8, b"\0")
+    everyone = transport.all_gather_bytes(packed, None)
+    return [
+        np.unpackbits(np.frombuffer(x, np.uint8), count=size).astype(bool).reshape(len(keep), -1)
+        for x, size in zip(everyone, sizes, strict=True)
+    ]
+
+
+def _spans(positions: np.ndarray[Any, Any]) -> tuple[Span, ...]:
+    """Runs of ascending positions."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1) if len(positions) else []
+    return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in runs)
 
 
 def ring_flash_attn_cuda(
@@ -87,6 +198,9 @@ def ring_flash_attn_cuda(
     """Like `ring_flash_attn`, but stripes do not depend on `bucket_size`, as in the original's kernel."""
     del bucket_size
     return ring_flash_attn(q, k, v, mask, causal, max(1, q.shape[1]), *options, **named)
+
+
+ring_flash_attn_cuda_ = ring_flash_attn_cuda
 
 
 def default_attention(

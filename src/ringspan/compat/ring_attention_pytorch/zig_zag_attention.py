@@ -16,6 +16,7 @@ from ringspan.compat.ring_attention_pytorch.distributed import gather_batches
 from ringspan.compat.ring_attention_pytorch.ring_flash_attention import attend_interleaved
 from ringspan.errors import LayoutError, UnsupportedError
 from ringspan.layout import Layout, zigzag
+from ringspan.mask import causal, full
 from ringspan.runtime.session import session_of
 from ringspan.training import gather
 
@@ -77,15 +78,16 @@ def zig_zag_attn(
     if attn_mask is not None:
         mine = torch.from_numpy(layout.positions(transport.rank))
         keys = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(transport.world_size)])
-        causal = (mine[:, None] >= keys[None]).to(attn_mask.device)
-        if attn_mask.dtype != torch.bool or not torch.equal(attn_mask.expand_as(causal), causal):
+        is_earlier = (mine[:, None] >= keys[None]).to(attn_mask.device)
+        if attn_mask.dtype != torch.bool or not torch.equal(attn_mask.expand_as(is_earlier), is_earlier):
             raise UnsupportedError(
                 "only the causal mask of zigzag shards is computed",
                 argument="attn_mask",
                 remedy="call rs.attention with a mask such as rs.sliding_window, and layout=rs.zigzag(seq_len, ranks)",
             )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return attend_interleaved(q, k, v, attn_mask is not None, layout, group).transpose(1, 2)
+    seen = full() if attn_mask is None else causal()
+    return attend_interleaved(q, k, v, seen, layout, group).transpose(1, 2)
 
 
 def _zigzag(seq_len: int, world_size: int) -> Layout:
