@@ -7,7 +7,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ringspan as rs
+from ringspan.compat import ringmaster as rm
 from ringspan.compat.ring_flash_attn import zigzag_ring_flash_attn_func
+from ringspan.compat.ringmaster.strategies.usp import make_usp_attention
 from support.ranks import run_ranks
 
 SEQ = 13
@@ -49,6 +51,24 @@ def test_ring_flash_attn_on_the_default_group():
     q, k, v = (x[:, :, :-1] for x in draw())
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(whole, expected)
+
+
+def attend_by_runtime(rank):
+    runtime = rm.setup(rm.RingmasterConfig(size=4, backend=rm.Backend.USP, ulysses_size=2, ring_size=2), num_kv_heads=4)
+    runtime.varlen = rm.varlen_meta(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).repeat(2, 1), 8)
+    attend = make_usp_attention("math", "math", rm.RotateMethod.ALLGATHER)
+    parts = [x[:, :, 2 * rank : 2 * rank + 2] for x in draw()]
+    out, weights = attend(None, *parts, None, scaling=None, is_causal=True)
+    rm.teardown()
+    assert weights is None
+    return out
+
+
+def test_ringmaster_attention_without_a_model():
+    out = torch.cat(values(run_ranks(attend_by_runtime, 4)), 1)
+    mask = torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).tril().bool()
+    expected = F.scaled_dot_product_attention(*(x[:, :, :8] for x in draw()), attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def forward_by_name(rank):

@@ -10,6 +10,10 @@ from torch.nn import functional as F
 
 import ringspan as rs
 from ringspan.compat import ring_attention_pytorch, ring_flash_attn, ringmaster
+from ringspan.compat.ringmaster.balancers import contiguous_indices, head_tail_indices
+from ringspan.compat.ringmaster.comm import seq_all_to_all
+from ringspan.compat.ringmaster.ring import loop
+from ringspan.compat.ringmaster.ring.kernels import math_block
 
 SEQ, DIM = 24, 8
 
@@ -219,11 +223,75 @@ def test_a_soft_clamp_of_ring_attention_pytorch():
     assert_same(on_ranks(call, rs.contiguous(SEQ, 3), tensors), dense(*tensors, causal_mask(), softcap=0.7))
 
 
-@pytest.mark.parametrize("option", ["mask", "max_lookback_seq_len"])
-def test_options_of_ring_attention_pytorch_that_are_refused(option):
+@pytest.mark.parametrize(("is_striped", "causal"), [(False, False), (False, True), (True, True)])
+def test_a_key_mask_of_ring_attention_pytorch(is_striped, causal):
+    """The original ignores it where attention is causal."""
+    tensors = draw()
+    keep = torch.rand(2, SEQ, generator=torch.Generator().manual_seed(1)) > 0.4
+    keep[0, :9] = False  # the first rows see no key; the first rank has none in this sequence
+    layout = (rs.striped if is_striped else rs.contiguous)(SEQ, 3)
+
+    def call(group, q, k, v):
+        mask = layout.shard(keep, group.rank, 1)
+        options = {"bucket_size": 8, "ring_reduce_col": True, "striped_ring_attn": is_striped, "group": group}
+        return ring_attention_pytorch.ring_flash_attn(q, k, v, mask, causal, **options)
+
+    allowed = keep[:, None, None] & (causal_mask() if causal else torch.tensor(True))
+    seen = allowed.any(-1)  # (batch, 1, rows)
+    found = on_ranks(call, layout, tensors)
+    expected = dense(
+        *tensors[:3], tensors[3] * seen.transpose(1, 2)[..., None], allowed | ~seen[..., None], interleaved=True
+    )
+    assert_same(found, [expected[0] * seen.transpose(1, 2)[..., None], *expected[1:]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("is_striped", [False, True])
+def test_rings_of_fewer_ranks_than_the_group_has(is_striped, causal):
+    """Ranks 0 and 1 share one sequence, 2 and 3 another."""
+    tensors = draw()
+    build = rs.striped if is_striped else rs.contiguous
+    half = build(SEQ // 2, 2).spans_by_rank
+    later = build(SEQ // 2, 2, start=SEQ // 2).spans_by_rank
+    options = {"causal": causal, "bucket_size": SEQ // 4, "striped_ring_attn": is_striped, "ring_size": 2}
+    call = lambda group, q, k, v: ring_attention_pytorch.ring_flash_attn(  # noqa: E731
+        q, k, v, ring_reduce_col=True, group=group, **options
+    )
+    allowed = documents_mask([SEQ // 2] * 2) & (causal_mask() if causal else torch.tensor(True))
+    assert_same(on_ranks(call, rs.Layout(half + later), tensors), dense(*tensors, allowed, interleaved=True))
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(5, SEQ), (SEQ, 5)])
+def test_keys_of_another_length_end_with_the_queries(num_queries, num_keys):
+    q, k, v, dout = draw()
+    q, dout = q[:, :num_queries].clone().requires_grad_(), dout[:, :num_queries]
+    k, v = (x[:, :num_keys].clone().requires_grad_() for x in (k, v))
+    for function in (ring_attention_pytorch.ring_flash_attn, ring_attention_pytorch.default_attention):
+        out = function(q, k, v, causal=True)
+        allowed = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        seen = allowed.any(-1)
+        expected = dense(
+            q.detach(), k.detach(), v.detach(), dout * seen[:, None, None], allowed | ~seen[:, None], interleaved=True
+        )
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        assert_same([out.detach(), *gradients], [expected[0] * seen[:, None, None], *expected[1:]])
+
+
+def test_what_ring_attention_pytorch_would_get_wrong_is_refused():
     q, k, v, _ = draw()
-    with pytest.raises(rs.UnsupportedError, match=option):
-        ring_attention_pytorch.ring_flash_attn(q, k, v, causal=True, **{option: True})
+    attend = partial(ring_attention_pytorch.ring_flash_attn, causal=True, ring_reduce_col=True)
+
+    def run(group):
+        with pytest.raises(rs.UnsupportedError, match="max_lookback_seq_len"):
+            attend(q, k, v, max_lookback_seq_len=8, group=group)
+        with pytest.raises(rs.UnsupportedError, match="ring_size=3"):
+            attend(q, k, v, ring_size=3, group=group)
+        with pytest.raises(rs.UnsupportedError, match="keys of this rank only"):
+            attend(q[:, :4], k, v, group=group)
+        with pytest.raises(rs.ShapeError, match="mask"):
+            attend(q, k, v, torch.ones(2, SEQ), group=group)
+
+    rs.run_in_process(run, 2)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -253,6 +321,58 @@ def test_ringmaster_ring_attention(rotate, window):
 
     allowed = causal_mask() if window is None else causal_mask() & ~causal_mask().tril(-window - 1)
     assert_same(on_ranks(call, rs.contiguous(SEQ, 2), tensors), dense(*tensors, allowed))
+
+
+RINGS = {
+    "varlen": (loop.varlen_ring_attention, rs.contiguous),
+    "distflash": (loop.distflash_attention, rs.contiguous),
+    "zigzag": (loop.zigzag_ring_attention, rs.zigzag),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_ringmaster_rings_attend_within_documents_of_each_row(name):
+    function, build = RINGS[name]
+    rows = [[5, 3, 16], [SEQ]]
+    cu_seqlens = torch.tensor(np.cumsum([0, *rows[0], *rows[1]]), dtype=torch.int32)
+    tensors = draw()
+
+    def call(group, q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return function(*heads_first, group=group, scaling=0.3, cu_seqlens=cu_seqlens)
+
+    allowed = torch.stack([causal_mask() & documents_mask(lengths) for lengths in rows])[:, None]
+    assert_same(on_ranks(call, build(SEQ, 2), tensors), dense(*tensors, allowed, scale=0.3))
+
+
+def test_ringmaster_attention_of_one_block():
+    q, k, v, dout = draw()
+    out, lse = math_block(q[:, -5:], k, v, causal=True, scaling=None)
+    allowed = causal_mask()[-5:]
+    torch.testing.assert_close(out, dense(q[:, -5:], k, v, dout[:, -5:], allowed)[0])
+    scores = torch.einsum("bihd,bjhd->bhij", q[:, -5:], k.repeat_interleave(2, 2)) * DIM**-0.5
+    torch.testing.assert_close(lse, scores.masked_fill(~allowed, -torch.inf).logsumexp(-1))
+
+
+def test_ringmaster_exchanges_heads_for_tokens():
+    whole = torch.randn(2, 4, 6, 3, generator=torch.Generator().manual_seed(0))
+
+    def run(group):
+        mine = rs.contiguous(6, 2).shard(whole, group.rank, 2).clone().requires_grad_()
+        heads = seq_all_to_all(mine, scatter_dim=1, gather_dim=2, group=group)
+        heads.square().sum().backward()
+        assert torch.equal(heads, rs.contiguous(4, 2).shard(whole, group.rank, 1))
+        assert torch.equal(mine.grad, 2 * mine)
+        return torch.equal(seq_all_to_all(heads.detach(), scatter_dim=2, gather_dim=1, group=group), mine)
+
+    assert rs.run_in_process(run, 2) == [True, True]
+
+
+def test_ringmaster_lists_positions_of_ranks():
+    assert contiguous_indices(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert head_tail_indices(8, 2) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    with pytest.raises(rs.ShapeError, match="seq_len=6"):
+        head_tail_indices(6, 2)
 
 
 @pytest.mark.parametrize(("balance", "pad_len"), [("contiguous", 1), ("head_tail", 1)])

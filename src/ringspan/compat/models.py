@@ -86,7 +86,7 @@ class ShardAttention:
 
     def attend(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -112,7 +112,7 @@ class ShardAttention:
         if dropout:
             raise UnsupportedError("ranks would drop other weights than one process", argument="dropout", value=dropout)
         _check_config(getattr(module, "config", None))
-        self._check_positions(position_ids, shards)
+        self._check_positions(module, position_ids, shards)
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if shards.may_be_padded and not is_causal:
             raise UnsupportedError("tokens would attend to padding", argument="is_causal", value=False)
@@ -151,8 +151,10 @@ class ShardAttention:
             )
         return shards
 
-    def _check_positions(self, position_ids: torch.Tensor | None, shards: Shards) -> None:
+    def _check_positions(self, module: Any, position_ids: torch.Tensor | None, shards: Shards) -> None:
         if position_ids is None:
+            if not isinstance(module, nn.Module):  # called by itself: there is no model that counts positions
+                return
             raise UnsupportedError(
                 "without them a model counts from 0 on every rank", argument="position_ids", remedy="pass this rank's"
             )
@@ -169,7 +171,7 @@ class ShardAttention:
 
 def _check_config(config: Any) -> None:
     """Refuse a model in which more than attention depends on the tokens of other ranks."""
-    said = {} if config is None else config.to_dict()
+    said = config.to_dict() if hasattr(config, "to_dict") else {}
     for name, value in said.items():
         is_mixer = name.startswith(_MIXERS) or (name in ("layer_types", "block_types") and not {*value} <= _ATTENDING)
         if value and (is_mixer or name in ("attention_chunk_size", "attn_temperature_tuning")):

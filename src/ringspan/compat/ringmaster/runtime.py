@@ -64,12 +64,21 @@ class CPRuntime:
         """The name for `model.set_attn_implementation`, with shards of `shard_batch`; registered at first use."""
         if not self.config.enabled:
             return self.inner_attn
+        self._announced()
+        return _NAME
+
+    def attend(self, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        """Attend as a model with `attn_implementation` does."""
+        attended: tuple[torch.Tensor, None] = self._announced().attend(*args, **options)
+        return attended
+
+    def _announced(self) -> Any:
         from ringspan.compat.models import ShardAttention
 
         if not _ATTENTION:
             _ATTENTION.append(ShardAttention([_NAME], "setup"))
         _ATTENTION[0].announce(self._shards)
-        return _NAME
+        return _ATTENTION[0]
 
     def _shards(self, shard_len: int) -> Any:
         from ringspan.compat.models import Shards
@@ -80,13 +89,13 @@ class CPRuntime:
         return Shards(
             self.cp_group,
             build(total, self.cp_size),
-            None if self.varlen is None else _lengths_by_row(self.varlen[0], total),
+            None if self.varlen is None else lengths_by_row(self.varlen[0], total),
             algorithm.get(self.config.backend, "auto"),
             may_be_padded=True,
         )
 
 
-def _lengths_by_row(cu_seqlens: torch.Tensor, row_len: int) -> tuple[tuple[int, ...], ...]:
+def lengths_by_row(cu_seqlens: torch.Tensor, row_len: int) -> tuple[tuple[int, ...], ...]:
     """The lengths of the documents of each row, from cumulative ones over all rows."""
     ends = cu_seqlens.tolist()
     bounds = set(ends)

@@ -11,7 +11,7 @@ from ringspan.errors import UnsupportedError
 from ringspan.layout import contiguous, zigzag
 from ringspan.training import IGNORE_INDEX
 
-__all__ = ["ShardInfo", "context_parallel_region", "shard_batch", "varlen_meta"]
+__all__ = ["ShardInfo", "context_parallel_region", "cu_seqlens_from_position_ids", "shard_batch", "varlen_meta"]
 
 _WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "max_seqlen")
 
@@ -97,6 +97,16 @@ def varlen_meta(global_position_ids: torch.Tensor | None, total_padded_len: int)
         padded[:, seq_len] = True
     ends = torch.cat([padded.flatten().nonzero().flatten(), torch.tensor([padded.numel()], device=padded.device)])
     return ends.to(torch.int32), int(ends.diff().max())
+
+
+def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """`varlen_meta` of a batch without padding."""
+    return varlen_meta(position_ids, position_ids.shape[1])
+
+
+def _zigzag_shard(batch: Batch, cp_rank: int, cp_size: int) -> tuple[Batch, ShardInfo]:
+    """Cut as load_balance="head_tail" does; tests of the original call it."""
+    return shard_batch(batch, cp_rank=cp_rank, cp_size=cp_size, load_balance="head_tail")
 
 
 def _without_whole_batch_keys(batch: Batch) -> Batch:
