@@ -211,9 +211,8 @@ class _Attending(TorchFunctionMode):
             )
         if query.ndim < 4:  # PyTorch takes (seq, dim) and (batch, seq, dim) too
             expand = (None,) * (3 - query.ndim)
-            one_head = (x[expand].unsqueeze(1) for x in (query, key, value))
-            out = self._attend(*one_head, is_causal=is_causal, scale=scale)
-            return out.view(*query.shape[:-1], value.shape[-1])
+            query, key, value = (x[expand].unsqueeze(1) for x in (query, key, value))
+            return self._attend(query, key, value, is_causal=is_causal, scale=scale)[(0,) * len(expand)].squeeze(-3)
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise ShapeError("fewer key than query heads need enable_gqa=True", argument="enable_gqa", value=False)
         layout = self._layout
