@@ -300,6 +300,7 @@ def test_the_fixed_part_of_a_video_grows_with_its_tokens():
     ("wrong", "message"),
     [
         ({"tokens": "128K"}, "tokens: expected a whole number"),
+        ({"batch": 0}, "batch=0: too small"),
         ({"batch": "2"}, "batch: expected a whole number"),
         ({"model": None}, "model: expected a name"),
         ({"devices": 8}, "devices: expected a name"),

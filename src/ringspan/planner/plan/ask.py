@@ -147,7 +147,7 @@ def make_request(
         phase=phase or ("prefill" if loaded.video is None else "denoise"),
         tokens=_tokens(loaded, tokens, size),
         cached_tokens=cached_tokens,
-        batch=batch or (loaded.video.forwards if loaded.video is not None else 1),
+        batch=batch if batch is not None else loaded.video.forwards if loaded.video is not None else 1,
         tp=tp,
         wire=wire,
         weights=weights,
