@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,8 @@ def verify(
         "thorough": thorough,
         "seed": seed,
     }
+    if (here := str(Path.cwd())) not in sys.path:  # an installed command has the folder of its script there instead
+        sys.path.insert(0, here)
     launched = find_launcher(os.environ)
     with _bar() as progress:
         if launched is not None and launched.world_size > 1:
@@ -143,11 +146,8 @@ def _sections(report: "VerifyReport") -> Iterator["Section"]:
     if report.diagnosis is not None:
         yield text("diagnosis", "What the mistake looks like", [str(report.diagnosis)])
     rows = [
-        [str(one.case), one.status, "✓ yes" if one.has_passed else "✗ no", one.message or ", ".join(one.missing)]
+        (str(one.case), one.status, "✓ yes" if one.has_passed else "✗ no", one.message or ", ".join(one.missing))
         for one in sorted(report.verdicts, key=lambda one: (one.has_passed, one.status == "not asked"))
     ]
     caption = "Failures come first, and what the target need not compute last. Choose a heading to sort by it."
-    columns = ["case", "status", "passed", "message"]
-    if not any(message for *_, message in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    yield table("cases", "Every case", columns, rows, caption)
+    yield table("cases", "Every case", ["case", "status", "passed", "message"], rows, caption)
