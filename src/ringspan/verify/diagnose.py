@@ -13,7 +13,15 @@ import numpy as np
 
 from ringspan.verify.budget import budget
 from ringspan.verify.cases import VerifyCase
-from ringspan.verify.guesses import Guess, Setting, guess_gradients, guess_masks, guess_merges, guess_schedules
+from ringspan.verify.guesses import (
+    Guess,
+    Setting,
+    guess_gradients,
+    guess_masks,
+    guess_merges,
+    guess_rearranged,
+    guess_schedules,
+)
 from ringspan.verify.outcome import Computed, Deviation
 from ringspan.verify.patterns import Numbers
 
@@ -64,7 +72,7 @@ def diagnose(failures: Sequence[Failure]) -> Diagnosis:
             totals[mistake] = totals.get(mistake, 0.0) + score
     where = f"begins in {chosen[0].case}: {chosen[0].deviations[0]}"
     if not totals:
-        mistake, detail = _by_shape(chosen)
+        mistake, detail = _by_shape(chosen, failures)
         return Diagnosis(mistake, detail, 0, len(chosen), where)
     mistake = max(totals, key=lambda name: totals[name])
     fitting = [match for found in matches for match in found if match.mistake == mistake]
@@ -149,7 +157,7 @@ def _explaining(failure: Failure, name: str, guesses: Sequence[Guess]) -> list[_
     owners = setting.q_rank if name in ("out", "lse", "dq") else setting.kv_rank
     units = _Units(computed, right, limit, owners)
     found = []
-    for guess in guesses:
+    for guess in (*guesses, *guess_rearranged(setting, name, computed)):
         score = units.score(guess.values)
         if score > 0:
             found.append(_Match(guess.mistake, guess.detail, score))
@@ -192,7 +200,8 @@ class _Units:
         after = _distance(self._computed[self._where], values[self._where])
         if not np.isfinite(self._before).all():
             return bool(np.isfinite(after).all())
-        return bool(np.linalg.norm(after) <= 0.15 * np.linalg.norm(self._before))
+        with np.errstate(over="ignore"):
+            return bool(np.linalg.norm(after) <= 0.15 * np.linalg.norm(self._before))
 
 
 def _distance(x: Numbers, y: Numbers) -> Numbers:
@@ -203,7 +212,7 @@ def _distance(x: Numbers, y: Numbers) -> Numbers:
     return np.where(is_same, 0.0, np.where(np.isnan(distance), np.inf, distance))
 
 
-def _by_shape(failures: Sequence[Failure]) -> tuple[str, str]:
+def _by_shape(failures: Sequence[Failure], everything: Sequence[Failure]) -> tuple[str, str]:
     """Describe an error that no guess explains, by the wrong rows and the size of the differences."""
     names = {failure.deviations[0].name for failure in failures}
     firsts = [(failure, failure.deviations[0]) for failure in failures]
@@ -218,7 +227,7 @@ def _by_shape(failures: Sequence[Failure]) -> tuple[str, str]:
     if names <= {"out"} and all(_is_zero(failure) for failure in failures):
         return "output left at zero", "in some rows"
     if names <= {"out"}:
-        return _by_rank(failures)
+        return _by_rank([failure for failure in everything if failure.deviations[0].name == "out"])
     return UNKNOWN, ""
 
 
@@ -228,7 +237,8 @@ def _right(failure: Failure, name: str) -> Numbers:
 
 
 def _has_nan(failure: Failure, name: str) -> bool:
-    return bool(np.isnan(getattr(failure.computed, name)).any())
+    """NaN, or an infinity where none belongs."""
+    return bool((~np.isfinite(getattr(failure.computed, name)) & np.isfinite(_right(failure, name))).any())
 
 
 def _is_zero(failure: Failure) -> bool:
@@ -249,7 +259,8 @@ def _by_rank(failures: Sequence[Failure]) -> tuple[str, str]:
         if all(_are_rows_of(failure, rank) for failure in failures):
             return "wrong queries of one rank", f"only rows of rank {rank} are wrong"
     for rank in range(max(failure.case.world_size for failure in failures)):
-        if all(_see_keys_of(failure, rank) for failure in failures):
+        fits = [_see_keys_of(failure, rank) for failure in failures]
+        if all(is_exact for is_exact, _ in fits) and any(is_telling for _, is_telling in fits):
             return "wrong keys of one rank", f"exactly the rows that see keys of rank {rank} are wrong"
     return UNKNOWN, ""
 
@@ -258,8 +269,14 @@ def _are_rows_of(failure: Failure, rank: int) -> bool:
     return failure.deviations[0].ranks == (rank,)
 
 
-def _see_keys_of(failure: Failure, rank: int) -> bool:
+def _see_keys_of(failure: Failure, rank: int) -> tuple[bool, bool]:
+    """Whether exactly the rows that see keys of a rank are wrong, and whether there are others.
+
+    A row that sees a single key does not depend on what is in it.
+    """
     setting = _setting(failure.case)
     counts = np.broadcast_to(setting.question.counts, (failure.case.batch, *setting.question.counts.shape[-2:]))
     sees = counts[..., setting.kv_rank == rank].any(-1)
-    return bool((failure.deviations[0].is_wrong.any(1) == sees).all())
+    is_wrong = failure.deviations[0].is_wrong.any(1)
+    must_be = sees & (counts.sum(-1) > 1)
+    return bool((is_wrong <= sees).all() and (must_be <= is_wrong).all()), not sees.all()

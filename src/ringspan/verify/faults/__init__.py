@@ -1,6 +1,6 @@
 """Faults that can be injected into a correct attention, to see whether a test notices them."""
 
-from ringspan.verify.faults import backward, kernels, masks, schedules
+from ringspan.verify.faults import backward, kernels, masks, places, schedules
 from ringspan.verify.faults.record import FAULTS, Fault, fault
 from ringspan.verify.faults.ring import FaultyRing, KeysValues, RankView, RingPart
 
@@ -15,5 +15,6 @@ __all__ = [
     "fault",
     "kernels",
     "masks",
+    "places",
     "schedules",
 ]

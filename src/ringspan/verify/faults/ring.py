@@ -46,7 +46,7 @@ class FaultyRing:
         self.scale = question.scale
         self.sinks = question.sinks
         self.softcap = case.softcap
-        self.dtype = np.dtype(np.float32 if case.dtype == "bfloat16" else case.dtype)
+        self.dtype = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
         self.whole = {name: getattr(question, name).astype(self.dtype, copy=True) for name in ("q", "k", "v", "dout")}
 
     # Who holds what

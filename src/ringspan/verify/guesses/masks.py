@@ -168,9 +168,14 @@ def _turned(setting: Setting) -> Iterator[Guess]:
         ("RoPE offset", "keys begin at 0 on every rank", q, kv_local),
         *(("RoPE offset", f"keys are off by {n}", q, kv + n) for n in range(-8, 9) if n),
         *(
-            ("RoPE offset", f"keys of rank {rank} are off by {n}", q, kv + n * (setting.kv_rank == rank))
+            ("RoPE offset", f"{which} of rank {rank} are off by {n}", of_q, of_kv)
             for rank in setting.ranks
             for n in range(-4, 5)
+            for which, of_q, of_kv in (
+                ("keys", q, kv + n * (setting.kv_rank == rank)),
+                ("queries", q + n * (setting.q_rank == rank), kv),
+                ("queries and keys", q + n * (setting.q_rank == rank), kv + n * (setting.kv_rank == rank)),
+            )
             if n
         ),
         ("RoPE left out", "", None, kv),
@@ -185,6 +190,12 @@ def _turned(setting: Setting) -> Iterator[Guess]:
     )
     for mistake, detail, of_q, of_kv in turns:
         yield from setting.out_and_lse(mistake, detail, q_turns=of_q, kv_turns=of_kv)
+    columns = np.arange(setting.question.q.shape[-1])
+    paired = np.concatenate([columns[::2], columns[1::2]])
+    of_pairs = {name: getattr(setting.question, name)[..., paired] for name in "qk"}
+    yield from setting.out_and_lse(
+        "RoPE turns other pairs", "neighbouring columns, not those half a head apart", **of_pairs
+    )
 
 
 def _local(ranks: Numbers) -> Numbers:

@@ -1,5 +1,6 @@
 """Mistakes in the softmax and in merging partial results: weights, log-sum-exps, scales, sinks and soft caps."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringspan.verify.guesses.base import Guess, Setting
-from ringspan.verify.oracle import BlockParts, block_parts, operands, softmax
+from ringspan.verify.oracle import BlockParts, block_parts, operands, per_head, softmax
 from ringspan.verify.patterns import Numbers
 
 LOG2 = math.log(2)
@@ -23,6 +24,7 @@ def guess_merges(setting: Setting) -> Iterator[Guess]:
         parts = block_parts(setting.question, setting.kv_rank, setting.case.world_size)
         yield from _at_once(setting, parts)
         yield from _one_by_one(setting, parts)
+        yield from _running(setting, parts)
     yield from _normalising(setting)
     yield from _only_lse(setting)
 
@@ -71,7 +73,10 @@ def _softcaps(setting: Setting) -> Iterator[Guess]:
     if cap is None:
         return
     yield from setting.out_and_lse("softcap ignored", softcap=None)
-    yield from setting.out_and_lse("softcap before the scale", softcap=cap / question.scale)
+    yield from setting.out_and_lse("softcap before the scale", "the scale after it", softcap=cap * question.scale)
+    yield from setting.out_and_lse(
+        "softcap before the scale", "of scores without a scale", softcap=cap / question.scale
+    )
     q, k, v = operands(question)
     raw = q @ k.swapaxes(-1, -2) * question.scale
     squashed = {
@@ -112,6 +117,10 @@ def _at_once(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
         yield Guess("weights not normalised", "out", (np.exp(parts.lse)[..., None] * parts.out).sum(0))
         yield Guess("merge weights swapped", "out", _weighted(parts, np.nan_to_num(np.exp(-lse), posinf=0.0)))
     if not np.isfinite(parts.lse).all():
+        is_short = np.isneginf(parts.lse.min(0)[..., None]) & np.isfinite(setting.right.lse)[..., None]
+        for detail, value in (("is left at zero", 0.0), ("is NaN", np.nan)):
+            spoilt = np.where(is_short, value, setting.right.out)
+            yield Guess("empty block spoils its rows", "out", spoilt, f"a row that sees no key of some block {detail}")
         finite = np.where(np.isneginf(parts.lse), 0.0, parts.lse)
         total = np.logaddexp.reduce(finite, axis=0)
         out = (np.exp(finite - total)[..., None] * parts.out).sum(0)
@@ -175,6 +184,14 @@ _LSES: tuple[tuple[str, Callable[[_Partials], Numbers]], ...] = (
 )
 
 
+def _weighted_by(merge_lse: Callable[[_Partials], Numbers], x: _Partials) -> tuple[Numbers, Numbers]:
+    """Both results weighted with exp(lse - merged lse): normalised only if the merged lse is right."""
+    merged = merge_lse(x)
+    with np.errstate(invalid="ignore", over="ignore"):
+        weights = (np.nan_to_num(np.exp(lse - merged))[..., None] for lse in (x.lse, x.new_lse))
+        return _added(x, *weights), merged
+
+
 def _wrong_merges() -> Iterator[tuple[str, str, Callable[[_Partials], tuple[Numbers, Numbers]]]]:
     """Every way to merge outputs with every way to merge log-sum-exps, but for the right one."""
     for mistake, detail, merge_out in _OUTS:
@@ -182,6 +199,9 @@ def _wrong_merges() -> Iterator[tuple[str, str, Callable[[_Partials], tuple[Numb
             if mistake or which:
                 what = ", ".join(filter(None, (detail, which)))
                 yield mistake or "log-sum-exp not updated", what, partial(_merged, merge_out, merge_lse)
+    for which, merge_lse in _LSES:
+        if which:
+            yield "log-sum-exp not updated", f"{which}, and the weights follow it", partial(_weighted_by, merge_lse)
 
 
 def _merged(
@@ -192,13 +212,7 @@ def _merged(
 
 def _one_by_one(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
     """Wrong merges of one block after the other, in the orders in which rings and gathers visit them."""
-    world_size = setting.case.world_size
-    orders: dict[str, Callable[[int], Sequence[int]]] = {
-        "forward ring": lambda rank: [(rank - step) % world_size for step in range(world_size)],
-        "reverse ring": lambda rank: [(rank + step) % world_size for step in range(world_size)],
-        "rank order": lambda _: range(world_size),
-    }
-    for order, blocks_of in orders.items():
+    for order, blocks_of in _orders(setting.case.world_size).items():
         for mistake, detail, merge in _wrong_merges():
             out, lse = np.zeros_like(setting.right.out), np.full_like(setting.right.lse, -np.inf)
             for rank in setting.ranks:
@@ -211,11 +225,57 @@ def _one_by_one(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
             yield from with_sinks(setting, mistake, f"{detail}, {order}".lstrip(", "), out, lse)
 
 
+def _orders(world_size: int) -> dict[str, Callable[[int], Sequence[int]]]:
+    """The orders in which a rank visits the blocks."""
+    return {
+        "forward ring": lambda rank: [(rank - step) % world_size for step in range(world_size)],
+        "reverse ring": lambda rank: [(rank + step) % world_size for step in range(world_size)],
+        "rank order": lambda _: range(world_size),
+    }
+
+
+def _running(setting: Setting, parts: BlockParts) -> Iterator[Guess]:
+    """Sums that are carried with a running maximum m: every sum must be rescaled from its own maximum to the new m."""
+    with np.errstate(invalid="ignore"):
+        sums = np.nan_to_num(np.exp(parts.lse - parts.peak))
+    values = parts.out * sums[..., None]
+    names = ("the accumulated output", "the accumulated sum", "the new output", "the new sum")
+    for order, blocks_of in _orders(setting.case.world_size).items():
+        for is_scaled in itertools.product((True, False), repeat=4):
+            if all(is_scaled):
+                continue
+            out, lse = np.zeros_like(setting.right.out), np.full_like(setting.right.lse, -np.inf)
+            for rank in setting.ranks:
+                rows = setting.q_rank == rank
+                blocks = [
+                    (values[i][:, :, rows], sums[i][:, :, rows], parts.peak[i][:, :, rows]) for i in blocks_of(rank)
+                ]
+                out[:, :, rows], lse[:, :, rows] = _carried(blocks, is_scaled)
+            what = ", ".join(name for name, is_right in zip(names, is_scaled, strict=True) if not is_right)
+            yield from with_sinks(setting, "partials not rescaled", f"{what}, {order}", out, lse)
+
+
+def _carried(
+    blocks: Sequence[tuple[Numbers, Numbers, Numbers]], is_scaled: tuple[bool, ...]
+) -> tuple[Numbers, Numbers]:
+    """Out and lse of blocks (weighted values, sum, maximum), of which some sums are not rescaled."""
+    out, total, peak = blocks[0]
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        for new, new_total, new_peak in blocks[1:]:
+            highest = np.maximum(peak, new_peak)
+            old_factor, new_factor = (np.nan_to_num(np.exp(x - highest)) for x in (peak, new_peak))
+            factors = (old_factor, old_factor, new_factor, new_factor)
+            a, b, c, d = (x if scaled else np.ones_like(x) for x, scaled in zip(factors, is_scaled, strict=True))
+            out, total, peak = out * a[..., None] + new * c[..., None], total * b + new_total * d, highest
+        return out / np.where(total == 0, 1.0, total)[..., None], np.where(total > 0, peak + np.log(total), -np.inf)
+
+
 def with_sinks(setting: Setting, mistake: str, detail: str, out: Numbers, lse: Numbers) -> list[Guess]:
     """A result without sinks, which then join it correctly."""
     if setting.question.sinks is not None:
-        total = np.logaddexp(lse, setting.question.sinks[:, None])
-        out, lse = out * np.exp(lse - total)[..., None], total
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = np.logaddexp(lse, setting.question.sinks[:, None])
+            out, lse = out * np.exp(lse - total)[..., None], total
     return [Guess(mistake, "out", out, detail), Guess(mistake, "lse", lse, detail)]
 
 
@@ -226,12 +286,29 @@ def _normalising(setting: Setting) -> Iterator[Guess]:
         total = np.nan_to_num(np.exp(right.lse - peak), nan=1.0)[..., None]
         yield Guess("weights not normalised", "out", right.out * total, "the sum was never divided by")
         yield Guess("weights not normalised", "out", right.out / total, "divided by the sum twice")
+    yield from _over_queries(setting)
     for factor in (2, 0.5, setting.case.world_size, 1 / setting.case.world_size):
         if factor != 1:
             yield Guess("output scaled", "out", right.out * factor, f"by {factor:g}")
     yield Guess("output left at zero", "out", np.zeros_like(right.out))
     yield Guess("NaN", "out", np.full_like(right.out, np.nan))
     yield Guess("output negated", "out", -right.out)
+
+
+def _over_queries(setting: Setting) -> Iterator[Guess]:
+    """A softmax along the wrong axis: for each key over the queries, of one rank or of all."""
+    v = operands(setting.question)[2]
+    logits = np.where(per_head(setting.question.counts) > 0, setting.right.scores, -np.inf)
+    for detail, of_q in (("of each rank", setting.q_rank), ("of all ranks", np.zeros_like(setting.q_rank))):
+        weights = np.zeros_like(logits)
+        for rank in np.unique(of_q):
+            rows = of_q == rank
+            own = logits[:, :, rows]
+            peak = own.max(2, keepdims=True)
+            parts = np.exp(own - np.where(np.isneginf(peak), 0.0, peak))
+            total = parts.sum(2, keepdims=True)
+            weights[:, :, rows] = parts / np.where(total == 0, 1.0, total)
+        yield Guess("softmax over queries", "out", weights @ v, detail)
 
 
 def _only_lse(setting: Setting) -> Iterator[Guess]:
@@ -249,9 +326,11 @@ def _only_lse(setting: Setting) -> Iterator[Guess]:
             yield Guess("scale in the log-sum-exp", "lse", right.lse * scale)
     if setting.case.world_size > 1:
         parts = block_parts(question, setting.kv_rank, setting.case.world_size)
-        owners = setting.q_rank.astype(int)
-        own = np.stack([parts.lse[rank, :, :, row] for row, rank in enumerate(owners)], -1)
-        yield Guess("log-sum-exp of one block", "lse", own, "the rank's own")
+        size, rows = setting.case.world_size, np.arange(len(setting.q_rank))
+        for step in range(size):
+            blocks = (setting.q_rank.astype(int) - step) % size
+            own = np.moveaxis(parts.lse[blocks, :, :, rows], 0, -1)
+            yield Guess("log-sum-exp of one block", "lse", own, f"that of step {step}" if step else "the rank's own")
         yield Guess("log-sum-exp of one block", "lse", parts.lse.max(0), "the largest")
         finite = np.where(np.isneginf(parts.lse), 0, parts.lse)
         yield Guess("log-sum-exps added", "lse", finite.sum(0))

@@ -43,15 +43,9 @@ def _counted_wrongly(setting: Setting) -> Iterator[Guess]:
         yield from setting.out_and_lse("block missing", f"that of rank {owner}, elsewhere", counts=counts * ~sent)
         yield from setting.out_and_lse("block counted twice", f"that of rank {owner}", counts=counts * (1.0 + keys))
         yield from setting.out_and_lse("wrong keys of one rank", f"zeros of rank {owner}", **_zeroed(setting, keys))
-    edges = np.zeros_like(setting.kv_rank, np.bool_)
-    for owner in range(world_size):
-        edges[np.flatnonzero(setting.kv_rank == owner)[-1]] = True
-    yield from setting.out_and_lse("last key of a block missing", counts=counts * ~edges)
-    yield from setting.out_and_lse(
-        "last key of a block missing", "of other ranks", counts=counts * ~(edges & (hops > 0))
-    )
+    yield from _keys_counted_wrongly(setting)
     smallest = min((setting.kv_rank == owner).sum() for owner in range(world_size))
-    beyond = np.zeros_like(edges)
+    beyond = np.zeros_like(setting.kv_rank, np.bool_)
     for owner in range(world_size):
         beyond[np.flatnonzero(setting.kv_rank == owner)[smallest:]] = True
     lengths = [int((setting.kv_rank == owner).sum()) for owner in range(world_size)]
@@ -64,6 +58,29 @@ def _counted_wrongly(setting: Setting) -> Iterator[Guess]:
         yield Guess("padding attended", "lse", lse, detail)
     if beyond.any():
         yield from setting.out_and_lse("uneven shards cut", "to the shortest", counts=counts * ~beyond)
+
+
+def _keys_counted_wrongly(setting: Setting) -> Iterator[Guess]:
+    """Single keys that are not attended, or twice: at an edge of every block, or one of the whole sequence."""
+    counts, hops = setting.question.counts, setting.hops()
+    for which, place in (("last", -1), ("first", 0)):
+        edges = np.zeros_like(setting.kv_rank, np.bool_)
+        edges[[np.flatnonzero(setting.kv_rank == rank)[place] for rank in setting.ranks]] = True
+        for detail, here in (
+            ("", edges),
+            ("of other ranks", edges & (hops > 0)),
+            ("of the rank itself", edges & (hops == 0)),
+        ):
+            yield from setting.out_and_lse(f"{which} key of a block missing", detail, counts=counts * ~here)
+            yield from setting.out_and_lse(
+                f"{which} key of a block counted twice", detail, counts=counts * (1.0 + here)
+            )
+    positions = setting.case.kv_layout().all_positions()
+    for key, position in enumerate(positions):
+        here = np.arange(len(positions)) == key
+        where = "the last of all" if key == len(positions) - 1 else f"position {position}"
+        yield from setting.out_and_lse("key missing", where, counts=counts * ~here)
+        yield from setting.out_and_lse("key counted twice", where, counts=counts * (1.0 + here))
 
 
 def _zeroed(setting: Setting, keys: Numbers) -> dict[str, Numbers]:
@@ -87,6 +104,15 @@ def _other_data(setting: Setting) -> Iterator[Guess]:
             detail = f"step {stale} attends to the block of step {stale - 1}"
             sources.append(("stale buffer", detail, [hop - (hop == stale) for hop in steps]))
     sources.append(("block of the next step", "blocks are one step ahead", [(hop + 1) % size for hop in steps]))
+    swapped = [(i, j) for i in steps for j in range(i)]
+    orders = {f"ranks {j} and {i} swapped": [{i: j, j: i}.get(rank, rank) for rank in steps] for i, j in swapped}
+    for detail, order in {**orders, "rank i's is that of rank P - 1 - i": [*reversed(steps)]}.items():
+        rows_of = [np.flatnonzero(setting.kv_rank == rank) for rank in setting.ranks]
+        moved = np.arange(len(setting.kv_rank))
+        for rank, rows in enumerate(rows_of):
+            moved[rows] = np.resize(rows_of[order[rank]], len(rows))
+        k, v = setting.question.k[:, :, moved], setting.question.v[:, :, moved]
+        yield from setting.out_and_lse("blocks in another order", detail, k=k, v=v)
     for mistake, detail, source in sources:
         yield from setting.by_rank(mistake, _replaced(setting, source, ("k", "v")), detail)
         if mistake != "wrong direction":
@@ -252,6 +278,9 @@ def _tensors(setting: Setting) -> Iterator[Guess]:
     question = setting.question
     yield from setting.out_and_lse("keys and values swapped", k=question.v, v=question.k)
     yield from setting.out_and_lse("keys for values", v=question.k)
+    for name, x in (("q", question.q), ("v", question.v[:, list(question.kv_of)])):
+        if x.shape == setting.right.out.shape:
+            yield Guess("an input returned as the output", "out", x, name)
     if setting.case.batch > 1:
         yield from setting.out_and_lse(
             "batch rows mixed up", "of keys and values", k=question.k[::-1], v=question.v[::-1]
