@@ -197,6 +197,7 @@ def _base_cases(world_size: int) -> Iterator[VerifyCase]:
     yield replace(case, has_rope=True, dtype="float64", num_kv_heads=2)
     yield replace(case, dtype="bfloat16", num_kv_heads=2)
     yield replace(case, pattern=("full",), layout="zigzag", dtype="bfloat16")
+    yield replace(case, layout="zigzag", dtype="float16", num_kv_heads=2)
 
 
 def make_cases(

@@ -1,6 +1,7 @@
 """This library's own attention as a target."""
 
 import zlib
+from collections.abc import Collection
 
 import torch
 
@@ -15,7 +16,7 @@ ALGORITHMS = ("pass_kv", "pass_q", "all_gather", "ulysses")
 class RingspanTarget(Target):
     """`rs.attention` with one algorithm, or with each in turn."""
 
-    features = tuple(name for name in FEATURES if name != "float16")
+    features: Collection[str] = FEATURES
 
     def __init__(self, algorithm: str | None = None) -> None:
         if algorithm is not None and algorithm not in ("auto", *ALGORITHMS):
