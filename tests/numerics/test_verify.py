@@ -56,7 +56,7 @@ def test_one_algorithm_of_this_library(algorithm):
 
 def test_another_correct_attention_is_right():
     report = rs.verify.check(GatheringTarget(), world_sizes=(2, 3))
-    assert report.counts() == {"right": 52}
+    assert report.counts() == {"right": 54}
 
 
 def examine_mistakes(names: list[str], world_size: int) -> int:
@@ -133,7 +133,7 @@ def test_a_target_that_refuses_everything_has_not_passed():
     report = rs.verify.verify(Refuses(), world_sizes=(2,))
     assert report.failures == ()
     assert not report.has_passed
-    assert "nothing is known to be right" in report.to_text()
+    assert "\n  refused: NotImplementedError: no\nno case was computed: nothing is known" in report.to_text()
 
 
 def test_a_rank_that_hangs_ends_the_case():
@@ -145,6 +145,62 @@ def test_a_rank_that_hangs_ends_the_case():
 
     outcome = run_threads(Hangs(), CAUSAL, timeout_s=1.0)
     assert isinstance(outcome, Hung | Refused)
+
+
+def test_no_more_cases_run_after_some_that_hang(monkeypatch):
+    """Otherwise a table of a hundred cases takes a hundred time limits."""
+    asked = []
+
+    def hang(target, case):
+        asked.append(case)
+        return Hung("ranks [1] had not finished in time")
+
+    monkeypatch.setattr("ringspan.verify.run.run_threads", hang)
+    monkeypatch.setattr("ringspan.verify.run._MOST_LOST_S", 0.0)
+    report = rs.verify.verify(lambda q, k, v: q, world_sizes=(2, 3), features=("full",))
+    assert len(asked) == 1
+    assert report.counts()["hung"] > 2
+    assert "s were lost to cases without a result" in report.failures[-1].message
+
+
+def test_a_target_that_processes_cannot_have_is_refused():
+    with pytest.raises(rs.UnsupportedError, match="processes need a target that can be pickled"):
+        rs.verify.verify(lambda q, k, v: q, world_sizes=(2,), ranks="processes")
+
+
+def empty_inputs(q, k, v, *, causal, group):
+    out = ring(q, k, v, causal=causal, group=group)
+    k.data.zero_()
+    return out
+
+
+def exit_early(q, k, v):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda q, k, v: None, "the target returned NoneType; return the tensor out, or (out, lse)"),
+        (lambda q, k, v: (q, q, q), "the target returned (Tensor, Tensor, Tensor); "),
+        (lambda q, k, v: q.detach().numpy(), "the target returned ndarray; "),
+        (lambda q, k, v: q.long(), "the target returned out in torch.int64; "),
+        (lambda q, k, v: q[:, :, 1:], "the target returned out of shape (2, 4, 8, 8); "),
+        (empty_inputs, "the target changed its input k in place on rank "),
+        (exit_early, "SystemExit: 3"),
+    ],
+    ids=["None", "three", "NumPy", "integers", "shape", "changes", "exits"],
+)
+def test_what_no_attention_does_is_an_error(function, message):
+    outcome = run_threads(find_target(function), VerifyCase(2, "contiguous", ("full",), 18, dtype="float64"))
+    verdict, _ = judge(VerifyCase(2, "contiguous", ("full",), 18, dtype="float64"), outcome)
+    assert verdict.status == "error"
+    assert message in verdict.message
+
+
+def test_a_broken_result_is_an_error_in_a_case_that_may_be_refused():
+    report = rs.verify.verify(lambda q, k, v: None, world_sizes=(2,), features=())
+    assert report.counts()["error"] == len(report.failures) > 2
 
 
 def test_zeros_are_not_right():
@@ -161,12 +217,12 @@ def test_a_wrong_shape_is_wrong():
 
 def test_reports_are_text_json_and_junit():
     report = rs.verify.verify(GatheringTarget("output divided by ranks"), world_sizes=(2,))
-    assert report.to_text().startswith("output divided by ranks: NOT right (26 wrong")
+    assert report.to_text().startswith("output divided by ranks: NOT right (27 wrong")
     assert "looks like: output scaled (by 0.5)" in report.to_text()
     read = json.loads(json.dumps(report.to_json()))
-    assert (read["has_passed"], read["counts"], len(read["cases"])) == (False, {"wrong": 26}, 26)
+    assert (read["has_passed"], read["counts"], len(read["cases"])) == (False, {"wrong": 27}, 27)
     suite = ElementTree.fromstring(report.to_junit())
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("26", "26", "0")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("27", "27", "0")
     assert suite.find("testcase/failure") is not None
 
 
@@ -179,6 +235,9 @@ def test_reports_are_text_json_and_junit():
         ("yunchang", "cannot be imported|no adapter"),
         (3, "a function or a Target"),
         (lambda q, k, v, secret: q, "does not know what to pass for secret"),
+        (lambda: 1, "passes q, k and v by position: too many positional arguments"),
+        ("torch:matmul", "no signature found"),
+        (type("NeedsMore", (Target,), {"__init__": lambda self, x: None}), "cannot be called without arguments"),
     ],
 )
 def test_a_target_that_is_none_is_refused(target, message):
@@ -186,10 +245,48 @@ def test_a_target_that_is_none_is_refused(target, message):
         find_target(target)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("features", ("magic",), r"Odd.features=\['magic'\]: a feature is one of"),
+        ("layouts", ("diagonal",), r"Odd.layouts=\('diagonal',\): a target is sharded in some of"),
+        ("layouts", (), r"Odd.layouts=\(\): a target is sharded in some of"),
+        ("ranks", "fibers", "Odd.ranks='fibers': ranks are threads or processes"),
+    ],
+)
+def test_a_target_with_unknown_attributes_is_refused(attribute, value, message):
+    with pytest.raises(rs.RingspanError, match=message):
+        find_target(type("Odd", (Target,), {attribute: value}))
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
+        ("def f(:", "SyntaxError"),
+        ("exit(2)", "SystemExit: 2"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_is_refused(tmp_path, monkeypatch, text, cause):
+    (tmp_path / "unloadable_target.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(rs.UnsupportedError, match=f"cannot be imported: {cause}"):
+        find_target("unloadable_target:f")
+
+
 def test_a_model_of_transformers_is_right_on_ranks():
     report = rs.verify.verify("transformers:qwen2", world_sizes=(2,))
     assert report.has_passed, report.to_text()
     assert report.counts() == {"right": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("", "no model class"), ("Bogus", "no model class"), (".", "can be loaded from this folder")]
+)
+def test_a_model_that_is_none_is_refused(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(rs.UnsupportedError, match=message):
+        rs.verify.verify(f"transformers:{name}", world_sizes=(2,))
 
 
 def test_a_model_that_cannot_run_on_ranks_is_reported_as_refused():

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ringspan.cli import main
+from support.page import payload_of
 
 pytest.importorskip("torch")
 
@@ -48,6 +49,14 @@ def test_the_page_shows_every_case_and_the_mistake(tmp_path: Path):
         assert json.dumps(case["case"], ensure_ascii=False) in text
     assert report["diagnosis"]["mistake"] in text
     assert "NOT right" in text
+
+
+def test_the_page_of_a_right_target_has_no_empty_column(tmp_path: Path):
+    path = tmp_path / "report.html"
+    run("ringspan", "--ranks", "1", "--html", str(path))
+    cases = payload_of(path.read_text(encoding="utf-8"))["sections"][-1]
+    assert [column["label"] for column in cases["columns"]] == ["case", "status", "passed"]
+    assert {len(row) for row in cases["rows"]} == {3}
 
 
 def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -146,8 +146,11 @@ def _sections(report: "VerifyReport") -> Iterator["Section"]:
     if report.diagnosis is not None:
         yield text("diagnosis", "What the mistake looks like", [str(report.diagnosis)])
     rows = [
-        (str(one.case), one.status, "✓ yes" if one.has_passed else "✗ no", one.message or ", ".join(one.missing))
+        [str(one.case), one.status, "✓ yes" if one.has_passed else "✗ no", one.message or ", ".join(one.missing)]
         for one in sorted(report.verdicts, key=lambda one: (one.has_passed, one.status == "not asked"))
     ]
     caption = "Failures come first, and what the target need not compute last. Choose a heading to sort by it."
-    yield table("cases", "Every case", ["case", "status", "passed", "message"], rows, caption)
+    columns = ["case", "status", "passed", "message"]
+    if not any(message for *_, message in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    yield table("cases", "Every case", columns, rows, caption)

@@ -1,18 +1,23 @@
 """Verify on ranks that torchrun or mpirun has started: every process calls this, and rank 0 has the report."""
 
+import functools
+import pickle
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringspan.errors import UnsupportedError
+from ringspan.errors import TransportError, UnsupportedError
 from ringspan.verify.diagnose import diagnose
-from ringspan.verify.ranks import Hung, Outcome, Refused, join_ranks, run_rank
+from ringspan.verify.patterns import Numbers
+from ringspan.verify.ranks import Outcome, join_ranks, outcome_of_error, outcome_of_refusals, run_rank
 from ringspan.verify.report import VerifyReport
 from ringspan.verify.run import Progressing, cases_for, judge
 from ringspan.verify.targets.base import Target
@@ -20,6 +25,7 @@ from ringspan.verify.targets.find import find_target
 from ringspan.verify.transformer_models import PREFIX
 
 _TIMEOUT = timedelta(seconds=60)
+_PATIENCE = 3 * _TIMEOUT  # of a rank that has the result of a case, for the others
 
 
 class _Ranks(NamedTuple):
@@ -59,7 +65,7 @@ def _started_by_torchrun() -> Iterator[_Ranks]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        results = dist.new_group(backend="gloo", timeout=3 * _TIMEOUT)
+        results = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
         def gather(value: Any) -> list[Any]:
             everyone: list[Any] = [None] * dist.get_world_size()
@@ -78,17 +84,38 @@ def _started_by_mpirun(target: Target) -> Iterator[_Ranks]:
     except ImportError as error:
         raise UnsupportedError("ranks of mpirun need mpi4py; install it, or start them with torchrun") from error
     everyone = MPI.COMM_WORLD
-    results = everyone.Dup()
-    if target.ranks == "threads":
-        yield _Ranks(everyone.rank, everyone.size, everyone, results.allgather)
-        return
-    rendezvous = everyone.bcast(_rendezvous() if everyone.rank == 0 else None)
+    gather = functools.partial(_gather_by_mpi, everyone.Dup())
     rank, world_size = everyone.rank, everyone.size
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
-        yield _Ranks(rank, world_size, dist.group.WORLD, results.allgather)
-    finally:
+        if target.ranks == "threads":
+            yield _Ranks(rank, world_size, everyone, gather)
+            return
+        rendezvous = everyone.bcast(_rendezvous() if rank == 0 else None)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+        yield _Ranks(rank, world_size, dist.group.WORLD, gather)
         dist.destroy_process_group()
+    except TransportError as error:  # a rank hangs: MPI would wait for it before this process may end
+        sys.stderr.write(f"Error: {error}\n")
+        everyone.Abort(2)
+
+
+def _gather_by_mpi(comm: Any, value: Any) -> list[Any]:
+    """A value of every rank. MPI's own waits have no time limit, so this polls."""
+    deadline = time.monotonic() + _PATIENCE.total_seconds()
+
+    def gather(own: Numbers) -> Numbers:
+        parts = np.empty((comm.size, len(own)), own.dtype)
+        request = comm.Iallgather(own, parts)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no word of a rank for {_PATIENCE.total_seconds():g} s")
+            time.sleep(1e-3)
+        return parts
+
+    payload = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = gather(np.array([len(payload)]))[:, 0]
+    everyone = gather(np.pad(payload, (0, int(sizes.max()) - len(payload))))
+    return [pickle.loads(part[:size].tobytes()) for part, size in zip(everyone, sizes, strict=True)]  # noqa: S301
 
 
 def _rendezvous() -> str:
@@ -106,15 +133,16 @@ def _verify(found: Target, ranks: _Ranks, thorough: bool, seed: int, progress: P
             own: Any
             try:
                 own = run_rank(found, case, ranks.group, ranks.rank)
-            except Exception as error:
-                own = Refused(type(error).__name__, str(error))
-            everyone = ranks.gather(own)
-            refused = [part for part in everyone if isinstance(part, Refused)]
-            if refused:
-                told = f"{len(refused)} of {ranks.world_size} ranks raised: {refused[0].kind}: {refused[0].message}"
-                outcome = refused[0] if len(refused) == ranks.world_size else Hung(told)
-            else:
-                outcome = join_ranks(case, everyone)
+            except (Exception, SystemExit) as error:
+                own = outcome_of_error(error)
+            try:
+                everyone = ranks.gather(own)
+            except (RuntimeError, TimeoutError) as error:
+                reason = (str(error).splitlines() or [""])[0]
+                raise TransportError(
+                    f"rank {ranks.rank} did not get the others' results of the case {case}: {reason}"
+                ) from error
+            outcome = outcome_of_refusals(everyone) or join_ranks(case, everyone)
         if ranks.rank == 0:
             progress(number, len(cases), case)
             missing = tuple(sorted(case.features - set(found.features)))

@@ -26,6 +26,7 @@ def ringspan_verify(request: pytest.FixtureRequest) -> Callable[..., Any]:
         options |= marker.kwargs
 
     def check(target: Any, **more: Any) -> Any:
+        __tracebackhide__ = True
         from ringspan.verify.run import check as check_target
 
         return check_target(target, **(options | more))

@@ -3,10 +3,11 @@
 import multiprocessing as mp
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringspan.errors import TransportError
+from ringspan.errors import TransportError, UnsupportedError
 from ringspan.transports.in_process import run_in_process
 from ringspan.verify.cases import VerifyCase
 from ringspan.verify.outcome import Computed
@@ -33,14 +34,24 @@ class Refused(NamedTuple):
     message: str
 
 
-class Hung(NamedTuple):
-    """Ranks did not finish a case in time."""
+class Broken(NamedTuple):
+    """A rank returned something that cannot be an output, or changed its inputs."""
 
     message: str
 
 
+class Hung(NamedTuple):
+    """Ranks did not finish a case together."""
+
+    message: str
+
+
+class BrokenResultError(Exception):
+    """Raised on a rank whose target broke a rule of every case; the case becomes `Broken`."""
+
+
 RankResult = dict[str, Numbers]
-Outcome = Computed | Refused | Hung
+Outcome = Computed | Refused | Broken | Hung
 
 
 def run_threads(target: Target, case: VerifyCase, timeout_s: float = CASE_TIMEOUT_S) -> Outcome:
@@ -50,14 +61,17 @@ def run_threads(target: Target, case: VerifyCase, timeout_s: float = CASE_TIMEOU
             lambda group: run_rank(target, case, group, group.rank), case.world_size, timeout_s=timeout_s
         )
     except TransportError as error:
-        return Hung(str(error)) if "in time" in str(error) or "timed out" in str(error) else _refused(error)
-    except Exception as error:
-        return _refused(error)
+        is_late = "in time" in str(error) or "timed out" in str(error)
+        return Hung(str(error)) if is_late else outcome_of_error(error)
+    except (Exception, SystemExit) as error:
+        return outcome_of_error(error)
     return join_ranks(case, parts)
 
 
-def _refused(error: BaseException) -> Refused:
-    return Refused(type(error).__name__, (str(error).strip().splitlines() or [""])[0])
+def outcome_of_error(error: BaseException) -> Refused | Broken:
+    """What a case becomes if a rank raised this."""
+    told = (str(error).strip().splitlines() or [""])[0]
+    return Broken(told) if isinstance(error, BrokenResultError) else Refused(type(error).__name__, told)
 
 
 def run_rank(target: Target, case: VerifyCase, group: Any, rank: int) -> RankResult:
@@ -75,16 +89,49 @@ def run_rank(target: Target, case: VerifyCase, group: Any, rank: int) -> RankRes
     call = TargetCall(
         *(q, k, v, mask_of(case.pattern), layout, kv_layout), *(case.scale, sinks, case.softcap, group, rank, case)
     )
+    inputs = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    before = {name: x.detach().clone() for name, x in inputs.items()}
     with torch.enable_grad(), target.surroundings(call):
-        result = target.attend(call)
-        out, lse = result if isinstance(result, tuple) else (result, None)
+        out, lse = _out_and_lse(target.attend(call), q)
+        _check_unchanged(inputs, before, rank)
         found = {"out": _numbers(out)} | ({} if lse is None else {"lse": _numbers(lse)})
         if case.has_backward:
             torch.autograd.backward(out, torch.tensor(layout.shard(question.dout, rank, 2)).to(out.dtype))
     if case.has_backward:
-        leaves = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
-        found |= {name: _numbers(torch.zeros_like(x) if x.grad is None else x.grad) for name, x in leaves.items()}
+        _check_unchanged(inputs, before, rank)
+        grads = {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
+        found |= {name: _numbers(grad) for name, grad in grads.items()}
     return found
+
+
+def _out_and_lse(result: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Out and lse of what a target returned."""
+    parts = tuple(result) if isinstance(result, tuple | list) else (result,)
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    out, lse = (*parts, None)[:2] if 1 <= len(parts) <= 2 else (None, None)
+    if not isinstance(out, torch.Tensor) or not isinstance(lse, torch.Tensor | None):
+        returned = f"({kinds})" if isinstance(result, tuple | list) else kinds
+        raise BrokenResultError(f"the target returned {returned}; return the tensor out, or (out, lse)")
+    if not out.is_floating_point():
+        raise BrokenResultError(f"the target returned out in {out.dtype}; return it in the type of q, {q.dtype}")
+    if out.shape != q.shape:
+        raise BrokenResultError(
+            f"the target returned out of shape {tuple(out.shape)}; return that of q, {tuple(q.shape)}"
+        )
+    if lse is not None and lse.shape != q.shape[:3]:
+        shape, right = tuple(lse.shape), tuple(q.shape[:3])
+        raise BrokenResultError(f"the target returned lse of shape {shape}; return (batch, heads, seq), {right}")
+    if q.requires_grad and not out.requires_grad:
+        raise BrokenResultError(
+            "the target returned out without a gradient; make it differentiable, or declare no 'backward'"
+        )
+    return out, lse
+
+
+def _check_unchanged(inputs: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor], rank: int) -> None:
+    changed = [name for name, x in inputs.items() if not torch.equal(x.detach(), before[name])]
+    if changed:
+        raise BrokenResultError(f"the target changed its input {', '.join(changed)} in place on rank {rank}")
 
 
 def _numbers(x: torch.Tensor) -> Numbers:
@@ -110,7 +157,19 @@ def join_ranks(case: VerifyCase, parts: Sequence[RankResult]) -> Computed:
 def run_processes(
     make_target: Callable[[], Target], cases: Sequence[VerifyCase], timeout_s: float = CASE_TIMEOUT_S
 ) -> Iterator[tuple[VerifyCase, Outcome]]:
-    """Cases of one world size on processes, which are started anew after a case that ended badly."""
+    """Cases of one world size on processes, which are started anew after a case that ended badly.
+
+    Raises:
+        UnsupportedError: the target cannot be pickled.
+    """
+    try:
+        ForkingPickler.dumps(make_target)
+    except Exception as error:
+        raise UnsupportedError(
+            f"processes need a target that can be pickled: {error}",
+            argument="target",
+            remedy="define it at the top of a module, or use threads",
+        ) from error
     at = 0
     while at < len(cases):
         with _Processes(make_target, cases[at:]) as ranks:
@@ -118,7 +177,7 @@ def run_processes(
                 outcome = ranks.next(_START_TIMEOUT_S if ranks.is_new else timeout_s)
                 yield cases[at], outcome
                 at += 1
-                if isinstance(outcome, Hung):
+                if isinstance(outcome, Hung) or not ranks.are_idle:
                     break
 
 
@@ -128,6 +187,7 @@ class _Processes:
     def __init__(self, make_target: Callable[[], Target], cases: Sequence[VerifyCase]) -> None:
         self._cases = iter(cases)
         self.is_new = True
+        self.are_idle = True
         self._directory = tempfile.TemporaryDirectory(prefix="ringspan-verify-")
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -171,8 +231,9 @@ class _Processes:
             for heard in ready:
                 assert isinstance(heard, Connection)
                 parts[waiting.pop(heard)] = _received(heard)
-            if any(isinstance(part, Refused | Hung) for part in parts.values()):
+            if any(isinstance(part, Refused | Broken | Hung) for part in parts.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+        self.are_idle = not waiting
         return _outcome_of(case, [parts.get(rank) for rank in range(len(self._pipes))], timeout_s)
 
 
@@ -185,17 +246,26 @@ def _received(pipe: Connection) -> Any:
 
 def _outcome_of(case: VerifyCase, parts: Sequence[Any], timeout_s: float) -> Outcome:
     """The outcome of what the ranks reported; None is a rank that reported nothing."""
-    refused = [part for part in parts if isinstance(part, Refused)]
-    if len(refused) == len(parts):
-        return refused[0]
-    if refused:
-        return Hung(f"{len(refused)} of {len(parts)} ranks raised: {refused[0].kind}: {refused[0].message}")
+    if (told := outcome_of_refusals(parts)) is not None:
+        return told
     for rank, part in enumerate(parts):
         if part is None:
             return Hung(f"rank {rank} had no result after {timeout_s:g} s")
         if isinstance(part, Hung):
             return Hung(f"rank {rank} died")
     return join_ranks(case, parts)
+
+
+def outcome_of_refusals(parts: Sequence[Any]) -> Outcome | None:
+    """The outcome if any rank raised; None if none did."""
+    broken = [part for part in parts if isinstance(part, Broken)]
+    refused = [part for part in parts if isinstance(part, Refused)]
+    refused.sort(key=lambda part: part.kind == "TransportError")  # often the consequence of another rank's error
+    if broken:
+        return broken[0]
+    if not refused or len(refused) == len(parts):
+        return refused[0] if refused else None
+    return Hung(f"{len(refused)} of {len(parts)} ranks raised: {refused[0].kind}: {refused[0].message}")
 
 
 def _work(
@@ -215,5 +285,5 @@ def _work(
         pipe.recv()  # until all ranks are through with the case before
         try:
             pipe.send(run_rank(target, case, dist.group.WORLD, rank))
-        except Exception as error:
-            pipe.send(_refused(error))
+        except (Exception, SystemExit) as error:
+            pipe.send(outcome_of_error(error))

@@ -71,6 +71,8 @@ class VerifyReport:
         if len(failures) > most:
             lines.append(f"  … and {len(failures) - most} more")
         if not any(verdict.status == "right" for verdict in self.verdicts):
+            reasons = dict.fromkeys(verdict.message for verdict in self.verdicts if verdict.status == "refused")
+            lines += [f"  refused: {reason}" for reason in list(reasons)[:most]]
             lines.append("no case was computed: nothing is known to be right")
         return "\n".join(lines)
 

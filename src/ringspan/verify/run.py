@@ -1,6 +1,7 @@
 """Is this attention right? Every case of the table is run on ranks and compared with the oracle."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,13 +13,14 @@ from ringspan.verify.cases import VerifyCase, make_cases
 from ringspan.verify.diagnose import Failure, diagnose
 from ringspan.verify.oracle import answer
 from ringspan.verify.outcome import Computed, find_deviations
-from ringspan.verify.ranks import Hung, Outcome, Refused, run_processes, run_threads
+from ringspan.verify.ranks import Broken, Hung, Outcome, Refused, run_processes, run_threads
 from ringspan.verify.report import CaseVerdict, Status, VerifyReport
 from ringspan.verify.targets.base import RanksAs, Target
 from ringspan.verify.targets.find import find_target
 from ringspan.verify.transformer_models import PREFIX, verify_model
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
+_MOST_LOST_S = 100.0  # less than two time limits
 Progressing = Callable[[int, int, VerifyCase], None]
 
 
@@ -76,6 +78,7 @@ def cases_for(target: Target, world_sizes: Iterable[int], *, thorough: bool, see
 
 def check(target: Any, **options: Any) -> VerifyReport:
     """Assert that an attention is right: `verify` with the same arguments, and AssertionError if it is not."""
+    __tracebackhide__ = True  # of pytest
     report = verify(target, **options)
     if not report.has_passed:
         raise AssertionError(report.to_text())
@@ -85,22 +88,33 @@ def check(target: Any, **options: Any) -> VerifyReport:
 def _outcomes(
     target: Target, make_again: Callable[[], Target], cases: Sequence[VerifyCase], progress: Progressing
 ) -> Iterator[tuple[VerifyCase, Outcome | None]]:
-    """Each case with what came of it, None if it cannot be asked for."""
-    total = len(cases)
-    asked = [case for case in cases if target.can_ask(case)]
+    """Each case with what came of it, None if it cannot be asked for.
+
+    When cases that ended badly have taken `_MOST_LOST_S`, no further case is run.
+    """
+    asked = sorted(filter(target.can_ask, cases), key=lambda case: case.world_size)
     yield from ((case, None) for case in cases if not target.can_ask(case))
-    done = total - len(asked)
-    if target.ranks == "threads":
-        for case in asked:
-            progress(done, total, case)
-            yield case, run_threads(target, case)
-            done += 1
-        return
-    for world_size in sorted({case.world_size for case in asked}):
-        for case, outcome in run_processes(make_again, [case for case in asked if case.world_size == world_size]):
-            progress(done, total, case)
-            yield case, outcome
-            done += 1
+    outcomes = _run_on_threads(target, asked) if target.ranks == "threads" else _run_on_processes(make_again, asked)
+    lost_s = 0.0
+    for done, case in enumerate(asked, len(cases) - len(asked)):
+        if lost_s > _MOST_LOST_S:
+            yield case, Hung(f"not run, because {lost_s:.0f} s were lost to cases without a result")
+            continue
+        progress(done, len(cases), case)
+        start = time.monotonic()
+        outcome = next(outcomes)
+        lost_s += time.monotonic() - start if isinstance(outcome, Hung) else 0.0
+        yield case, outcome
+
+
+def _run_on_threads(target: Target, cases: Sequence[VerifyCase]) -> Iterator[Outcome]:
+    return (run_threads(target, case) for case in cases)
+
+
+def _run_on_processes(make_again: Callable[[], Target], cases: Sequence[VerifyCase]) -> Iterator[Outcome]:
+    for _, same_size in itertools.groupby(cases, key=lambda case: case.world_size):
+        for _, outcome in run_processes(make_again, list(same_size)):
+            yield outcome
 
 
 def judge(
@@ -111,6 +125,8 @@ def judge(
         return CaseVerdict(case, "not asked", missing), None
     if isinstance(outcome, Hung):
         return CaseVerdict(case, "hung", missing, outcome.message), None
+    if isinstance(outcome, Broken):
+        return CaseVerdict(case, "error", missing, outcome.message), None
     if isinstance(outcome, Refused):
         status: Status = "refused" if missing else "error"
         return CaseVerdict(case, status, missing, f"{outcome.kind}: {outcome.message}"), None

@@ -76,8 +76,17 @@ def verify_model(
 
 def _load(name: str) -> Any:
     transformers: Any = import_module("transformers")
-    if Path(name).is_dir():
-        return transformers.AutoModelForCausalLM.from_pretrained(name)
+    if name and Path(name).is_dir():
+        try:
+            return transformers.AutoModelForCausalLM.from_pretrained(name)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UnsupportedError(
+                f"no causal language model can be loaded from this folder: {reason}",
+                argument="target",
+                value=PREFIX + name,
+                remedy="give one that save_pretrained has written",
+            ) from error
     kinds = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     found: Any = getattr(transformers, kinds.get(name, name), None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)

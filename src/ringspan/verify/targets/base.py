@@ -1,7 +1,7 @@
 """What is verified: a function that computes this rank's part of attention, and what it says it can do."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -160,7 +160,7 @@ class FunctionTarget(Target):
         layouts: Collection[str] = ("contiguous",),
         ranks: RanksAs = "threads",
     ) -> None:
-        parameters = inspect.signature(function).parameters
+        parameters = _parameters_of(function)
         self._function = function
         self._options = [name for name in parameters if name in _NAMES]
         self._askable = {feature for option in self._options for feature in _GIVES.get(option, ())} | {"full"}
@@ -194,12 +194,27 @@ class FunctionTarget(Target):
         return not (case.features & _NEED_PARAMETER) - self._askable
 
 
-def check_features(features: Collection[str]) -> frozenset[str]:
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function that takes q, k and v first."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind_partial(*"qkv")
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"the verifier passes q, k and v by position: {error}",
+            argument="function",
+            value=getattr(function, "__qualname__", function),
+            remedy="give a Target, whose attend() calls it",
+        ) from error
+    return signature.parameters
+
+
+def check_features(features: Collection[str], argument: str = "features") -> frozenset[str]:
     """Refuse a feature that no case asks for."""
     unknown = sorted(set(features) - set(FEATURES))
     if unknown:
         raise ShapeError(
-            f"a feature is one of {', '.join(FEATURES)}", argument="features", value=unknown, remedy="leave it out"
+            f"a feature is one of {', '.join(FEATURES)}", argument=argument, value=unknown, remedy="leave it out"
         )
     return frozenset(features)
 
@@ -209,9 +224,10 @@ def load_object(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found = import_module(module)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:
+        cause = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UnsupportedError(
-            f"the module cannot be imported: {error}",
+            f"the module cannot be imported: {cause}",
             argument="target",
             value=path,
             remedy="install it, or check its name",

@@ -1,10 +1,11 @@
 """Which target does a name or an object stand for?"""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from ringspan.errors import UnsupportedError
-from ringspan.verify.targets.base import FunctionTarget, RanksAs, Target, load_object
+from ringspan.errors import ShapeError, UnsupportedError
+from ringspan.verify.cases import LAYOUTS
+from ringspan.verify.targets.base import FunctionTarget, RanksAs, Target, check_features, load_object
 from ringspan.verify.targets.peers import PEERS, load_peer
 from ringspan.verify.targets.ringspan import RingspanTarget
 
@@ -29,7 +30,8 @@ def find_target(
         if target in PEERS:
             _refuse_options(given)
             return load_peer(target)
-        if ":" not in target:
+        module, _, name = target.partition(":")
+        if not module or not name:
             raise UnsupportedError(
                 f"a target is module:function, module:TargetClass, or one of ringspan, {', '.join(PEERS)}",
                 argument="target",
@@ -37,15 +39,46 @@ def find_target(
             )
         path, target = target, load_object(target)
     if isinstance(target, type) and issubclass(target, Target):
-        target = target()
+        target = _make(target)
     if isinstance(target, Target):
         _refuse_options(given)
-        return target
+        return _checked(target)
     if not callable(target):
         raise UnsupportedError("a target is a function or a Target", argument="target", value=target)
-    return FunctionTarget(
-        target, name=path, features=features, layouts=layouts or ("contiguous",), ranks=ranks or "threads"
+    return _checked(
+        FunctionTarget(
+            target,
+            name=path,
+            features=features,
+            layouts=("contiguous",) if layouts is None else layouts,
+            ranks=ranks or "threads",
+        )
     )
+
+
+def _make(kind: type[Target]) -> Target:
+    try:
+        return kind()
+    except Exception as error:
+        raise UnsupportedError(
+            f"the class cannot be called without arguments: {type(error).__name__}: {error}",
+            argument="target",
+            value=kind.__qualname__,
+            remedy="give an instance, or defaults to its arguments",
+        ) from error
+
+
+def _checked(target: Target) -> Target:
+    """The target, if its attributes are among the choices."""
+    prefix = "" if isinstance(target, FunctionTarget) else f"{type(target).__name__}."
+    check_features(target.features, f"{prefix}features")
+    if not target.layouts or not set(target.layouts) <= set(LAYOUTS):
+        raise ShapeError(
+            f"a target is sharded in some of {', '.join(LAYOUTS)}", argument=f"{prefix}layouts", value=target.layouts
+        )
+    if target.ranks not in get_args(RanksAs):
+        raise ShapeError("ranks are threads or processes", argument=f"{prefix}ranks", value=target.ranks)
+    return target
 
 
 def _refuse_options(given: Mapping[str, object]) -> None:
