@@ -77,13 +77,12 @@ function tellStep(run, t) {
 
 // One rank that both computes and sends, in words.
 function tellOne(cells) {
-  const rank = cells.findIndex(([, tiles, sends]) => tiles.length === 1 && sends.length === 1);
+  const rank = cells.findIndex(([, tiles, sends]) => tiles.length === 1 && sends.length > 0 && sends.length < 3);
   if (rank < 0) return '';
-  const [, [[q, kv]], [[block, dst]]] = cells[rank];
-  const isOwn = parseBlock(kv).owner === String(rank) && parseBlock(q).owner === String(rank);
-  const whose = isOwn ? 'its own keys and values' : `the keys and values of rank ${parseBlock(kv).owner}`;
+  const [, [[q, kv]], sends] = cells[rank];
+  const whose = parseBlock(kv).owner === String(rank) ? 'its own keys and values' : `the keys and values of rank ${parseBlock(kv).owner}`;
   const queries = parseBlock(q).owner === String(rank) ? 'its queries' : `the queries of rank ${parseBlock(q).owner}`;
-  return ` For example, rank ${rank} computes ${queries} against ${whose} (${q}×${kv}) and sends ${block} to rank ${dst}.`;
+  return ` For example, rank ${rank} computes ${queries} against ${whose} (${q}×${kv}) and sends ${sends.map(([block, dst]) => `${block} to rank ${dst}`).join(' and ')}.`;
 }
 
 // Tiles by name; where every one of some queries meets every one of some keys, as one product.
