@@ -8,8 +8,10 @@ import inspect
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,6 +25,7 @@ from ringspan.adapters.modes import in_mode
 from ringspan.errors import TransportError, UnsupportedError
 from ringspan.runtime.contract import Signature, describe
 
+_PLAIN = (torch.Tensor, np.ndarray, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 _ALIKE = (
     "give every rank the same noise (generator=torch.Generator().manual_seed(…) with one seed for all), prompt, "
     "timesteps and guidance"
@@ -37,6 +40,7 @@ class TransformerOnRanks:
         self.options = options
         self.wiring = BlockWiring(model)
         self.plans: list[tuple[object, ForwardPlan]] = []
+        self._parts: list[object] = []  # of the model, as it was learned
         self._is_verified = is_verified
         self._names = [
             x.name for x in inspect.signature(model.forward).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
@@ -58,7 +62,7 @@ class TransformerOnRanks:
         """Agree with the other ranks and start the forward."""
         self._forget()
         with self.options.session.call():
-            self._check()
+            self._check(arguments)
         self.agree(arguments, self.options)
         plan = self.find_plan(arguments)
         self._run = TokenShardRun(plan, self.options)
@@ -81,6 +85,9 @@ class TransformerOnRanks:
 
     def find_plan(self, arguments: dict[str, Any]) -> ForwardPlan:
         """The plan for calls of this structure; the first such call learns it."""
+        parts = _parts_of(self.model)
+        if len(parts) != len(self._parts) or any(x is not y for x, y in zip(parts, self._parts, strict=True)):
+            self.plans, self._parts = [], parts
         form = _form(arguments)
         numbers = numbers_of(arguments)
         for known, plan in self.plans:
@@ -103,8 +110,14 @@ class TransformerOnRanks:
         with in_mode(self.model, training=False), torch.random.fork_rng(devices):
             return learn(self.model, self.wiring, arguments, is_verified=self._is_verified)
 
-    def _check(self) -> None:
+    def _check(self, arguments: dict[str, Any]) -> None:
         name = type(self.model).__name__
+        for path, x in flatten(arguments):
+            if x is not None and not isinstance(x, _PLAIN):
+                raise UnsupportedError(
+                    f"{path} of {name} is a {type(x).__name__}: ranks can neither compare nor split what such an "
+                    "object holds, a cache of keys and values for instance; leave it out"
+                )
         if getattr(self.model, "is_cache_enabled", False):
             raise UnsupportedError(
                 f"{name} has a step cache, which decides from a rank's own rows which blocks to leave out; call "
@@ -136,6 +149,13 @@ class TransformerOnRanks:
         stack, self._under_way, self._run = self._under_way, None, None
         if stack is not None:
             stack.close()
+
+
+def _parts_of(model: nn.Module) -> list[object]:
+    """The modules and what they call, such as processors of attention: a model with others is learned anew."""
+    own = vars(nn.Module())
+    called = [x for module in model.modules() for name, x in vars(module).items() if name not in own and callable(x)]
+    return [*model.modules(), *called]
 
 
 def _form(arguments: dict[str, Any]) -> object:

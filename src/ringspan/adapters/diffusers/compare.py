@@ -5,6 +5,7 @@ that is 0 in fresh weights hides what attention made, and a wrong rotary embeddi
 sum. So the first difference also tells where to look.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ringspan.adapters.diffusers.leaves import flatten
+from ringspan.adapters.diffusers.leaves import copy_tensors, flatten
 from ringspan.adapters.diffusers.plan import ForwardPlan
 from ringspan.adapters.diffusers.run import Noted, RankOptions, TokenShardRun, Walk, rows_of
 from ringspan.adapters.diffusers.wiring import BlockWiring, SdpaCall
@@ -57,12 +58,13 @@ def verify(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, calls: Sequ
     counts = tuple(sorted({name for call in plan.calls for name in call.counts}))
     guesses: list[tuple[str, ...]] = [(), *([counts, *((name,) for name in counts)] if counts else [])]
     expected = [_run(model, wiring, AloneRun(plan, []), call) for call in calls]
+    models = [model, _copy_modules(model)]
     refusal: UnsupportedError | None = None
     for guess in guesses:
         guessed = replace(plan, cut_counts=guess)
         try:
             for call, result in zip(calls, expected, strict=True):
-                _compare(model, wiring, guessed, call, result)
+                _compare(models, wiring, guessed, call, result)
         except UnsupportedError as error:
             refusal = refusal or error
         else:
@@ -74,19 +76,21 @@ def verify(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, calls: Sequ
 def _run(model: nn.Module, wiring: BlockWiring, run: AloneRun | TokenShardRun, call: dict[str, Any]) -> _Result:
     assert run.notes is not None
     with wiring.running(run), torch.no_grad():
-        output = model(**call)
+        output = model(**copy_tensors(call))
     run.check_complete()
     return _Result(run.notes, [Noted(path, x, 0, None) for path, x in flatten({"the output": output}) if _is_tensor(x)])
 
 
-def _compare(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, call: dict[str, Any], expected: _Result) -> None:
-    name = type(model).__name__
+def _compare(
+    models: Sequence[nn.Module], wiring: BlockWiring, plan: ForwardPlan, call: dict[str, Any], expected: _Result
+) -> None:
+    name = type(models[0]).__name__
 
     def on_rank(group: Any) -> str | None:
         options = RankOptions(group, "pass_kv", None)
         run = TokenShardRun(plan, options, [])
         try:
-            result = _run(model, wiring, run, call)
+            result = _run(models[options.rank], wiring, run, call)
         except Exception as error:
             raise UnsupportedError(f"{run.where}: {type(error).__name__}: {error}") from error
         assert run.num_tokens is not None
@@ -107,6 +111,15 @@ def _compare(model: nn.Module, wiring: BlockWiring, plan: ForwardPlan, call: dic
         raise UnsupportedError(f"{name} fails on two ranks, {error}") from error
     if found:
         raise UnsupportedError(f"{name}: {found[0]}; verify=False leaves out this check")
+
+
+def _copy_modules(model: nn.Module) -> nn.Module:
+    """A copy with the same weights: a forward may change its modules for a while, as the scale of a LoRA does."""
+    shared: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:  # a module that holds a lock or a process group cannot be copied
+        return model
 
 
 def _difference(mine: torch.Tensor, rows: torch.Tensor, whole: torch.Tensor) -> str | None:

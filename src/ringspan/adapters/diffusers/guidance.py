@@ -8,13 +8,14 @@ that if its arguments are those foretold, to the bit, and computed as usual if n
 right, only about what will be asked; and all ranks decide alike, since they agree on the arguments of every call.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ringspan.adapters.diffusers.adapter import TransformerOnRanks
-from ringspan.adapters.diffusers.leaves import Leaf, flatten, map_leaves
+from ringspan.adapters.diffusers.leaves import Leaf, copy_tensors, flatten, map_leaves
 from ringspan.adapters.diffusers.run import RankOptions
 from ringspan.errors import LayoutError
 from ringspan.layout import contiguous
@@ -72,6 +73,10 @@ class GuidedForward:
         first, self._foretold = self._exchange(output, second)
         self.num_split += 1
         return first
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model runs without guidance on ranks."""
+        return copy.deepcopy(self._forward, memo)
 
     def _run(self, arguments: Arguments) -> Any:
         try:
@@ -134,10 +139,10 @@ class GuidedForward:
         differing = _differing(pair.first, arguments)
         if differing is None or differing & pair.differing:
             return None
-        return _copy(_with_leaves(arguments, pair.second, pair.differing))
+        return copy_tensors(_with_leaves(arguments, pair.second, pair.differing))
 
     def _remember(self, arguments: Arguments) -> None:
-        arguments = _copy(arguments)
+        arguments = copy_tensors(arguments)
         previous, self._previous = self._previous, arguments
         differing = None if previous is None else _differing(previous, arguments)
         if previous is not None and differing:
@@ -155,15 +160,6 @@ class GuidedForward:
         first = map_leaves(lambda leaf: found[leaf.path][0], output)
         other = map_leaves(lambda leaf: found[leaf.path][1], output)
         return first, (second, other)
-
-
-def _copy(arguments: Arguments) -> Arguments:
-    """A copy whose tensors share no memory with the original."""
-
-    def copy(leaf: Leaf) -> Any:
-        return leaf.value.clone() if isinstance(leaf.value, torch.Tensor) else leaf.value
-
-    return {name: map_leaves(copy, x, name) for name, x in arguments.items()}
 
 
 def _with_leaves(arguments: Arguments, others: Arguments, paths: frozenset[str]) -> Arguments:

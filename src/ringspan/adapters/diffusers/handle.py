@@ -10,6 +10,7 @@ Nothing of the model is replaced, and none is known by name. Its blocks are hook
 (`compare.py`); then the call runs on all ranks (`run.py`). What cannot be computed exactly is refused, with the module.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ from ringspan.runtime.contract import Signature
 
 __all__ = ["DiffusersHandle", "parallelize"]
 
+_PARALLELIZED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with a handle that was not restored
+
 
 class DiffusersHandle:
     """A parallelized transformer or pipeline. As a context manager it restores it at the end."""
@@ -36,6 +39,7 @@ class DiffusersHandle:
         self._hooks: list[RemovableHandle | _ForwardInPlace] = []
         for adapter in adapters.values():
             self._hooks += _hooks(adapter) if branches is None else [_ForwardInPlace(adapter, branches)]
+            _PARALLELIZED.add(adapter.model)
 
     @property
     def plans(self) -> dict[str, list[str]]:
@@ -58,6 +62,8 @@ class DiffusersHandle:
         """Restore the model; a second call does nothing."""
         for hook in self._hooks:
             hook.remove()
+        if self._hooks:
+            _PARALLELIZED.difference_update(x.model for x in self.adapters.values())
         self._hooks = []
         for adapter in self.adapters.values():
             adapter.close()
@@ -150,14 +156,18 @@ def _transformers(model: Any) -> dict[str, nn.Module]:
             f"{type(model).__name__} has no transformer among its components ({', '.join(components)}); give the model "
             "itself"
         )
-    return found
+    names = {id(x): name for name, x in reversed(found.items())}  # one transformer may stand in two places
+    return {name: x for name, x in found.items() if names[id(x)] == name}
 
 
 def _check_model(name: str, model: nn.Module) -> None:
+    if any(module in _PARALLELIZED for module in model.modules()):
+        raise UnsupportedError(f"{name} is parallelized already; call restore() of the other handle first")
     if any(x.is_meta for x in model.parameters()):
         raise UnsupportedError(f"{name} has weights on the meta device; load them first")
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        raise UnsupportedError(f"{name} is compiled already; restore it before it is parallelized")
+    is_compiled = ("_compiled_call_impl", "_orig_mod")
+    if any(getattr(module, x, None) is not None for module in model.modules() for x in is_compiled):
+        raise UnsupportedError(f"{name} is compiled already: parallelize the model as it was before torch.compile")
 
 
 def _hooks(adapter: TransformerOnRanks) -> list[RemovableHandle]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ringspan.adapters.diffusers.compare import verify
-from ringspan.adapters.diffusers.leaves import SizePlace, numbers_of
+from ringspan.adapters.diffusers.leaves import SizePlace, copy_tensors, numbers_of
 from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan, ForwardPlan, Side, TokenDim
 from ringspan.adapters.diffusers.probe import Draft, Probe
 from ringspan.adapters.diffusers.sizes import CallFamily, combine, make_family
@@ -84,7 +84,7 @@ def trace_call(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any])
     """Make a dry call and return its trace."""
     trace = Trace()
     with wiring.running(trace), torch.no_grad():
-        trace.end(model(**arguments))
+        trace.end(model(**copy_tensors(arguments)))
     return trace
 
 
@@ -225,7 +225,7 @@ def _probe(
         hooks = probe.watch(model)
         try:
             with wiring.running(probe), torch.no_grad():
-                model(**arguments)
+                model(**copy_tensors(arguments))
         except UnsupportedError as error:
             raise UnsupportedError(f"{type(model).__name__}: {error}") from None
         finally:

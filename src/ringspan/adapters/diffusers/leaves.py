@@ -59,6 +59,15 @@ def numbers_of(value: Any) -> dict[SizePlace, int]:
     return found
 
 
+def copy_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with tensors of their own, which a model may write to."""
+
+    def copy(leaf: Leaf) -> Any:
+        return leaf.value.clone() if isinstance(leaf.value, torch.Tensor) else leaf.value
+
+    return {name: map_leaves(copy, x, name) for name, x in arguments.items()}
+
+
 def resize(arguments: dict[str, Any], sizes: Mapping[SizePlace, int]) -> dict[str, Any]:
     """A copy with other sizes: rows are removed, or repeated from the first one on."""
 
