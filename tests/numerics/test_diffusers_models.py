@@ -16,10 +16,13 @@ REFUSED = {  # and the module that each refusal names
     "sana": "transformer_blocks.0.attn1 joins tokens",
     "sana_video": "transformer_blocks.0.attn1 joins tokens",
 }
-ROUNDS_TO_BFLOAT16 = {"kandinsky5"}  # its rotary embedding returns bfloat16: one ulp elsewhere can flip a rounding
+BOUNDS = {
+    "kandinsky5": 2**-7,  # its rotary embedding returns bfloat16: one ulp elsewhere can flip a rounding
+    "consisid": 1e-5,  # gradients of what makes faces are sums of large numbers; in float64 they differ by 2e-7
+}
 KEY_BIASES = ("to_k.bias", "k_proj.bias", "norm_k.bias")
 pytestmark = pytest.mark.filterwarnings("ignore:.FluxPosEmbed. is deprecated:FutureWarning")
-FEW = ["wan", "hunyuan_token_replace", "cogvideox", "flux", "pixart", "ideogram4", "sd3_control"]
+FEW = ["wan", "hunyuan_token_replace", "cogvideox", "flux", "pixart", "ideogram4", "sd3_control", "cosmos3"]
 ALL = [name for name in LISTED | UNSEEN if name not in REFUSED]
 
 
@@ -43,7 +46,7 @@ def check_output_and_gradients(name: str, world_size: int, **options: object) ->
         for key, expected in alone.gradients.items():
             error = (gradients[key] - expected).abs().max()
             # Softmax takes most of a shift of all keys away: that gradient is a small difference of large numbers.
-            bound = 2**-7 if name in ROUNDS_TO_BFLOAT16 else 2e-5 if key.endswith(KEY_BIASES) else 5e-6
+            bound = BOUNDS.get(name, 2e-5 if key.endswith(KEY_BIASES) else 5e-6)
             size = expected.abs().max()
             absolute = (5e-8 if size < 1e-4 * largest else 1e-8) * largest
             assert error <= max(bound * size, absolute), key

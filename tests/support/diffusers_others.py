@@ -350,6 +350,169 @@ def motif():
     )
 
 
+def wan_animate():  # attends within frames, to the faces of each, in every second block
+    from diffusers import WanAnimateTransformer3DModel
+
+    model = WanAnimateTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=24,
+        in_channels=12,
+        latent_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=4,
+        image_dim=16,
+        rope_max_seq_len=64,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=16,
+        face_encoder_hidden_dim=8,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    )
+    return model, dict(
+        hidden_states=rnd(2, 12, 3, 10, 14),
+        timestep=torch.tensor([500, 300]),
+        encoder_hidden_states=rnd(2, 12, 16, seed=2),
+        encoder_hidden_states_image=rnd(2, 5, 16, seed=3),
+        pose_hidden_states=rnd(2, 4, 2, 10, 14, seed=4),
+        face_pixel_values=rnd(2, 3, 5, 16, 16, seed=5),
+    )
+
+
+def consisid():  # with faces, to which the tokens attend between the blocks
+    from diffusers import ConsisIDTransformer3DModel
+
+    model = ConsisIDTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=16,
+        num_layers=2,
+        sample_width=14,
+        sample_height=10,
+        sample_frames=9,
+        max_text_seq_length=12,
+        use_rotary_positional_embeddings=True,
+        is_train_face=True,
+        cross_attn_dim_head=8,
+        cross_attn_num_heads=2,
+        LFE_id_dim=16,
+        LFE_vit_dim=16,
+        LFE_depth=2,
+        LFE_dim_head=8,
+        LFE_num_heads=2,
+        LFE_num_id_token=3,
+        LFE_num_querie=4,
+        LFE_output_dim=32,
+        LFE_ff_mult=2,
+        LFE_num_scale=2,
+    )
+    return model, dict(
+        hidden_states=rnd(2, 3, 4, 10, 14),
+        encoder_hidden_states=rnd(2, 12, 16, seed=2),
+        timestep=torch.tensor([500, 300]),
+        image_rotary_emb=(rnd(105, 12, seed=5).cos(), rnd(105, 12, seed=5).sin()),
+        id_cond=rnd(2, 16, seed=6),
+        id_vit_hidden=[rnd(2, 7, 16, seed=7), rnd(2, 7, 16, seed=8)],
+    )
+
+
+def cosmos3():  # no batch; sizes that fit together are in ten places, so it is learned at those of the call
+    from diffusers import Cosmos3OmniTransformer
+
+    model = Cosmos3OmniTransformer(
+        head_dim=16,
+        hidden_size=32,
+        intermediate_size=48,
+        latent_channel=4,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        patch_latent_dim=16,
+        vocab_size=64,
+        rope_axes_dim=(4, 2, 2),
+    )
+    text, video = 12, 105
+    positions = torch.cat([torch.arange(text)[:, None].expand(-1, 3), grid_ids(3, 5, 7) + text])
+    return model, dict(
+        input_ids=torch.arange(text),
+        text_indexes=torch.arange(text),
+        position_ids=positions.T,
+        und_len=text,
+        sequence_length=text + video,
+        vision_tokens=[rnd(1, 4, 3, 10, 14)],
+        vision_token_shapes=[(3, 5, 7)],
+        vision_sequence_indexes=torch.arange(text, text + video),
+        vision_mse_loss_indexes=torch.arange(text, text + video),
+        vision_timesteps=torch.full((video,), 500.0),
+        vision_noisy_frame_indexes=[torch.arange(3)],
+    )
+
+
+def grid_ids(*sizes):
+    """The position of every token of a grid, (tokens, dims)."""
+    return torch.cartesian_prod(*map(torch.arange, sizes))
+
+
+def stable_audio3(with_local=False):  # memory tokens stand before the others, to which alone a local sequence is added
+    from diffusers import StableAudio3DiTModel
+
+    model = StableAudio3DiTModel(
+        io_channels=4,
+        embed_dim=32,
+        depth=2,
+        num_heads=4,
+        cond_token_dim=16,
+        global_cond_dim=16,
+        local_add_cond_dim=5,
+        timestep_features_dim=8,
+        ff_mult=2.0,
+        num_memory_tokens=4,
+    )
+    arguments = dict(
+        hidden_states=rnd(2, 4, 35),
+        timestep=STEPS,
+        encoder_hidden_states=rnd(2, 12, 16, seed=2),
+        global_hidden_states=rnd(2, 16, seed=3),
+        encoder_attention_mask=mask(2, 12, 12, 7),
+    )
+    return model, arguments | (dict(local_add_cond=rnd(2, 5, 35, seed=4)) if with_local else {})
+
+
+def sana_refiner():
+    from diffusers import SanaWMLTX2RefinerTransformer3DModel
+
+    model = SanaWMLTX2RefinerTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=24,
+        cross_attention_dim=48,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=16,
+    )
+    rotary = model.build_rotary_emb_for_absolute_positions(2, [0, 1, 2], 5, 7, torch.device("cpu"), 24.0)
+    return model, dict(
+        hidden_states=rnd(2, 105, 4),
+        encoder_hidden_states=rnd(2, 12, 16, seed=2),
+        timestep=torch.randint(0, 1000, (2, 105), generator=torch.Generator().manual_seed(1)).float(),
+        video_rotary_emb=rotary,
+        encoder_attention_mask=mask(2, 12, 12, 7).long(),
+    )
+
+
 OTHERS = dict(
     bria=lambda: flux_like("BriaTransformer2DModel"),
     ovis_image=lambda: flux_like("OvisImageTransformer2DModel", out_channels=4),
@@ -370,4 +533,10 @@ OTHERS = dict(
     sd3_control=sd3_control,
     motif=motif,
     omnigen=omnigen,
+    wan_animate=wan_animate,
+    consisid=consisid,
+    cosmos3=cosmos3,
+    stable_audio3=stable_audio3,
+    stable_audio3_local=lambda: stable_audio3(True),
+    sana_refiner=sana_refiner,
 )

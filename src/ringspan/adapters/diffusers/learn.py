@@ -6,6 +6,7 @@ change may count tokens. What the sizes suggest is then seen to be true: by prob
 two ranks with one process (`compare.py`).
 """
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -16,12 +17,13 @@ from ringspan.adapters.diffusers.compare import verify
 from ringspan.adapters.diffusers.leaves import SizePlace, copy_tensors, numbers_of
 from ringspan.adapters.diffusers.plan import ONLY_TOKENS, Attends, AttentionPlan, ForwardPlan, Side, TokenDim
 from ringspan.adapters.diffusers.probe import Draft, Probe
-from ringspan.adapters.diffusers.sizes import CallFamily, combine, make_family
+from ringspan.adapters.diffusers.sizes import CallFamily, Variant, combine, make_family
 from ringspan.adapters.diffusers.trace import BlockCall, Origin, Trace
 from ringspan.adapters.diffusers.wiring import BlockWiring
 from ringspan.errors import UnsupportedError
 
 _MOST_CANDIDATES = 3
+_MOST_COMPARED = 2**14  # tokens of a call that is made whole on every rank to be compared
 
 Vector = tuple[int, ...]  # a size in each of the dry calls
 
@@ -29,18 +31,57 @@ Vector = tuple[int, ...]  # a size in each of the dry calls
 def learn(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, is_verified: bool = True) -> ForwardPlan:
     """Learn a model's plan for calls with arguments like these.
 
+    A model whose sizes cannot be changed, or do not tell which dims follow the tokens, is learned at these very sizes:
+    dims are tokens if there are as many of them, and two ranks must agree with one process on this call.
+    """
+    refusal: UnsupportedError | None = None
+    for family in _families(model, wiring, arguments, is_verified=is_verified):
+        try:
+            return _learn_family(model, wiring, arguments, family, is_verified=is_verified)
+        except UnsupportedError as error:
+            refusal = refusal or error
+    raise refusal or UnsupportedError(
+        f"{type(model).__name__}: no size of its arguments could be changed so that its output and the arguments of "
+        "its blocks change too, so it is not known which dims follow its tokens; give parallelize a small call as "
+        "example="
+    )
+
+
+def _families(
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], *, is_verified: bool
+) -> Iterator[CallFamily]:
+    """Small calls, and then the call as it is, unless comparing it with two ranks would take too long."""
+    family = find_family(model, wiring, arguments)
+    if any(variant.is_video for variant in family.variants):
+        yield family
+    trace = trace_call(model, wiring, arguments)
+    longest = max((x.num_q for call in trace.calls for x in call.attended), default=_MOST_COMPARED + 1)
+    if is_verified and longest <= _MOST_COMPARED:
+        yield CallFamily(Variant(arguments, trace, frozenset(), False), ())
+
+
+def _learn_family(
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], family: CallFamily, *, is_verified: bool
+) -> ForwardPlan:
+    """Learn a plan from some calls.
+
     If several sequences could be the one to split, the first is taken with which two ranks agree with one process. If a
     model counts rows between its blocks, or works on all of them, it is given them whole there.
     """
-    family = find_family(model, wiring, arguments)
     table = _SizeTable(type(model).__name__, family)
     refusal: UnsupportedError | None = None
-    for tokens, gathers_all in product(table.candidates(), (False, True)):
+    for tokens, gathers_all, others_first in product(table.candidates(), (False, True), (None, True, False)):
+        sizes = table.with_tokens(tokens, gathers_all=gathers_all)
         try:
-            plan = _learn_plan(model, wiring, arguments, family, table.with_tokens(tokens, gathers_all=gathers_all))
+            drafts = sizes.draft()
+            if others_first is not None and not any(map(_has_unknown_side, drafts)):
+                continue
+            plan = _learn_plan(model, wiring, arguments, family, sizes, drafts, others_first)
             if is_verified:
-                other = combine(family, lambda given: dry_call(model, wiring, given))
-                plan = verify(model, wiring, plan, [family.base.arguments, other])
+                calls = [family.base.arguments]
+                if family.variants:
+                    calls.append(combine(family, lambda given: dry_call(model, wiring, given)))
+                plan = verify(model, wiring, plan, calls)
         except UnsupportedError as error:
             refusal = refusal or error
         else:
@@ -62,19 +103,24 @@ def find_family(model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any]
         raise UnsupportedError(
             f"{name} does not take smaller copies of this call{reason}; give parallelize a small call as example="
         )
-    if not any(variant.is_video for variant in family.variants):
-        raise UnsupportedError(
-            f"{name}: no size of its arguments could be changed so that its output and the arguments of its blocks "
-            "change too, so it is not known which dims follow its tokens; give parallelize a small call as example="
-        )
     return family
 
 
 def _learn_plan(
-    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], family: CallFamily, sizes: "_SizeTable"
+    model: nn.Module,
+    wiring: BlockWiring,
+    arguments: dict[str, Any],
+    family: CallFamily,
+    sizes: "_SizeTable",
+    drafts: list[Draft],
+    others_first: bool | None,
 ) -> ForwardPlan:
-    drafts = sizes.draft()
-    rows = _probe(model, wiring, family.base.arguments, drafts, sizes.tokens[0])
+    probes = [
+        Probe(model, drafts, sizes.tokens[0], token, others_first=others_first, gathers_all=sizes.gathers_all)
+        for token in (0, sizes.tokens[0] // 2, sizes.tokens[0] - 1)
+    ]
+    rows = [_run_probe(model, wiring, family.base.arguments, probe) for probe in probes]
+    _leave_whole(sizes.name, drafts, probes)
     numbers = numbers_of(arguments)
     fixed = {place: size for place, size in numbers.items() if place not in family.places and place.dim is not None}
     return ForwardPlan(_plan_calls(drafts, rows, sizes), (), fixed)
@@ -106,12 +152,17 @@ class _SizeTable:
         self.traces = [family.base.trace, *(variant.trace for variant in family.variants)]
         self.has_attention = any(call.attended for call in family.base.trace.calls)
         self.is_video = [False, *(variant.is_video for variant in family.variants)]
+        self.can_change = any(self.is_video)
         self.tokens: Vector = ()
         self.gathers_all = False
+        self.num_dims = 3  # of the tensors that blocks hand on
+        self._joint = 0  # if no size can be changed: how many rows attend together
 
     def with_tokens(self, tokens: Vector, *, gathers_all: bool) -> "_SizeTable":
         """The same table, to be read with this sequence as the one that is split; all blocks may return it whole."""
         self.tokens, self.gathers_all = tokens, gathers_all
+        attended = {size for call in self.traces[0].calls for x in call.attended for size in (x.num_q, x.num_keys)}
+        self._joint = min((x for x in attended if x > tokens[0]), default=tokens[0])
         return self
 
     def vector(self, number: int, place: SizePlace) -> Vector:
@@ -120,13 +171,17 @@ class _SizeTable:
 
     def others(self, vector: Vector) -> int | None:
         """The number of rows beside the tokens in the base call; None if the size does not follow the tokens."""
+        if not self.can_change:
+            return vector[0] - self.tokens[0] if vector[0] in (self.tokens[0], self._joint) else None
         others = [size - tokens for size, tokens in zip(vector, self.tokens, strict=True)]
         if min(others) < 0 or any(x != others[0] for x, video in zip(others, self.is_video, strict=True) if video):
             return None
         return others[0]
 
     def follows_video(self, vector: Vector) -> bool:
-        """Whether the size changes with the video."""
+        """Whether the size changes with the video; if none can be changed, whether it is the number of tokens."""
+        if not self.can_change:
+            return vector[0] == self.tokens[0] if self.tokens else vector[0] > 1
         return any(x != vector[0] for x, video in zip(vector, self.is_video, strict=True) if video)
 
     def draft(self) -> list[Draft]:
@@ -152,9 +207,12 @@ class _SizeTable:
         calls = self.traces[0].calls
         streams: list[set[Vector]] = []
         for number, call in enumerate(calls):
-            places = [place for place in call.inputs if call.ndims.get(place.path) == 3 and place.dim in (0, 1)]
+            places = [place for place in call.inputs if self._may_be_tokens(call, place)]
             streams.append({x for x in (self.vector(number, place) for place in places) if self.follows_video(x)})
         found = set[Vector]().union(*streams)
+        if not found and self.num_dims == 3:  # perhaps it has no batch
+            self.num_dims = 2
+            return self.candidates()
         if not found:
             names = ", ".join(sorted({call.name for call in calls})[:4])
             raise UnsupportedError(
@@ -203,10 +261,13 @@ class _SizeTable:
                 draft.outputs[place.path] = (place.dim, others > 0)
         return draft
 
-    @staticmethod
-    def _is_stream(call: BlockCall, path: str, dim: int, has_others: bool, is_made: bool) -> bool:
+    def _may_be_tokens(self, call: BlockCall, place: SizePlace) -> bool:
+        """Could this be the dim of (batch, tokens, features), or of (tokens, features)?"""
+        return call.ndims.get(place.path) == self.num_dims and place.dim in range(self.num_dims - 1)
+
+    def _is_stream(self, call: BlockCall, path: str, dim: int, has_others: bool, is_made: bool) -> bool:
         del dim
-        return call.ndims.get(path, 0) >= 3 and (is_made or not has_others)
+        return call.ndims.get(path, 0) >= self.num_dims and (is_made or not has_others)
 
     def _attended(self, number: int, which: int) -> tuple[bool | None, bool | None]:
         seen = [trace.calls[number].attended[which] for trace in self.traces]
@@ -215,24 +276,34 @@ class _SizeTable:
         return None if q is None else q > 0, None if keys is None else keys > 0
 
 
-def _probe(
-    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], drafts: list[Draft], num_tokens: int
-) -> list[dict[tuple[int, str], int]]:
-    """Find the first, a middle and the last token in every tensor that follows the tokens."""
-    found = []
-    for token in (0, num_tokens // 2, num_tokens - 1):
-        probe = Probe(model, drafts, num_tokens, token)
-        hooks = probe.watch(model)
-        try:
-            with wiring.running(probe), torch.no_grad():
-                model(**copy_tensors(arguments))
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{type(model).__name__}: {error}") from None
-        finally:
-            for hook in hooks:
-                hook.remove()
-        found.append({where: row - token for where, row in probe.rows.items()})
-    return found
+def _has_unknown_side(draft: Draft) -> bool:
+    return any(has_others and not is_made for _, has_others, is_made in draft.tokens.values())
+
+
+def _run_probe(
+    model: nn.Module, wiring: BlockWiring, arguments: dict[str, Any], probe: Probe
+) -> dict[tuple[int, str], int]:
+    """Find how many rows stand before the tokens in every tensor that follows them."""
+    hooks = probe.watch(model)
+    try:
+        with wiring.running(probe), torch.no_grad():
+            model(**copy_tensors(arguments))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{type(model).__name__}: {error}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {where: row - probe.token for where, row in probe.rows.items()}
+
+
+def _leave_whole(name: str, drafts: list[Draft], probes: list[Probe]) -> None:
+    """Let a few blocks that join tokens run on all of them; refuse the model if they are half of its blocks."""
+    refused = {number: error for probe in probes for number, error in probe.refused.items()}
+    num_split = sum(bool(draft.attended) for draft in drafts) - len(refused)
+    if refused and num_split <= len(refused):
+        raise UnsupportedError(f"{name}: {refused[min(refused)]}")
+    for number in refused:
+        drafts[number] = Draft(drafts[number].name)
 
 
 def _plan_calls(

@@ -33,12 +33,25 @@ class Draft:
 class Probe:
     """A dry call in which one token is NaN."""
 
-    def __init__(self, model: nn.Module, drafts: list[Draft], num_tokens: int, token: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        drafts: list[Draft],
+        num_tokens: int,
+        token: int,
+        *,
+        others_first: bool | None = None,
+        gathers_all: bool = False,
+    ) -> None:
+        """Prepare a call; with gathers_all, blocks are independent of each other, and each is refused for itself."""
         self.rows: dict[tuple[int, str], int] = {}  # the row of the token, by call and what it is in
+        self.refused: dict[int, UnsupportedError] = {}  # by call
+        self._others_first = others_first  # in arguments that are not made of blocks' outputs; None: not known
+        self._gathers_all = gathers_all
         self._names = {module: name for name, module in model.named_modules()}
         self._drafts = drafts
         self._num_tokens = num_tokens
-        self._token = token
+        self.token = token
         self._number = -1
         self._draft: Draft | None = None
         self._num_attended = 0
@@ -60,33 +73,40 @@ class Probe:
         self._lengths = {self._num_tokens}
 
         def change(leaf: Leaf) -> Any:
-            if leaf.path not in draft.tokens or not _is_float(leaf.value):
-                return leaf.value
+            x = leaf.value
+            if not _is_float(x):
+                return x
+            if leaf.path not in draft.tokens:
+                return self._cleaned(x)
             dim, has_others, is_made = draft.tokens[leaf.path]
-            if is_made:
-                self._lengths.add(leaf.value.shape[dim])
-                self._note(f"argument {leaf.path}", leaf.value, dim, "the model, before this block,")
-                return leaf.value
-            if has_others:  # on which side it is not known yet
-                return leaf.value
-            x = leaf.value.clone()
-            x.select(dim, self._token).fill_(torch.nan)
+            if is_made and not (self._gathers_all and len(_nan_rows(x, dim)) != 1):
+                self._lengths.add(x.shape[dim])
+                self._note(f"argument {leaf.path}", x, dim, "the model, before this block,")
+                return x
+            if has_others and self._others_first is None:  # on which side it is not known yet
+                return self._cleaned(x)
+            x = self._cleaned(x).clone()
+            others = x.shape[dim] - self._num_tokens if self._others_first else 0
+            x.select(dim, self.token + others).fill_(torch.nan)
             return x
 
         return {key: map_leaves(change, x, key) for key, x in arguments.items()}
 
     def leave(self, name: str, output: Any) -> Any:
         """Check that only the token's row of the outputs is NaN."""
-        draft, self._draft = self._draft, None
+        draft = self._draft
         if draft is not None:
             for path, x in flatten({"output": output}):
                 if path in draft.outputs:
                     self._note(path, x, draft.outputs[path][0], self._culprit or name)
                 elif _is_float(x) and x.isnan().any():
-                    raise UnsupportedError(
+                    self._refuse(
                         f"{self._culprit or name} joins tokens: {path} of {name} depends on one of them and has "
                         f"no row for each, shape {tuple(x.shape)}"
                     )
+        self._draft = None
+        if draft is None or self._number in self.refused:
+            return map_leaves(lambda leaf: self._cleaned(leaf.value), {"output": output})["output"]
         return output
 
     def attend(self, asked: SdpaCall) -> torch.Tensor:
@@ -104,7 +124,7 @@ class Probe:
                     self._lengths.add(x.shape[-2])
                     self._note(f"{what} of call {number}", x, x.ndim - 2, culprit)
                 elif x.isnan().any():
-                    raise UnsupportedError(
+                    self._refuse(
                         f"{self._draft.name}: {what} of call {number} of attention, shape {tuple(x.shape)}, depends on "
                         f"tokens and has no row for each; {culprit} joins them, or attends within windows"
                     )
@@ -118,13 +138,22 @@ class Probe:
         rows = _nan_rows(x, dim)
         name = self._drafts[self._number].name
         if len(rows) > 1:
-            raise UnsupportedError(
+            self._refuse(
                 f"{culprit} joins tokens: one token reaches {len(rows)} rows of {what} in {name}, outside of "
                 "scaled_dot_product_attention; only models that join tokens in attention alone can be split"
             )
-        if not rows:  # an argument need not be used
-            return
-        self.rows[self._number, what] = rows[0]
+        elif rows:  # an argument need not be used
+            self.rows[self._number, what] = rows[0]
+
+    def _refuse(self, message: str) -> None:
+        error = UnsupportedError(message)
+        if not self._gathers_all:
+            raise error
+        self.refused.setdefault(self._number, error)
+
+    def _cleaned(self, x: Any) -> Any:
+        """The tensor without NaN, if what happens between blocks may join tokens."""
+        return x.nan_to_num(nan=0.0) if self._gathers_all and _is_float(x) and x.isnan().any() else x
 
     def _look(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
         if self._draft is None or self._culprit is not None:
