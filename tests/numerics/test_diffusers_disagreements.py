@@ -76,10 +76,27 @@ def test_a_rank_that_raises_in_a_block_tells_the_other() -> None:
     assert "rank 1: OSError: the disk is full" in str(first)
 
 
-def test_a_rank_that_leaves_a_block_out() -> None:
+def test_a_rank_with_another_module() -> None:
     def change(model: Any, arguments: dict[str, Any], rank: int) -> None:
         if rank == 1:
             model.blocks = model.blocks[1:]
+
+    for error in errors_of("wan", change):
+        assert isinstance(error, TransportError)
+        assert "changes of its modules: rank 0 has 0, rank 1 has 1" in str(error)
+
+
+def test_a_rank_that_leaves_a_block_out() -> None:
+    from diffusers import WanTransformer3DModel
+
+    def change(model: Any, arguments: dict[str, Any], rank: int) -> None:
+        model.__class__ = LeavingOut
+        model.is_odd = rank == 1
+
+    class LeavingOut(WanTransformer3DModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.blocks = self.blocks[1:] if self.is_odd else self.blocks
+            return super().forward(*args, **kwargs)
 
     first, second = errors_of("wan", change)
     assert isinstance(second, UnsupportedError)

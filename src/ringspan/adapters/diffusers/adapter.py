@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from enum import Enum
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ class TransformerOnRanks:
         self.options = options
         self.wiring = BlockWiring(model)
         self.plans: list[tuple[object, ForwardPlan]] = []
-        self._parts: list[object] = []  # of the model, as it was learned
+        self._parts: list[object] | None = None  # of the model, as they were when it was learned
+        self._num_changes = 0
         self._is_verified = is_verified
         self._names = [
             x.name for x in inspect.signature(model.forward).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
@@ -85,9 +87,7 @@ class TransformerOnRanks:
 
     def find_plan(self, arguments: dict[str, Any]) -> ForwardPlan:
         """The plan for calls of this structure; the first such call learns it."""
-        parts = _parts_of(self.model)
-        if len(parts) != len(self._parts) or any(x is not y for x, y in zip(parts, self._parts, strict=True)):
-            self.plans, self._parts = [], parts
+        self._notice_changes()
         form = _form(arguments)
         numbers = numbers_of(arguments)
         for known, plan in self.plans:
@@ -129,9 +129,10 @@ class TransformerOnRanks:
 
     def agree(self, arguments: dict[str, Any], options: RankOptions) -> None:
         """Agree that all ranks of a group call the model with these arguments."""
+        self._notice_changes()
         trains = torch.is_grad_enabled() and self.model.training
         fields = {"call": f"forward of {type(self.model).__name__}", "training": self.model.training}
-        fields |= {"gradient": torch.is_grad_enabled()}
+        fields |= {"gradient": torch.is_grad_enabled(), "changes of its modules": self._num_changes}
         fields |= describe(dict(flatten(arguments)))
         if trains:
             if is_digest_due(self._num_trained):
@@ -144,6 +145,13 @@ class TransformerOnRanks:
             if "do not make the same call" in str(error):
                 raise TransportError(f"{error}; {_ALIKE}") from None
             raise
+
+    def _notice_changes(self) -> None:
+        parts, before = _parts_of(self.model), self._parts
+        if before is not None and len(parts) == len(before) and all(map(is_, parts, before)):
+            return
+        self._num_changes += before is not None
+        self.plans, self._parts = [], parts
 
     def _forget(self) -> None:
         stack, self._under_way, self._run = self._under_way, None, None
