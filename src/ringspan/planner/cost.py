@@ -224,14 +224,12 @@ def head_s(device: Device, hidden_size: int, vocab_size: int, tokens: float, tp:
     return max(2 * weights * tokens / device.dense_flops_per_s, 2 * weights / device.memory_bytes_per_s)
 
 
-def host_s(device: Device, software: Software, num_operations: float, device_s: float) -> float:
+def host_s(device: Device, num_operations: float, device_s: float) -> float:
     """Seconds that a host adds if it issues so many operations while the device computes for `device_s`.
 
     It runs ahead of the device in part: where either takes much longer than the other that one counts, and between
-    them the root of the sum of squares. Fused software replays a captured graph, or runs ahead throughout.
+    them the root of the sum of squares.
     """
-    if not software.is_eager:
-        return 0.0
     return math.hypot(device.constants.host_operation_s * num_operations, device_s) - device_s
 
 

@@ -17,8 +17,8 @@ class Software(NamedTuple):
     of out when a part is merged, `gradient_bytes` per element of q when a backward tile adds to dq. `sum_itemsize` is
     the size of an element of a partial result on the wire, `gradient_itemsize` of dk and dv. `returns_after` says
     whether the partial results of pass-Q go home meanwhile or in one exchange after the ring; `joins_tiles`, whether
-    blocks that arrived together are attended by one kernel. `is_eager`: the host issues every operation, and
-    elementwise ones are not fused.
+    blocks that arrived together are attended by one kernel. `is_eager`: elementwise operations are not fused.
+    `host_free`: phases in which the host adds no time, because it replays a captured graph or runs ahead throughout.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Software(NamedTuple):
     returns_after: bool = False
     joins_tiles: bool = True
     is_eager: bool = True
+    host_free: tuple[str, ...] = ()
     recomputes_attention: bool = True  # where activations are computed anew in training
     algorithms: tuple[str, ...] = ()  # that it has; () for all
 
@@ -66,6 +67,7 @@ MEGATRON = Software(
     kernel="newest",
     gradient_itemsize=2,
     is_eager=False,
+    host_free=("prefill", "decode", "train", "denoise"),
     algorithms=("pass_kv", "all_gather", "ulysses", "hybrid"),
 )
 TORCH = Software(
@@ -75,11 +77,13 @@ TORCH = Software(
 )
 PAPER = Software(
     "meta",
-    "arXiv 2411.01783: FlashAttention-3; pass-Q sends partial results home by one exchange, in bf16; fused work",
+    "arXiv 2411.01783: FlashAttention-3; pass-Q sends partial results home by one exchange, in bf16; fused work; "
+    "decode in CUDA graphs",
     kernel="newest",
     sum_itemsize=2,
     returns_after=True,
     is_eager=False,
+    host_free=("decode",),
     algorithms=("pass_kv", "pass_q"),
 )
 SOFTWARE = {one.name: one for one in (RINGSPAN, USP, DIFFUSERS, MEGATRON, TORCH, RING_FLASH, PAPER)}

@@ -168,7 +168,7 @@ def _explain_training(request: Request, prediction: Prediction) -> Iterator[Expl
 
 
 SHORT_TOKENS = 8192  # new ones on a rank: below, published prefills over a cache took longer than their parts
-LATE_S = 5.5e-3  # per layer: arXiv 2411.01783 Table 4 with 320 to 3,200 new tokens on a rank, 4.6 to 5.6 ms more
+LATE_S = 4.4e-3  # per layer: arXiv 2411.01783 Table 4 with 320 to 3,200 new tokens on a rank, 2 to 4.4 ms more
 
 
 def is_short(request: Request, setup: Setup) -> bool:

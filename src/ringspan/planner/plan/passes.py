@@ -150,7 +150,9 @@ def run_pass(request: Request, setup: Setup, dense: Dense, *, is_backward: bool)
         all_reduce_s=model.layers * dense.all_reduce_s,
         host_s=0.0,
     )
-    return spent._replace(host_s=host_s(device, request.software, num_operations, spent.total_s))
+    if request.phase in request.software.host_free:
+        return spent
+    return spent._replace(host_s=host_s(device, num_operations, spent.total_s))
 
 
 def dense_of(request: Request, setup: Setup) -> Dense:

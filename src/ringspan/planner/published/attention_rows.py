@@ -130,7 +130,8 @@ def _call(
         for name, seconds in _parts(timeline).items():
             parts[name] = parts.get(name, 0.0) + seconds
         num_operations += timeline.num_operations
-    parts["the host issuing operations"] = host_s(device, shard.practice, num_operations, sum(parts.values()))
+    is_free = "train" in shard.practice.host_free
+    parts["the host issuing operations"] = 0.0 if is_free else host_s(device, num_operations, sum(parts.values()))
     return parts
 
 
