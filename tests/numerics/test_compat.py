@@ -185,6 +185,35 @@ def test_what_the_original_drops_silently_is_refused(option):
         ring_flash_attn.ring_flash_attn_func(q, k, v, **option)
 
 
+def test_functions_that_return_an_lse_can_be_compiled():
+    qkv = torch.stack(draw(kv_heads=4)[:3], 2)
+    ends = torch.tensor([0, 5, SEQ], dtype=torch.int32)
+    packed = {"cu_seqlens": ends, "max_seqlen": SEQ}
+
+    def attend(compiled):
+        prepared = compiled(ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens)(ends, True, 0, 1)
+        llama3 = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), prepared, strict=False))
+        results = []
+        for function, x, options in (
+            (ring_flash_attn.zigzag_ring_flash_attn_qkvpacked_func, qkv, {}),
+            (ring_flash_attn.ring_flash_attn_varlen_qkvpacked_func, qkv[0], packed),
+            (
+                ring_flash_attn.llama3_flash_attn_varlen_qkvpacked_func,
+                qkv[0],
+                {**llama3, "heads_k_stride": 1, "local_k_slice": prepared[4]},
+            ),
+        ):
+            x = x.clone().requires_grad_()
+            out, lse, _ = compiled(function)(x, causal=True, return_attn_probs=True, **options)
+            out.square().sum().backward()
+            results += [out.detach(), lse.detach(), x.grad]
+        return results
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = attend(partial(torch.compile, backend="aot_eager"))
+    assert_same(found, attend(lambda function: function))
+
+
 def test_names_and_signatures_are_those_of_the_original(subtests):
     names = [name for name in ring_flash_attn.__all__ if name.endswith("_func")]
     assert len(names) == 18

@@ -13,6 +13,7 @@ import torch
 
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout, contiguous
+from ringspan.runtime.compiled import outside_of_programs
 from ringspan.runtime.session import session_of
 from ringspan.span import Span
 
@@ -71,6 +72,7 @@ def llama3_documents(cu_seqlens_q: torch.Tensor, local_k_slice: slice, shard_len
     return Llama3Documents(contiguous(world_size * shard_len, world_size), lengths)
 
 
+@outside_of_programs("look at document lengths")
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:

@@ -24,6 +24,7 @@ from ringspan.compat.packed import (
 from ringspan.compat.sequence_first import FlashOptions, attend_sequence_first, flash_mask, group_size
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
+from ringspan.runtime.compiled import outside_of_programs
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -49,9 +50,13 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
+# Compiled, a returned lse would need a gradient, and lengths are not known before the call.
+_OUTSIDE = outside_of_programs("attend over documents and return an lse")
+
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
 
+@_OUTSIDE
 def _dense(
     build: Callable[..., Layout],
     q: torch.Tensor,
@@ -75,6 +80,7 @@ def _dense(
     return (result.out, result.lse, None) if return_attn_probs else result.out
 
 
+@_OUTSIDE
 def _packed(
     build: Callable[..., Layout],
     q: torch.Tensor,
@@ -98,6 +104,7 @@ def _packed(
     return _attend_packed(q, k, v, options, layout, lengths, group)
 
 
+@_OUTSIDE
 def _llama3(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -148,6 +155,7 @@ def _attend_packed(
 def _kvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
     """The function for k and v in one tensor, (..., 2, heads, dim)."""
 
+    @_OUTSIDE
     def call(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Result:
         return function(q, *kv.unbind(-3), *args, **kwargs)
 
@@ -157,6 +165,7 @@ def _kvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
 def _qkvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
     """The function for q, k and v in one tensor, (..., 3, heads, dim)."""
 
+    @_OUTSIDE
     def call(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Result:
         return function(*qkv.unbind(-3), *args, **kwargs)
 
