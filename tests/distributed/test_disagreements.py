@@ -1,5 +1,6 @@
 """Ranks that make different calls, on 2, 3 and 4 gloo processes: one error on all ranks, and the group stays usable."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 
 import ringspan as rs
-from support.calls import MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, outcome
+from ringspan.adapters.gradients import reduce_gradients
+from ringspan.compat.packed import llama3_documents
+from ringspan.compat.ring_attention_pytorch.distributed import all_gather_variable_dim
+from support.calls import MARGIN_S, SEQ_LEN, Arguments, Outcome, arguments, attend, outcome, outcome_of
 from support.ranks import run_ranks, values
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(120)]
@@ -116,3 +120,40 @@ def run_known_signatures(rank: int, world_size: int) -> Outcome:
     result = outcome(full if rank == world_size - 1 else causal)
     assert torch.equal(attend(causal), expected)
     return result
+
+
+def reduce_weights() -> None:
+    weights = torch.nn.Linear(4, 3)
+    weights(torch.ones(2, 4)).sum().backward()
+    reduce_gradients(weights, None)
+
+
+OTHER_CALLS: dict[str, Callable[[], object]] = {
+    "reduce_gradients": reduce_weights,
+    "ranks_agree": lambda: rs.verify.ranks_agree([torch.ones(3)]),
+    "context_parallel_unshard": lambda: rs.context_parallel_unshard(None, [torch.ones(4)], [0]),
+    "all_gather_variable_dim": lambda: all_gather_variable_dim(torch.ones(4)),
+    "llama3_documents": lambda: llama3_documents(torch.tensor([0, 4]), slice(0, 4), 4, None),
+}
+
+
+@pytest.mark.parametrize("same_host", ["0", "1"], ids=["by gloo", "by shared memory"])
+def test_one_rank_attends_while_the_others_make_another_call(subtests: pytest.Subtests, same_host: str) -> None:
+    """Every call agrees before its first payload; gloo kills a process that receives more bytes than it expects."""
+    results = values(run_ranks(run_other_calls, 3, same_host))
+    for name, outcomes in zip(OTHER_CALLS, zip(*results, strict=True), strict=True):
+        with subtests.test(name):
+            assert {outcome.error for outcome in outcomes} == {"TransportError"}
+            assert len({outcome.message for outcome in outcomes}) == 1
+            assert f"call: rank 1 has attention, ranks 0, 2 have {name}" in outcomes[0].message
+
+
+def run_other_calls(rank: int, same_host: str) -> list[Outcome]:
+    os.environ["RINGSPAN_SAME_HOST"] = same_host
+    good = arguments(rank, 3)
+    expected = attend(good)
+    outcomes = []
+    for other in OTHER_CALLS.values():
+        outcomes.append(outcome_of((lambda: attend(good)) if rank == 1 else other))
+        assert torch.equal(attend(good), expected)
+    return outcomes

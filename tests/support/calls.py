@@ -42,9 +42,13 @@ class Outcome(NamedTuple):
 
 
 def outcome(given: Arguments) -> Outcome:
+    return outcome_of(lambda: attend(given))
+
+
+def outcome_of(call: Callable[[], object]) -> Outcome:
     began = time.monotonic()
     try:
-        attend(given)
+        call()
     except Exception as error:
         return Outcome(type(error).__name__, str(error), time.monotonic() - began)
     return Outcome(None, "", time.monotonic() - began)

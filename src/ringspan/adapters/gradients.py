@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ringspan.layout import contiguous
+from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
 from ringspan.training import gather
 
@@ -28,7 +29,9 @@ def reduce_gradients(model: nn.Module, group: Any) -> None:
         return
     weights = [x for x in model.parameters() if x.requires_grad]
     # An expert without a token of this rank has no gradient here, but may have one on another rank.
-    has_grad = session.transport.all_gather_bytes(bytes(x.grad is not None for x in weights), None)
+    with session.call() as call:
+        signature = Signature.of({"call": "reduce_gradients", "weights": len(weights)})
+        has_grad = call.gather(signature, bytes(x.grad is not None for x in weights))
     for x, *have in zip(weights, *has_grad, strict=True):
         if any(have) and x.grad is None:
             x.grad = torch.zeros_like(x)

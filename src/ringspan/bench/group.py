@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.bench.settings import Carrier
-from ringspan.transports.base import Receive, Send, Transport
+from ringspan.transports.base import Receive, Send, Transport, gather_payloads
 
 
 def open_group(
@@ -38,10 +38,7 @@ def meet(transport: Transport, timeout_s: float) -> None:
 
 def gather_values(transport: Transport, value: object, timeout_s: float) -> list[Any]:
     """Every rank's value, in rank order."""
-    payload = pickle.dumps(value)
-    sizes = transport.all_gather_bytes(len(payload).to_bytes(8, "little"), timeout_s)
-    longest = max(int.from_bytes(size, "little") for size in sizes)
-    everyone = transport.all_gather_bytes(payload.ljust(longest, b"\0"), timeout_s)
+    everyone = gather_payloads(transport, pickle.dumps(value), timeout_s)
     return [pickle.loads(payload) for payload in everyone]  # noqa: S301 - from a rank of our own group
 
 

@@ -14,6 +14,7 @@ import torch
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout, contiguous
 from ringspan.runtime.compiled import outside_of_programs
+from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
 from ringspan.span import Span
 
@@ -54,19 +55,15 @@ class Llama3Documents(NamedTuple):
 
 
 def llama3_documents(cu_seqlens_q: torch.Tensor, local_k_slice: slice, shard_len: int, group: Any) -> Llama3Documents:
-    """All document lengths, gathered from every rank's own documents with one small message."""
-    transport = session_of(group).transport
-    rank, world_size = transport.rank, transport.world_size
+    """All document lengths, gathered from every rank's own documents with small messages."""
+    session = session_of(group)
+    rank, world_size = session.transport.rank, session.transport.world_size
     ends = cu_seqlens_q.tolist()
     starts = {local_k_slice.start or 0, *(rank * shard_len + end for end in ends[1:-1])}
     payload = struct.pack(f"<{len(starts)}q", *sorted(starts))
-    sizes = transport.all_gather_bytes(struct.pack("<q", len(payload)), None)
-    longest = max(struct.unpack("<q", size)[0] for size in sizes)
-    everyone = transport.all_gather_bytes(payload.ljust(longest, b"\0"), None)
-    found: set[int] = set()
-    for size, text in zip(sizes, everyone, strict=True):
-        (length,) = struct.unpack("<q", size)
-        found |= set(struct.unpack(f"<{length // 8}q", text[:length]))
+    with session.call() as call:
+        everyone = call.gather(Signature.of({"call": "llama3_documents", "shard_len": shard_len}), payload)
+    found = {start for own in everyone for (start,) in struct.iter_unpack("<q", own)}
     bounds = [*sorted(found), world_size * shard_len]
     lengths = [stop - start for start, stop in pairwise(bounds)]
     return Llama3Documents(contiguous(world_size * shard_len, world_size), lengths)

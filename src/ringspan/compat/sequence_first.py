@@ -13,8 +13,6 @@ from ringspan.runtime.session import session_of
 
 
 class FlashOptions(NamedTuple):
-    """The options of flash attention."""
-
     dropout_p: float
     softmax_scale: float | None
     causal: bool

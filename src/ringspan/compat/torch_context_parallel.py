@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from ringspan.compat.lengths import gather_lengths
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, zigzag
 from ringspan.mask import causal, full
@@ -91,8 +92,7 @@ def context_parallel_unshard(
     transport = session_of(mesh).transport
     whole = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
-        mine = buffer.shape[dim].to_bytes(8, "little")
-        lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)]
+        lengths = gather_lengths(buffer, dim, mesh, "context_parallel_unshard")
         layout = zigzag(sum(lengths), transport.world_size)
         expected = [layout.shard_len(rank) for rank in range(transport.world_size)]
         if lengths != expected:

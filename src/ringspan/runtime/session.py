@@ -24,6 +24,7 @@ from ringspan.runtime.contract import Contract, Place, Signature
 from ringspan.runtime.scratch import ScratchPool
 from ringspan.runtime.wire import Buffers
 from ringspan.transports import Transport, find_group, open_transport
+from ringspan.transports.base import gather_payloads
 
 
 class Session(NamedTuple):
@@ -46,7 +47,7 @@ class Session(NamedTuple):
         return RankCall(self, timeout_s, contract, is_agreed)
 
 
-_TOLD = "_ringspan_told"  # on an error: which of the errors told it is
+_TOLD = "_ringspan_told"  # attribute of an error that the other ranks know: its number in the group
 
 
 class RankCall:
@@ -66,7 +67,7 @@ class RankCall:
             try:
                 self.deadline_s = check_timeout(self.timeout_s)
             except ShapeError as error:
-                self._refuse(error)
+                self.refuse(error)
                 raise
         return self
 
@@ -80,6 +81,11 @@ class RankCall:
                 signature = signature.at(place)
             self._session.contract.agree(signature, self.deadline_s, is_new=place is None and not once)
         self.is_agreed = True
+
+    def gather(self, signature: Signature, payload: bytes) -> list[bytes]:
+        """Agree on a call, then return every rank's payload, in rank order; lengths may differ."""
+        self.agree(signature)
+        return gather_payloads(self._session.transport, payload, self.deadline_s)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -99,9 +105,10 @@ class RankCall:
             transport = self._session.transport
             transport.abort(f"rank {transport.rank} failed: {type(error).__name__}: {error}".removesuffix(": "))
         else:
-            self._refuse(error)
+            self.refuse(error)
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Send this rank's error as a refusal, if other ranks are at or before their agreement on a call."""
         if self._has_contract and self._session.transport.world_size > 1:
             # The error is this rank's: it does not wait for ranks that are busy elsewhere to raise it.
             timeout_s = self.deadline_s or self._session.transport.timeout_s

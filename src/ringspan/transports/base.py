@@ -9,6 +9,7 @@ counts the messages of `exchange`, which are those that a schedule predicts.
 """
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -99,6 +100,18 @@ def _wait(transport: Transport, what: str, handle: MessageHandle, deadline_s: fl
         raise TransportError(f"rank {transport.rank}, {what}: {error}") from None
 
 
+_SIZED = struct.Struct("<Q56s")  # the length of a payload and its start
+
+
+def gather_payloads(transport: Transport, payload: bytes, deadline_s: float | None) -> list[bytes]:
+    """Every rank's payload, in rank order; lengths may differ. One message if all payloads are short, else two."""
+    sized = _SIZED.pack(len(payload), payload[: _SIZED.size - 8])
+    lengths, starts = zip(*map(_SIZED.unpack, transport.all_gather_bytes(sized, deadline_s)), strict=True)
+    if max(lengths) > _SIZED.size - 8:
+        starts = tuple(transport.all_gather_bytes(payload.ljust(max(lengths), b"\0"), deadline_s))
+    return [start[:length] for start, length in zip(starts, lengths, strict=True)]
+
+
 class Alone:
     """The group of a process that has no process group."""
 
@@ -120,7 +133,6 @@ class Single:
         return Posted([], [])
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:  # noqa: ARG002
-        """Return the payload alone."""
         return [payload]
 
     def abort(self, reason: str) -> None:
@@ -131,40 +143,33 @@ class Single:
 
 
 class WrappedTransport:
-    """`inner` by another name."""
+    """Passes every call on to `inner`; a subclass changes some of them."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
 
     @property
     def rank(self) -> int:
-        """The inner transport's."""
         return self.inner.rank
 
     @property
     def world_size(self) -> int:
-        """The inner transport's."""
         return self.inner.world_size
 
     @property
     def timeout_s(self) -> float:
-        """The inner transport's."""
         return self.inner.timeout_s
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Passed on."""
         return self.inner.exchange(sends, receives)
 
     def all_gather_bytes(self, payload: bytes, timeout_s: float | None) -> list[bytes]:
-        """Passed on."""
         return self.inner.all_gather_bytes(payload, timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Passed on."""
         self.inner.abort(reason)
 
     def close(self) -> None:
-        """Passed on."""
         self.inner.close()
 
 

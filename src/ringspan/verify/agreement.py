@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringspan.errors import ShapeError
+from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
 
 _DIGEST_BYTES = 16
@@ -40,7 +41,7 @@ def ranks_agree(
 ) -> Agreement:
     """Compare tensors that must be equal on all ranks: weights, inputs, a loss. All ranks must call this.
 
-    Bits, shapes and types are compared; NaN equals NaN of the same bits. One small message is sent.
+    Bits, shapes and types are compared; NaN equals NaN of the same bits. A digest of each is sent.
 
     Args:
         tensors: By name, or a list; in the same order on every rank.
@@ -52,14 +53,13 @@ def ranks_agree(
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     named = tensors if isinstance(tensors, Mapping) else {f"tensors[{i}]": x for i, x in enumerate(tensors)}
-    transport = session_of(group).transport
     names = list(named)
-    own = [_digest("names", repr(names).encode()), *(digest_of(name, x) for name, x in named.items())]
-    sizes = transport.all_gather_bytes(len(own).to_bytes(8, "little"), transport.timeout_s)
-    if len(set(sizes)) > 1:
-        numbers = [int.from_bytes(size, "little") - 1 for size in sizes]
+    with session_of(group).call() as call:
+        own = [_digest("names", repr(names).encode()), *(digest_of(name, x) for name, x in named.items())]
+        everyone = call.gather(Signature.of({"call": "ranks_agree"}), b"".join(own))
+    numbers = [len(payload) // _DIGEST_BYTES - 1 for payload in everyone]
+    if len(set(numbers)) > 1:
         raise ShapeError(f"ranks give {numbers} tensors", argument="tensors", remedy="give the same ones on every rank")
-    everyone = transport.all_gather_bytes(b"".join(own), transport.timeout_s)
     found = []
     for i, name in enumerate(["the list of names", *names]):
         digests = [payload[i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES] for payload in everyone]

@@ -11,6 +11,7 @@ from torch import nn
 
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
+from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -57,26 +58,24 @@ def compare_models(
     Returns:
         None if no module differs.
     """
-    transport = session_of(group).transport
+    session = session_of(group)
     with torch.no_grad(), _outputs_of(model) as whole:
         model(**batch)
     with torch.no_grad(), _outputs_of(parallel) as parts:
         parallel(**(batch if parallel_batch is None else parallel_batch))
     errors = []
     for order, (name, part) in enumerate(parts.items()):
-        expected = _rows(whole.get(name), part, layout, transport.rank, dim)
+        expected = _rows(whole.get(name), part, layout, session.transport.rank, dim)
         if expected is None:
             continue
         error = _error(part, expected)
         limit = _TOLERANCES.get(part.dtype, 0.0) if tolerance is None else tolerance
         errors.append((order, name, error, not error <= limit))
-    if not errors:
-        raise ShapeError("the models have no module whose outputs could be compared", argument="parallel")
-    found = next(((order, name, error) for order, name, error, is_wrong in errors if is_wrong), None)
-    payload = pickle.dumps(found)
-    sizes = transport.all_gather_bytes(len(payload).to_bytes(8, "little"), transport.timeout_s)
-    longest = max(int.from_bytes(size, "little") for size in sizes)
-    everyone = transport.all_gather_bytes(payload.ljust(longest, b"\0"), transport.timeout_s)
+    with session.call() as call:
+        if not errors:
+            raise ShapeError("the models have no module whose outputs could be compared", argument="parallel")
+        found = next(((order, name, error) for order, name, error, is_wrong in errors if is_wrong), None)
+        everyone = call.gather(Signature.of({"call": "compare_models"}), pickle.dumps(found))
     firsts = [(pickle.loads(text), rank) for rank, text in enumerate(everyone)]  # noqa: S301 - from our own group
     wrong = [(found, rank) for found, rank in firsts if found is not None]
     if not wrong:

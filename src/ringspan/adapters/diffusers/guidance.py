@@ -19,6 +19,7 @@ from ringspan.adapters.diffusers.leaves import Leaf, copy_tensors, flatten, map_
 from ringspan.adapters.diffusers.run import RankOptions
 from ringspan.errors import LayoutError
 from ringspan.layout import contiguous
+from ringspan.runtime.contract import Signature
 from ringspan.training import gather
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -93,9 +94,8 @@ class GuidedForward:
         return output
 
     def _tell_branches(self, error: Exception) -> None:
-        """Tell the other branch of an error, because it waits for an exchange."""
-        session = self._branches.session
-        session.contract.refuse(f"{type(error).__name__}: {error}", session.transport.timeout_s)
+        """Tell the other branch of an error of this one's group, because it waits for an exchange."""
+        self._branches.session.call().refuse(error)
 
     # A call for both branches
 
@@ -125,9 +125,9 @@ class GuidedForward:
 
     def _all_say(self, answer: bool) -> bool:
         for options in (self._adapter.options, self._branches):
-            transport = options.session.transport
-            if options.world_size > 1:
-                answer = all(map(any, transport.all_gather_bytes(bytes([answer]), transport.timeout_s)))
+            with options.session.call() as call:
+                everyone = call.gather(Signature.of({"call": "compare a half with all rows"}), bytes([answer]))
+            answer = all(map(any, everyone))
         return answer
 
     # Two calls

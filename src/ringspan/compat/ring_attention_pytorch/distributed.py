@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ringspan.compat.lengths import gather_lengths, layout_of_lengths
 from ringspan.errors import ShapeError
-from ringspan.layout import Layout
 from ringspan.runtime.session import session_of
-from ringspan.span import Span
 from ringspan.training import gather
 
 __all__ = ["AllGather", "all_gather_variable_dim", "get_rank", "get_world_size", "is_distributed"]
@@ -33,20 +32,12 @@ def is_distributed() -> bool:
     return get_world_size() > 1
 
 
-def layout_of_lengths(lengths: list[int]) -> Layout:
-    """A layout of consecutive shards with these lengths."""
-    starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-    return Layout(tuple((Span(start, start + n),) for start, n in zip(starts, lengths, strict=True)))
-
-
 def all_gather_variable_dim(
     t: torch.Tensor, dim: int = 0, sizes: torch.Tensor | None = None, *, group: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather tensors whose sizes may differ along a dim; return them and their sizes."""
     del sizes  # asked for in any case
-    transport = session_of(group).transport
-    mine = t.shape[dim].to_bytes(8, "little")
-    lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)]
+    lengths = gather_lengths(t, dim, group, "all_gather_variable_dim")
     return gather(t.contiguous(), layout_of_lengths(lengths), group, dim=dim), torch.tensor(lengths, device=t.device)
 
 
@@ -76,10 +67,8 @@ class Batches(NamedTuple):
 
 def gather_batches(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, Batches]:
     """All batches, (rows of all ranks, seq, …). The ranks' sequences must have one length."""
-    transport = session_of(group).transport
-    mine = x.shape[1].to_bytes(8, "little")
-    lengths = {int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)}
-    if len(lengths) > 1:
-        raise ShapeError(f"the ranks have sequences of {sorted(lengths)} tokens, and need one length", argument="x")
+    lengths = gather_lengths(x, 1, group, "gather batches")
+    if len(set(lengths)) > 1:
+        raise ShapeError(f"the ranks have sequences of {lengths} tokens, and need one length", argument="x")
     whole, sizes = all_gather_variable_dim(x, 0, group=group)
-    return whole, Batches(sizes.tolist(), transport.rank)
+    return whole, Batches(sizes.tolist(), session_of(group).transport.rank)

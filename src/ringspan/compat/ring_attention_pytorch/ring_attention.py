@@ -193,7 +193,6 @@ class RingAttention(nn.Module):
         ring_size: int | None,
         bucket_size: int,
     ) -> torch.Tensor:
-        """Attend with a shard as given."""
         if rotary_emb is None and self.rotary_embed is not None:
             rotary_emb = self.rotary_embed(x.shape[1])
         if x.is_cuda and self.use_cuda_kernel:

@@ -16,6 +16,7 @@ from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped
 from ringspan.mask import Mask, documents, full
 from ringspan.mask import causal as causal_mask
+from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
 from ringspan.span import Span
 from ringspan.transports.base import ALONE
@@ -163,16 +164,18 @@ def attend_interleaved(
 
 def _of_all_ranks(keep: torch.Tensor, layout: Layout, group: Any) -> list[np.ndarray[Any, Any]]:
     """The (batch, seq) masks of all ranks."""
-    transport = session_of(group).transport
-    if keep.dtype != torch.bool or keep.shape[1:] != (layout.shard_len(transport.rank),):
-        raise ShapeError(
-            f"expected (batch, {layout.shard_len(transport.rank)}) in torch.bool",
-            argument="mask",
-            value=(tuple(keep.shape), keep.dtype),
-        )
+    session = session_of(group)
+    shard_len = layout.shard_len(session.transport.rank)
+    with session.call() as call:
+        if keep.dtype != torch.bool or keep.shape[1:] != (shard_len,):
+            raise ShapeError(
+                f"expected (batch, {shard_len}) in torch.bool",
+                argument="mask",
+                value=(tuple(keep.shape), keep.dtype),
+            )
+        fields = {"call": "mask of ring_flash_attn", "batch": len(keep), "layout": layout.fingerprint()}
+        everyone = call.gather(Signature.of(fields), np.packbits(keep.cpu().numpy()).tobytes())
     sizes = [len(keep) * layout.shard_len(rank) for rank in range(layout.world_size)]
-    packed = np.packbits(keep.cpu().numpy()).tobytes().ljust((max(sizes) + 7) // 8, b"\0")
-    everyone = transport.all_gather_bytes(packed, None)
     return [
         np.unpackbits(np.frombuffer(x, np.uint8), count=size).astype(bool).reshape(len(keep), -1)
         for x, size in zip(everyone, sizes, strict=True)

@@ -1,10 +1,10 @@
 """How does `tree_attn_decode` of ring-attention-pytorch compute on our core?"""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ringspan.compat.lengths import gather_lengths, layout_of_lengths
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import full
@@ -51,14 +51,8 @@ def tree_attn_decode(
         start = sum(lengths[:rank])
         k, v = (x[:, :, start : start + lengths[rank]] for x in (k, v))
     else:
-        mine = k.shape[2].to_bytes(8, "little")
-        lengths = [int.from_bytes(size, "little") for size in transport.all_gather_bytes(mine, None)]
+        lengths = gather_lengths(k, 2, group, "tree_attn_decode")
     q_layout = Layout(((),) * world_size, replicated=(Span(0, q.shape[2]),))
-    out = attention(q, k, v, mask=full(), layout=q_layout, kv_layout=_of_lengths(lengths), group=group)
+    out = attention(q, k, v, mask=full(), layout=q_layout, kv_layout=layout_of_lengths(lengths), group=group)
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def _of_lengths(lengths: Sequence[int]) -> Layout:
-    starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-    return Layout(tuple((Span(start, start + n),) for start, n in zip(starts, lengths, strict=True)))
