@@ -30,8 +30,8 @@ class Span:
                 object.__setattr__(self, name, _whole(name, value))
         if self.start < 0 or self.step < 1:
             raise LayoutError(
-                f"Span(start={self.start}, stop={self.stop}, step={self.step}): positions ascend from 0 or "
-                "more; use start >= 0 and step >= 1"
+                f"Span(start={self.start}, stop={self.stop}, step={self.step}): positions ascend from 0 or more",
+                remedy="use start >= 0 and step >= 1",
             )
         length = max(0, -(-(self.stop - self.start) // self.step))
         object.__setattr__(self, "stop", self.start + (length - 1) * self.step + 1 if length else self.start)
@@ -58,4 +58,4 @@ def _whole(name: str, value: int) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise LayoutError(f"{name}={value!r}: positions are whole numbers; give an int") from None
+        raise LayoutError("positions are whole numbers", argument=name, value=value, remedy="give an int") from None

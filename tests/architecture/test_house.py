@@ -66,3 +66,47 @@ def test_a_file_is_short() -> None:
 def test_modules_that_a_document_names_exist(document: str) -> None:
     for name in re.findall(r"`(\w+/[\w/]+\.py)`", (ROOT / document).read_text(encoding="utf-8")):
         assert (SOURCE / name).exists() or (ROOT / name).exists(), name
+
+
+AGREED = {
+    "cache/_saving.py": "in a call that the ranks agreed on",
+    "cache/_turn.py": "in a call that the ranks agreed on",
+    "runtime/calibrate.py": "in a call that the ranks agreed on",
+    "runtime/contract.py": "the agreement itself",
+    "training/_batches.py": "in a call that the ranks agreed on",
+}
+
+
+def test_ranks_agree_before_they_gather() -> None:
+    """Elsewhere `RankCall.gather` agrees first: gloo kills a process that receives more bytes than it expects."""
+    callers = {name_of(path) for path in MODULES if ".all_gather_bytes(" in path.read_text(encoding="utf-8")}
+    assert {name for name in callers if not name.startswith(("bench/", "transports/"))} == set(AGREED)
+
+
+def test_only_a_call_of_the_session_agrees_and_refuses() -> None:
+    found = {
+        name_of(path) for path in MODULES if re.search(r"contract\.(agree|refuse)\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == {"runtime/session.py"}
+
+
+ERRORS = {"CacheError", "LayoutError", "MaskError", "ScheduleError", "ShapeError", "UnsupportedError"}
+SUBJECT = re.compile(r"[\w.]+(\[[^\]]*\][\w.]*)*=\0")  # argument=value
+
+
+def test_an_error_has_its_argument_and_value_as_fields() -> None:
+    """A message that only says `argument=value: …` cannot be shown with the options of a command."""
+    texts = {
+        f"{name_of(path)}:{node.lineno}": text_of(node.args[0])
+        for path in MODULES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args
+    }
+    assert len(texts) > 500
+    assert {where: text for where, text in texts.items() if SUBJECT.fullmatch(text.partition(": ")[0])} == {}
+
+
+def text_of(message: ast.expr) -> str:
+    """The literal parts of a message, with a zero byte for each value."""
+    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts)

@@ -244,7 +244,7 @@ def test_replicated_rows_come_from_rank_0() -> None:
         (lambda layout: layout.unshard([np.zeros((4, 2)), np.zeros((4, 3))], 0), r"parts\[1\].*expected \(4, 2\)"),
         (
             lambda layout: layout.unshard([np.zeros(4, int), np.full(4, 0.5)], 0),
-            r"parts\[1\]\.dtype=float64: .* int64; give all parts the same dtype",
+            r"parts\[1\]: its dtype is float64, and parts\[0\] has int64; give all parts the same dtype",
         ),
         (lambda layout: layout.unshard([np.zeros(4)] * 2, -2), r"dim=-2: parts\[0\] has 1 dims"),
     ],

@@ -339,7 +339,7 @@ def test_only_masks_combine_with_masks(other: object) -> None:
         (lambda: chunks(4, -1), "start=-1"),
         (lambda: blocks([]), r"spans=\[\]"),
         (lambda: blocks([(3,)]), r"spans\[0\]=\(3,\)"),
-        (lambda: blocks([(3, 3)]), r"spans\[0\]\[1\]=3"),
+        (lambda: blocks([(3, 3)]), r"spans\[0\]=\(3, 3\)"),
         (lambda: blocks([(0, 4), (3, 6)]), r"spans\[1\]"),
         (lambda: per_row([]), r"masks=\[\]"),
         (lambda: per_row(causal()), r"masks=causal\(\)"),

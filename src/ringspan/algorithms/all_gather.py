@@ -13,7 +13,7 @@ from ringspan.algorithms.record import Algorithm, BufferSizes
 from ringspan.algorithms.ring import Side, q_kind, whole_blocks
 from ringspan.schedule import Attend, Schedule, Step, Transfer, Visible, complete
 
-MOST_PLANNED_RANKS = 2048  # with more, every device would hold the K and V of as many ranks
+MOST_PLANNED_RANKS = 2048  # every device holds the K and V of all ranks
 
 
 def build_all_gather(visible: Visible, *, backward: Side | None = None) -> Schedule:

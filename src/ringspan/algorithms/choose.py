@@ -49,8 +49,9 @@ class Workload:
         _check_positive("bytes_per_element", self.bytes_per_element)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
-                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: every KV head serves the same number "
-                "of query heads; make num_heads a multiple of num_kv_heads"
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: every KV head serves the "
+                "same number of query heads",
+                remedy="make num_heads a multiple of num_kv_heads",
             )
 
     @property
@@ -75,7 +76,12 @@ class Machine:
     def __post_init__(self) -> None:
         _check_count("world_size", self.world_size, minimum=1)
         if self.world_size == 1:
-            raise ShapeError("world_size=1: a single rank sends nothing, so there is no choice; use 2 ranks or more")
+            raise ShapeError(
+                "a single rank sends nothing, so there is no choice",
+                argument="world_size",
+                value=1,
+                remedy="use 2 ranks or more",
+            )
         _check_positive("compute_flops_per_s", self.compute_flops_per_s)
         _check_positive("link_bytes_per_s", self.link_bytes_per_s)
 
@@ -177,7 +183,12 @@ def choose_fitted(workload: Workload, *, a: float, b: float, c: float) -> Choice
     """
     for name, value in (("a", a), ("b", b), ("c", c)):
         if not math.isfinite(value):
-            raise ShapeError(f"{name}={value}: a fitted constant is a finite number; fit it again or drop bad samples")
+            raise ShapeError(
+                "a fitted constant is a finite number",
+                argument=name,
+                value=value,
+                remedy="fit it again or drop bad samples",
+            )
     h = a * math.log(workload.new_tokens) + b * math.log(workload.miss_rate) + c
     algorithm = KV_RING if h > 0 else Q_RING
     return Choice(
@@ -276,9 +287,9 @@ def _percent(ratio: float) -> str:
 
 def _check_count(name: str, value: object, minimum: int) -> None:
     if not isinstance(value, Integral) or value < minimum:
-        raise ShapeError(f"{name}={value!r}: must be a whole number; use {minimum} or more")
+        raise ShapeError("must be a whole number", argument=name, value=value, remedy=f"use {minimum} or more")
 
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
-        raise ShapeError(f"{name}={value!r}: must be a finite number above 0, in SI units")
+        raise ShapeError("must be a finite number above 0, in SI units", argument=name, value=value)

@@ -29,7 +29,7 @@ def build_decode(visible: Visible, *, query: Query = "sharded") -> Schedule:
         return build_pass_q(visible)
     if query != "replicated":
         raise UnsupportedError(
-            f'query={query!r}: the new tokens are "sharded" by sequence or "replicated" on all ranks'
+            'the new tokens are "sharded" by sequence or "replicated" on all ranks', argument="query", value=query
         )
     return _build_all_merge(visible)
 

@@ -9,11 +9,11 @@ the same kind of link. One such class of tiles and links is priced once, and one
 largest rings stay cheap: a `Schedule` for 16,384 ranks would have 268 million tiles. Contiguous shards under a causal
 mask are the exception: all ranks are run.
 
-Sliding windows are approximated. How many keys the busiest rank sees is exact, and all ranks are taken to be like it;
-where those keys are is not exact. In runs of tokens no shorter than the window (contiguous or zigzag shards) they are
-taken to be the rank's own, else to be spread evenly over the ranks that may hold some: those within reach of a run, or
-all where tokens are dealt (striped) or cached. A tile of a window is priced as a rectangle of as many pairs. A window
-as long as the sequence is none.
+Sliding windows are approximated. The number of keys that the busiest rank sees is exact, and every rank is priced like
+it. The owners of those keys are estimated: if runs of tokens are at least as long as the window (contiguous or zigzag
+shards), the rank itself; otherwise all ranks that may hold some, evenly: those within reach of a run, or every rank if
+tokens are striped or cached. A tile of a window is priced as a rectangle of as many pairs. A window at least as long as
+the sequence counts as no window.
 
 `tests/unit/test_timeline.py` holds the loads of every algorithm against those of its real schedule.
 """
@@ -144,7 +144,7 @@ class RegularCall:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether a rank whose tokens all come later is not seen at all, so that nothing travels to the rank."""
+        """Whether keys go to later ranks only: no query sees the keys of a rank whose tokens all come later."""
         return self.is_uneven and not self.cached_len
 
     @property

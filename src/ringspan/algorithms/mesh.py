@@ -21,7 +21,7 @@ def as_mesh(mesh: Iterable[int] | None) -> Mesh | None:
     try:
         outer, inner = map(operator.index, mesh)
     except (TypeError, ValueError):
-        raise LayoutError(f"mesh={mesh!r}: a mesh is a pair of whole numbers, (outer, inner)") from None
+        raise LayoutError("a mesh is a pair of whole numbers, (outer, inner)", argument="mesh", value=mesh) from None
     return Mesh(outer, inner)
 
 
@@ -30,5 +30,8 @@ def check_mesh(mesh: Mesh, world_size: int) -> None:
     if mesh.outer < 1 or mesh.inner < 1 or mesh.outer * mesh.inner != world_size:
         legal = ", ".join(f"({world_size // n}, {n})" for n in range(1, world_size + 1) if world_size % n == 0)
         raise LayoutError(
-            f"mesh={tuple(mesh)}: outer × inner must be the {world_size} ranks of the group; use one of {legal}"
+            f"outer × inner must be the {world_size} ranks of the group",
+            argument="mesh",
+            value=tuple(mesh),
+            remedy=f"use one of {legal}",
         )

@@ -51,7 +51,7 @@ def register(record: Algorithm) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take back a `register`. The name stays bound to its record: programs that were prepared for it are cached."""
+    """Undo `register`. The name stays bound to its record, because programs prepared for it are cached."""
     if name in {record.name for record in BUILT_IN}:
         raise UnsupportedError(
             "an algorithm of the package stays", argument="name", value=name, remedy="name one that you registered"
@@ -132,23 +132,34 @@ def build_schedule(
     )
     check_algorithm(algorithm, ALGORITHMS)
     if backward not in (None, "kv", "q"):
-        raise UnsupportedError(f'backward={backward!r}: the side that travels is "kv" or "q"; None builds the forward')
+        raise UnsupportedError(
+            'the side that travels is "kv" or "q"; None builds the forward', argument="backward", value=backward
+        )
     if route not in get_args(Route):
-        raise UnsupportedError(f"route={route!r}: gradients get home by one of {', '.join(get_args(Route))}")
+        raise UnsupportedError(
+            f"gradients get home by one of {', '.join(get_args(Route))}", argument="route", value=route
+        )
     record = ALGORITHMS[algorithm]
     takes = record.options
     for name, value in (("mesh", mesh), ("direction", direction)):
         if value is not None and name not in takes:
             raise UnsupportedError(
-                f"{name}={value!r}: {algorithm} takes no {name}; leave it out, or use {', '.join(list_takers(name))}"
+                f"{algorithm} takes no {name}",
+                argument=name,
+                value=value,
+                remedy=f"leave it out, or use {', '.join(list_takers(name))}",
             )
     if mesh is None and "mesh" in takes:
         raise UnsupportedError(
-            f"mesh=None: {algorithm} runs on ranks in two dimensions; give mesh=(outer, inner) with "
-            f"outer × inner = {visible.world_size}"
+            f"{algorithm} runs on ranks in two dimensions",
+            argument="mesh",
+            value=None,
+            remedy=f"give mesh=(outer, inner) with outer × inner = {visible.world_size}",
         )
     if heads is None and "heads" in takes:
-        raise UnsupportedError(f"heads=None: {algorithm} exchanges heads; give heads=(query heads, KV heads)")
+        raise UnsupportedError(
+            f"{algorithm} exchanges heads", argument="heads", value=None, remedy="give heads=(query heads, KV heads)"
+        )
     return _build(record, visible, heads and Heads(*heads), as_mesh(mesh), direction, backward, route)
 
 
@@ -166,7 +177,7 @@ def _build(
     options = {name: value for name, value in given.items() if name in record.options and value is not None}
     schedule = record.build(visible, **options, backward=backward)
     if not isinstance(schedule, Schedule):
-        raise UnsupportedError(f"{record.name}: build returned {type(schedule).__name__}; return a Schedule")
+        raise UnsupportedError(f"{record.name}: build returned {type(schedule).__name__}", remedy="return a Schedule")
     return schedule
 
 

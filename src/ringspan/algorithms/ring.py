@@ -128,6 +128,8 @@ def hop_of(direction: Direction) -> int:
     """Return +1 for the next rank and -1 for the previous one."""
     if direction not in ("forward", "reverse"):
         raise UnsupportedError(
-            f'direction={direction!r}: blocks move to the next rank ("forward") or to the previous one ("reverse")'
+            'blocks move to the next rank ("forward") or to the previous one ("reverse")',
+            argument="direction",
+            value=direction,
         )
     return 1 if direction == "forward" else -1

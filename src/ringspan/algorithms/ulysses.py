@@ -57,9 +57,10 @@ def check_heads(heads: Heads, degree: int) -> None:
         legal = [size for size in range(1, min(heads.num_heads, MOST_LISTED) + 1) if _divides(heads, size)]
         raise UnsupportedError(
             f"Ulysses over {_count(degree, 'rank')} with {_count(heads.num_heads, 'query head')} and "
-            f"{_count(heads.num_kv_heads, 'KV head')}: the ranks must divide the query heads, and divide or be a "
-            f"multiple of the KV heads; use {_one_of(legal)} rank{'' if legal == [1] else 's'}, or an algorithm that "
-            "leaves heads whole (pass_kv, pass_q, all_gather)"
+            f"{_count(heads.num_kv_heads, 'KV head')}: the ranks must divide the query heads, and "
+            "divide or be a multiple of the KV heads",
+            remedy=f"use {_one_of(legal)} rank{'' if legal == [1] else 's'}, or an algorithm that leaves "
+            "heads whole (pass_kv, pass_q, all_gather)",
         )
 
 

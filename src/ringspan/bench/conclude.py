@@ -63,7 +63,6 @@ def conclude(
     everyone: Sequence[Conclusion],
     checked: ResultCheck,
 ) -> Measured:
-    """The result of the measurements of all ranks."""
     alone = Timing.of(everyone[0].one_device_s)
     ideal, ranks = (
         Timing.of([max(seconds) for seconds in zip(*of_ranks, strict=True)])
@@ -141,7 +140,6 @@ def _parameters(settings: Settings, kernel: str) -> BenchParameters:
 
 
 def machine_of(device: torch.device) -> MachineInfo:
-    """The machine of this process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = str(torch.__version__)  # unpickling torch's own type would load torch in the parent
     return MachineInfo(platform.platform(), os.cpu_count() or 1, name, platform.python_version(), version)

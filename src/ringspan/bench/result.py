@@ -69,7 +69,6 @@ class Breakdown:
         return self.attention_s + self.merge_s + self.communication_s + self.waiting_s + self.other_s
 
     def divided_by(self, number: int) -> "Breakdown":
-        """The breakdown divided by a number of calls."""
         parts = (self.attention_s, self.merge_s, self.communication_s, self.waiting_s, self.other_s)
         return Breakdown(*(part / number for part in parts))
 

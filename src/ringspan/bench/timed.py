@@ -98,11 +98,9 @@ class TimedKernel:
         self.name = kernel.name
 
     def refuses(self, request: KernelRequest) -> str | None:
-        """Refuse the requests that the kernel refuses."""
         return self.kernel.refuses(request)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float) -> Partial:
-        """Attend one piece."""
         start_s = self.watch.now()
         part = self.kernel.forward(q, k, v, piece, scale)
         self.watch.computed("attend", self.watch.tile, start_s)
@@ -111,7 +109,6 @@ class TimedKernel:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, merged: Merged, piece: Piece, scale: float
     ) -> KernelGradients:
-        """The gradients of one piece."""
         start_s = self.watch.now()
         part = self.kernel.backward(q, k, v, merged, piece, scale)
         self.watch.computed("attend", self.watch.tile, start_s)

@@ -91,7 +91,6 @@ def place(start: int, dealt: Sequence[int]) -> tuple[Spans, ...]:
 
 
 def positions_of(spans: Spans) -> Positions:
-    """All positions of some spans."""
     return np.concatenate([np.empty(0, np.int64), *(span.positions() for span in spans)])
 
 

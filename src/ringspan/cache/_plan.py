@@ -26,8 +26,6 @@ from ringspan.span import Span
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """One sequence in a turn."""
-
     sequence: int
     start: int
     """The first new position: the number of cached tokens."""
@@ -137,7 +135,6 @@ def plan_problem(
     block_starts: tuple[tuple[int, ...], ...],
     is_replicated: bool,
 ) -> TurnProblem:
-    """The problem of a turn for the layers of one mask."""
     world_size = len(parts[0].new)
     firsts = []
     for part in parts:

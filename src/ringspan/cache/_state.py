@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheModel:
-    """The model a cache is for."""
-
     num_layers: int
     heads: Heads
     head_dim: int

@@ -91,7 +91,6 @@ class Stored:
         del self.starts[kept:]
 
     def copy(self) -> "Stored":
-        """An independent copy."""
         twin = Stored(self.spec)
         with torch.inference_mode(False):
             twin._blocks = [_Block(tuple(x.clone() for x in block.tensors)) for block in self._blocks]

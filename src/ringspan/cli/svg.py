@@ -17,8 +17,6 @@ DASHES = ("none", "7 3", "2 2", "9 3 2 3", "14 4", "5 2 1 2 1 2", "4 5", "1 4") 
 
 
 class LineStyle(NamedTuple):
-    """How a line looks."""
-
     colour: str
     dashes: str
 

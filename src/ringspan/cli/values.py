@@ -81,7 +81,6 @@ class OptionOfSome(click.Option):
     """An option that only some algorithms take. `TAKERS` in its help stands for their names."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The option and its help."""
         found = super().get_help_record(ctx)
         if found is None or self.name is None:
             return found

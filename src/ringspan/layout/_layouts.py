@@ -43,7 +43,12 @@ class Layout:
         spans_by_rank = tuple(_ascending(spans, f"rank {rank}") for rank, spans in enumerate(self.spans_by_rank))
         replicated = _ascending(self.replicated, "replicated")
         if not spans_by_rank:
-            raise LayoutError("spans_by_rank=(): a layout has at least one rank; give one tuple of spans per rank")
+            raise LayoutError(
+                "a layout has at least one rank",
+                argument="spans_by_rank",
+                value=(),
+                remedy="give one tuple of spans per rank",
+            )
         _refuse_overlap(spans_by_rank, replicated)
         object.__setattr__(self, "spans_by_rank", spans_by_rank)
         object.__setattr__(self, "replicated", replicated)
@@ -129,7 +134,7 @@ class Layout:
         dim = _check_dim(whole, dim, "x")
         if whole.shape[dim] != self.num_positions:
             rule = f"the layout has {self.num_positions} positions; give one row for each, in ascending order"
-            raise ShapeError(f"x.shape[{dim}]={whole.shape[dim]}: {rule}")
+            raise ShapeError(rule, argument=f"x.shape[{dim}]", value=whole.shape[dim])
         part: Array = whole[_at(dim, _rows(self, rank))]
         return part
 
@@ -137,7 +142,12 @@ class Layout:
         """Put one array per rank together, the inverse of `shard`. Replicated rows are taken from rank 0."""
         check_arguments(parts=(LIST, parts))
         if len(parts) != self.world_size:
-            raise ShapeError(f"len(parts)={len(parts)}: the layout has {self.world_size} ranks; give one part for each")
+            raise ShapeError(
+                f"the layout has {self.world_size} ranks",
+                argument="len(parts)",
+                value=len(parts),
+                remedy="give one part for each",
+            )
         arrays: Sequence[Any] = parts
         dim = _check_dim(arrays[0], dim, "parts[0]")
         shape = list(arrays[0].shape)
@@ -146,12 +156,16 @@ class Layout:
             shape[dim] = self.shard_len(rank)
             if list(part.shape) != shape:
                 raise ShapeError(
-                    f"parts[{rank}].shape={tuple(part.shape)}: rank {rank} holds {shape[dim]} positions along "
-                    f"dim {dim}, and the other dims are those of rank 0; expected {tuple(shape)}"
+                    f"rank {rank} holds {shape[dim]} positions along dim {dim}, and the other dims are those "
+                    f"of rank 0; expected {tuple(shape)}",
+                    argument=f"parts[{rank}].shape",
+                    value=tuple(part.shape),
                 )
             if part.dtype != arrays[0].dtype:
                 raise ShapeError(
-                    f"parts[{rank}].dtype={part.dtype}: parts[0] has {arrays[0].dtype}; give all parts the same dtype"
+                    f"its dtype is {part.dtype}, and parts[0] has {arrays[0].dtype}",
+                    argument=f"parts[{rank}]",
+                    remedy="give all parts the same dtype",
                 )
         shape[dim] = self.num_positions
         new_empty = getattr(arrays[0], "new_empty", None)
@@ -172,8 +186,10 @@ class Layout:
         """Count visible pairs [q rank, kv owner], (world_size, world_size + 1); the last column is replicated keys."""
         if kv_layout.world_size != self.world_size:
             raise LayoutError(
-                f"kv_layout.world_size={kv_layout.world_size}: queries and keys are held by the same ranks; "
-                f"use a layout for {self.world_size} ranks"
+                "queries and keys are held by the same ranks",
+                argument="kv_layout.world_size",
+                value=kv_layout.world_size,
+                remedy=f"use a layout for {self.world_size} ranks",
             )
         queries = [self.positions(rank) for rank in range(self.world_size)]
         return count_pairs(mask, queries, (*kv_layout.spans_by_rank, kv_layout.replicated))
@@ -181,7 +197,12 @@ class Layout:
     def _spans(self, rank: int) -> tuple[Span, ...]:
         check_arguments(rank=(WHOLE, rank))
         if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank={rank}: the layout has {self.world_size} ranks; use 0 to {self.world_size - 1}")
+            raise LayoutError(
+                f"the layout has {self.world_size} ranks",
+                argument="rank",
+                value=rank,
+                remedy=f"use 0 to {self.world_size - 1}",
+            )
         return self.spans_by_rank[rank]
 
     def _all_spans(self) -> Iterator[Span]:
@@ -215,8 +236,8 @@ def striped(seq_len: int, world_size: int, *, block: int = 1, align: int = 1, st
     _check_builder(seq_len, world_size, align, start, block)
     if block % align:
         raise LayoutError(
-            f"block={block}, align={align}: blocks are dealt whole, so block is a multiple of align; "
-            f"use block={-(-block // align) * align}"
+            f"block={block}, align={align}: blocks are dealt whole, so block is a multiple of align",
+            remedy=f"use block={-(-block // align) * align}",
         )
     stop = start + seq_len
     if block == 1:
@@ -241,11 +262,15 @@ def _check_builder(seq_len: int, world_size: int, align: int, start: int, block:
     )
     for name, value, least in checks:
         if not WHOLE.holds(value):
-            raise LayoutError(f"{name}={value!r}: {name} is a whole number; give an int")
+            raise LayoutError(f"{name} is a whole number", argument=name, value=value, remedy="give an int")
         if value < least:
-            raise LayoutError(f"{name}={value}: {name} is at least {least}; use {name}={least} or more")
+            raise LayoutError(
+                f"{name} is at least {least}", argument=name, value=value, remedy=f"use {name}={least} or more"
+            )
     if world_size > MOST_RANKS:
-        raise LayoutError(f"world_size={world_size}: a group has at most {MOST_RANKS} ranks; use fewer")
+        raise LayoutError(
+            f"a group has at most {MOST_RANKS} ranks", argument="world_size", value=world_size, remedy="use fewer"
+        )
 
 
 def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
@@ -254,13 +279,16 @@ def _ascending(spans: Iterable[Span], name: str) -> tuple[Span, ...]:
     check_arguments(**{name: (ITERABLE, spans)})
     for span in spans:
         if not isinstance(span, Span):
-            raise LayoutError(f"{name}: {span!r} is not a span; give Span(start, stop) or Span(start, stop, step)")
+            raise LayoutError(
+                f"{span!r} is not a span", argument=name, remedy="give Span(start, stop) or Span(start, stop, step)"
+            )
         if not len(span):
             continue
         if kept and span.start <= kept[-1].last:
             raise LayoutError(
-                f"{name}: span {span} begins before the end of span {kept[-1]}; the positions of a rank ascend span "
-                "after span; sort the spans, and cut strided ones that interleave"
+                f"span {span} begins before the end of span {kept[-1]}; the positions of a rank ascend span after span",
+                argument=name,
+                remedy="sort the spans, and cut strided ones that interleave",
             )
         if kept and span.start == kept[-1].stop and span.step == kept[-1].step == 1:
             kept[-1] = Span(kept[-1].start, span.stop)
@@ -294,7 +322,8 @@ def _refuse_overlap(spans_by_rank: tuple[tuple[Span, ...], ...], replicated: tup
                 names = [f"rank {rank}" if rank < len(spans_by_rank) else "replicated" for rank in sorted((a, b))]
                 raise LayoutError(
                     f"position {position} is in {names[0]} and in {names[1]}: a position has one owner, or is "
-                    "replicated and has none; take it out of one of them, or out of all ranks into `replicated`"
+                    "replicated and has none",
+                    remedy="take it out of one of them, or out of all ranks into `replicated`",
                 )
 
 
@@ -325,7 +354,9 @@ def _check_dim(x: Any, dim: int, name: str) -> int:
     check_arguments(**{name: (ARRAY, x)}, dim=(WHOLE, dim))
     num_dims = len(x.shape)
     if not -num_dims <= dim < num_dims:
-        raise ShapeError(f"dim={dim}: {name} has {num_dims} dims; use -{num_dims} to {num_dims - 1}")
+        raise ShapeError(
+            f"{name} has {num_dims} dims", argument="dim", value=dim, remedy=f"use -{num_dims} to {num_dims - 1}"
+        )
     return dim % num_dims
 
 

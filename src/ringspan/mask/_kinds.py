@@ -203,7 +203,9 @@ def sliding_window(left: int | None, right: int | None) -> Mask:
     left = None if left is None else _integer("sliding_window", "left", left)
     right = None if right is None else _integer("sliding_window", "right", right)
     if left is not None and right is not None and left + right < 0:
-        raise MaskError(f"sliding_window(left={left}, right={right}): nothing is visible; make left + right at least 0")
+        raise MaskError(
+            f"sliding_window(left={left}, right={right}): nothing is visible", remedy="make left + right at least 0"
+        )
     return _SlidingWindow(left, right)
 
 
@@ -246,7 +248,7 @@ def blocks(spans: Iterable[tuple[int, int]]) -> Mask:
     for i, ((_, stop), (start, _)) in enumerate(itertools.pairwise(checked)):
         if start < stop:
             raise MaskError(
-                f"blocks(spans[{i + 1}]): it starts at {start} and the one before ends at {stop}; sort them"
+                f"blocks(spans[{i + 1}]): it starts at {start} and the one before ends at {stop}", remedy="sort them"
             )
     return _Blocks(checked)
 
@@ -257,9 +259,11 @@ def _span(i: int, span: Iterable[SupportsIndex]) -> tuple[int, int]:
     except TypeError:
         ends = ()
     if len(ends) != 2:
-        raise MaskError(f"blocks(spans[{i}]={span!r}): a block is (start, stop); pass two numbers")
-    start = _integer("blocks", f"spans[{i}][0]", ends[0], at_least=0)
-    return start, _integer("blocks", f"spans[{i}][1]", ends[1], at_least=start + 1)
+        raise MaskError(f"blocks(spans[{i}]={span!r}): a block is (start, stop)", remedy="pass two numbers")
+    start, stop = (_integer("blocks", f"spans[{i}][{j}]", end, at_least=0) for j, end in enumerate(ends))
+    if stop <= start:
+        raise MaskError(f"blocks(spans[{i}]={span!r}): a block has at least one position", remedy="make stop > start")
+    return start, stop
 
 
 def _integer(function: str, name: str, value: SupportsIndex, at_least: int = 1 - UNBOUNDED) -> int:
@@ -269,5 +273,5 @@ def _integer(function: str, name: str, value: SupportsIndex, at_least: int = 1 -
         number = UNBOUNDED
     if isinstance(value, bool) or not at_least <= number < UNBOUNDED:
         rule = f"of at least {at_least}" if at_least >= 0 else "below 2**62, or None for no bound"
-        raise MaskError(f"{function}({name}={value!r}): {name} counts tokens; pass an int {rule}")
+        raise MaskError(f"{function}({name}={value!r}): {name} counts tokens", remedy=f"pass an int {rule}")
     return number

@@ -71,16 +71,16 @@ class Mask(ABC):
         """Refuse the argument called `name` if its positions, all below `stop`, are not all known to the mask."""
         if stop > self.num_positions:
             rule = f"the mask's documents have {self.num_positions} tokens"
-            raise MaskError(f"{name} reaches position {stop - 1}: {rule}; add a document for the rest")
+            raise MaskError(f"{name} reaches position {stop - 1}: {rule}", remedy="add a document for the rest")
 
     def known(self, name: str, values: npt.ArrayLike) -> Positions:
         """The argument called `name` as an array; refused if the mask does not know these positions."""
         array = np.asarray(values)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             found = f"{name} has shape {array.shape} and dtype {array.dtype}"
-            raise MaskError(f"{found}: positions are integers in one dimension; see Span(0, 8).positions()")
+            raise MaskError(f"{found}: positions are integers in one dimension", remedy="see Span(0, 8).positions()")
         if array.size and array.min() < 0:
-            raise MaskError(f"{name} contains {array.min()}: positions count from 0; shift them")
+            raise MaskError(f"{name} contains {array.min()}: positions count from 0", remedy="shift them")
         self._check_known(name, int(array.max()) + 1 if array.size else 0)
         return array.astype(np.int64, copy=False)
 
@@ -171,7 +171,9 @@ class _PerRow(Mask):
 
     @property
     def union(self) -> Union:
-        raise MaskError(f"{self}.bands(...): the batch rows see different bands; ask each mask of .rows for its own")
+        raise MaskError(
+            f"{self}.bands(...): the batch rows see different bands", remedy="ask each mask of .rows for its own"
+        )
 
     @property
     def depth(self) -> int:
@@ -191,7 +193,7 @@ def _combine(kind: type[_And] | type[_Or], a: Mask, b: Mask) -> Mask:
         return _chain(kind, a, b)
     if a.rows is not None and b.rows is not None and len(a.rows) != len(b.rows):
         raise MaskError(
-            f"per_row of {len(a.rows)} and of {len(b.rows)} rows: rows combine one by one; use equal numbers"
+            f"per_row of {len(a.rows)} and of {len(b.rows)} rows: rows combine one by one", remedy="use equal numbers"
         )
     num_rows = len(a.rows or b.rows or ())
     pairs = zip(a.rows or (a,) * num_rows, b.rows or (b,) * num_rows, strict=True)
@@ -215,7 +217,9 @@ def per_row(masks: Iterable[Mask]) -> Mask:
     rows = listed("per_row", "masks", masks)
     for i, row in enumerate(rows):
         if not isinstance(row, Mask) or row.rows is not None:
-            raise MaskError(f"per_row(masks[{i}]={row!r}): a row has one mask; pass masks that are not per_row")
+            raise MaskError(
+                f"per_row(masks[{i}]={row!r}): a row has one mask", remedy="pass masks that are not per_row"
+            )
     return _PerRow(tuple(rows))
 
 
@@ -224,5 +228,5 @@ def listed(function: str, name: str, values: Iterable[T]) -> list[T]:
     is_list = isinstance(values, Iterable) and getattr(values, "shape", None) != ()
     found = list(values) if is_list else []
     if not found:
-        raise MaskError(f"{function}({name}={values!r}): {name} is a list of one or more; pass at least one")
+        raise MaskError(f"{function}({name}={values!r}): {name} is a list of one or more", remedy="pass at least one")
     return found

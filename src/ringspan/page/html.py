@@ -28,7 +28,6 @@ _POLICY = "default-src 'none'; script-src '{script}'; style-src '{style}'; base-
 
 
 def assemble(payload: dict[str, Any]) -> str:
-    """The page of a payload."""
     payload = {**payload, "version": version("ringspan")}
     parts = {"header": _header(payload["title"], payload["lead"]), "payload": embed_json(payload)}
     return _fill("page.html", payload["title"], _script(), _style(), **parts)

@@ -46,7 +46,6 @@ def build_lesson(command: str = "ringspan page") -> str:
 
 
 def describe_lesson(command: str = "ringspan page") -> dict[str, Any]:
-    """The payload of the lesson."""
     runs = {one.key: describe_run(run_combination(one)) for one in list_combinations()}
     faults, hiding, memory = describe_faults(), describe_hiding(), describe_memory()
     return {

@@ -40,7 +40,6 @@ class Replay(NamedTuple):
 
     @property
     def out(self) -> Array:
-        """The result."""
         return self.outs[-1]
 
 

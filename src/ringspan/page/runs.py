@@ -50,7 +50,9 @@ def inputs_of(simulation: Simulation) -> ReplayInputs:
     case = simulation.case
     if case.q.ndim > 3:
         raise UnsupportedError(
-            f"q.shape={case.q.shape}: the page shows one sequence, of shape (seq, dim) or (heads, seq, dim)",
+            "the page shows one sequence, of shape (seq, dim) or (heads, seq, dim)",
+            argument="q.shape",
+            value=case.q.shape,
             remedy="simulate one entry of the batch",
         )
     return ReplayInputs(*(x[None] if x.ndim == 2 else x for x in (case.q, case.k, case.v)))

@@ -74,7 +74,6 @@ class Shard:
 
     @property
     def dq_bytes(self) -> float:
-        """Bytes of dq of one token, in float32."""
         return self.batch * self.num_heads * self.head_dim * 4
 
     @property
@@ -258,12 +257,10 @@ class DeviceCosts:
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
         return self.shard.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads."""
         return self.shard.num_kv_heads
 
     @property

@@ -90,7 +90,6 @@ SOFTWARE = {one.name: one for one in (RINGSPAN, USP, DIFFUSERS, MEGATRON, TORCH,
 
 
 def find_software(name: str) -> Software:
-    """A record by name."""
     if name not in SOFTWARE:
         raise UnsupportedError(
             "it is not known", argument="software", value=name, remedy=f"use one of {', '.join(SOFTWARE)}"

@@ -100,7 +100,6 @@ class Problem:
         return visible_blocks(self.mask, self.layout, self.kv_layout)
 
     def cut_tile(self, q: Block, kv: Block) -> Cut:
-        """The pieces of a q block × kv block tile."""
         num_rows = len(self.mask.rows) if self.mask.rows is not None else 1
         return Cut(
             _pieces(self.mask, self.layout, self.kv_layout, q.owner, kv.owner),

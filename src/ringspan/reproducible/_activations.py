@@ -33,14 +33,14 @@ def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torc
     """
     check_arguments(fn=(CALLABLE, fn))
     if not tensors:
-        raise ShapeError("tensors=(): fn needs at least one tensor; pass tensors after fn")
+        raise ShapeError("fn needs at least one tensor", argument="tensors", value=(), remedy="pass tensors after fn")
     for number, x in enumerate(tensors):
         check_tensor(f"tensors[{number}]", x)
     first = tensors[0]
     if any(x.shape != first.shape or x.dtype != first.dtype for x in tensors) or not first.is_floating_point():
         looks = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
         raise ShapeError(
-            f"tensors are {looks}: expected one shape and one floating-point dtype; expand or convert them"
+            f"tensors are {looks}: expected one shape and one floating-point dtype", remedy="expand or convert them"
         )
     with without_autocast(first.device.type):
         out: torch.Tensor = _Elementwise.apply(fn, torch.is_grad_enabled(), *tensors)  # type: ignore[no-untyped-call]
@@ -59,8 +59,9 @@ class _Elementwise(torch.autograd.Function):
                 result = fn(*chunks)
             if result.requires_grad:
                 raise UnsupportedError(
-                    "fn uses a tensor that requires a gradient and is not an argument, such as a weight: "
-                    "its gradient would be lost; detach that tensor in fn, or call requires_grad_(False) on it"
+                    "fn uses a tensor that requires a gradient and is not an argument, such as a weight: its "
+                    "gradient would be lost",
+                    remedy="detach that tensor in fn, or call requires_grad_(False) on it",
                 )
             if result.shape != chunks[0].shape or result.dtype != out.dtype:
                 raise ShapeError(

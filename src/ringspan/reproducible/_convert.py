@@ -89,7 +89,8 @@ def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
             if torch.equal(nn.functional.rms_norm(x, (1,)), nn.functional.rms_norm(x, (1,), eps=eps)):
                 return eps
     raise UnsupportedError(
-        f"RMSNorm with eps=None in {dtype}: torch's default eps could not be determined; give the module an eps"
+        f"RMSNorm with eps=None in {dtype}: torch's default eps could not be determined",
+        remedy="give the module an eps",
     )
 
 
@@ -147,7 +148,7 @@ def _find(name: str, module: nn.Module, others: Forwards) -> Callable[..., torch
         return others[type(module)]
     if isinstance(module, nn.modules.dropout._DropoutNd):
         if module.p > 0:
-            raise UnsupportedError(f"{name} is {module}: which numbers it draws depends on the ranks; set p=0")
+            raise UnsupportedError(f"{name} is {module}: which numbers it draws depends on the ranks", remedy="set p=0")
         return None
     forward = _activation if _is_activation(module) else _FORWARDS.get(type(module))
     if forward is not None:
@@ -156,13 +157,14 @@ def _find(name: str, module: nn.Module, others: Forwards) -> Callable[..., torch
     known = ", ".join(kind.__name__ for kind in {**_FORWARDS, **others})
     if _has_weights(module):
         raise UnsupportedError(
-            f"{name} is a {type(module).__name__} with weights; supported are {known}; give a function for it "
-            "in `others`"
+            f"{name} is a {type(module).__name__} with weights; supported are {known}",
+            remedy="give a function for it in `others`",
         )
     if _is_of_torch(module) and type(module) not in _LEFT_ALONE and not isinstance(module, _CONTAINERS):
         raise UnsupportedError(
-            f"{name} is {module}: its results may depend on which tokens a rank holds; supported are {known}, and "
-            "elementwise functions; give a function for it in `others`"
+            f"{name} is {module}: its results may depend on which tokens a rank holds; supported are "
+            f"{known}, and elementwise functions",
+            remedy="give a function for it in `others`",
         )
     return None
 
@@ -188,4 +190,4 @@ def _check_options(name: str, module: nn.Module) -> None:
         raise UnsupportedError(f"{name} is {module}: norms are over the last dim only")
     for option, default in _REFUSED_OPTIONS.items():
         if getattr(module, option, default) != default:
-            raise UnsupportedError(f"{name} is {module}: {option} is not supported; leave it out")
+            raise UnsupportedError(f"{name} is {module}: {option} is not supported", remedy="leave it out")

@@ -44,7 +44,9 @@ def embedding(
             )
         wrong = ids[(ids < 0) | (ids >= len(weight))]
         if len(wrong):
-            raise ShapeError(f"ids has {int(wrong[0])}: weight has {len(weight)} rows; use 0 to {len(weight) - 1}")
+            raise ShapeError(
+                f"ids has {int(wrong[0])}: weight has {len(weight)} rows", remedy=f"use 0 to {len(weight) - 1}"
+            )
 
     ranks = open_ranks(layout, group, timeout_s, check, [weight])
     rows: torch.Tensor = _Embedding.apply(weight, ids, ranks)  # type: ignore[no-untyped-call]

@@ -55,7 +55,9 @@ def linear(
             )
         check_weights(x, weight=weight, bias=bias)
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise ShapeError(f"bias.shape={tuple(bias.shape)}: expected one number per output, ({weight.shape[0]},)")
+            raise ShapeError(
+                f"expected one number per output, ({weight.shape[0]},)", argument="bias.shape", value=tuple(bias.shape)
+            )
 
     ranks = open_ranks(layout, group, timeout_s, check, [weight, bias])
     with without_autocast(x.device.type):

@@ -47,7 +47,7 @@ def cross_entropy(
                 "(batch, seq, vocabulary), floating point, with one label for each token"
             )
         if reduction not in ("mean", "sum"):
-            raise ShapeError(f'reduction={reduction!r}: use "mean" or "sum"')
+            raise ShapeError('use "mean" or "sum"', argument="reduction", value=reduction)
         wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= logits.shape[2]))]
         if len(wrong):
             raise ShapeError(

@@ -56,12 +56,10 @@ class Ranks(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.session.transport.rank
 
     @property
     def tiles(self) -> tuple[Strip, ...]:
-        """The tiles of this rank."""
         return self.tiling.strips[self.rank]
 
     @contextmanager
@@ -128,8 +126,10 @@ def check_tokens(name: str, x: torch.Tensor, shard_len: int) -> None:
     check_tensor(name, x)
     if x.ndim < 2 or x.shape[1] != shard_len or x.shape[0] < 1:
         raise ShapeError(
-            f"{name}.shape={tuple(x.shape)}: {name} is (batch, seq, …) with a batch of 1 or more, and the layout gives "
-            f"this rank {shard_len} positions along dim 1"
+            f"{name} is (batch, seq, …) with a batch of 1 or more, and the layout gives this rank "
+            f"{shard_len} positions along dim 1",
+            argument=f"{name}.shape",
+            value=tuple(x.shape),
         )
 
 
@@ -142,7 +142,8 @@ def check_weights(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
         if weight.dtype != x.dtype or weight.device != x.device or not x.is_floating_point():
             raise ShapeError(
                 f"x is {x.dtype} on {x.device}, {name} is {weight.dtype} on {weight.device}: both need one "
-                "floating-point dtype and device; convert one of them (autocast does not)"
+                "floating-point dtype and device",
+                remedy="convert one of them (autocast does not)",
             )
 
 

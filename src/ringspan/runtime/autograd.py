@@ -55,7 +55,6 @@ def check_grads(out: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor
 
 
 def refuse_lse() -> NoReturn:
-    """Refuse to differentiate lse."""
     raise UnsupportedError("the lse of attention has no gradient", argument="lse", remedy="use lse.detach()")
 
 

@@ -112,11 +112,13 @@ def _swapped(looks: Looks) -> str:
 
 def _check_sinks(sinks: Look, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     if tuple(sinks.shape) != (heads.num_heads,):
-        raise ShapeError(f"sinks.shape={tuple(sinks.shape)}: one logit per query head; expected ({heads.num_heads},)")
+        raise ShapeError(
+            f"one logit per query head; expected ({heads.num_heads},)", argument="sinks.shape", value=tuple(sinks.shape)
+        )
     if not sinks.dtype.is_floating_point:
-        raise ShapeError(f"sinks are {sinks.dtype}: logits are floating-point numbers; use sinks.to({dtype})")
+        raise ShapeError(f"sinks are {sinks.dtype}: logits are floating-point numbers", remedy=f"use sinks.to({dtype})")
     if sinks.device != device:
-        raise ShapeError(f"sinks are on {sinks.device} and q is on {device}; move them together")
+        raise ShapeError(f"sinks are on {sinks.device} and q is on {device}", remedy="move them together")
 
 
 def check_tensor(name: str, x: object) -> None:

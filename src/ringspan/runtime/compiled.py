@@ -56,8 +56,8 @@ _places: "WeakKeyDictionary[object, Iterator[int]]" = WeakKeyDictionary()  # by 
 def _constant(call: Call) -> str:
     """The key of a call, as a constant of the program; for another call the program is compiled again.
 
-    The fields are passed one by one, so that the compiler guards each of the very objects. It would turn a number that
-    changes between calls into a variable, unless told to take it as a constant.
+    The fields are passed one by one, so that the compiler guards the identity of each object. It would turn a number
+    that changes between calls into a variable, so numbers are marked as constants.
     """
     options = call.options._replace(scale=_as_constant(call.options.scale), softcap=_as_constant(call.options.softcap))
     return _enter(*options, call.group, _as_constant(call.timeout_s), call.contract, call.record)
@@ -181,7 +181,7 @@ for _build in _BUILT_OUTSIDE:
 def _attend_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: str, wants_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and the number of the call, which identifies it for the backward pass: a program may run many times."""
+    """Compute out, lse and the number of the call, by which the backward pass finds it: programs run many times."""
     entered = _entered(call)
     out, lse = run_attention(entered, q, k, v, sinks, wants_grad)
     number = session_of(entered.group).contract.num_calls
@@ -254,7 +254,7 @@ _attend_op.register_autograd(_differentiate, setup_context=_save)
 
 @torch.library.custom_op("ringspan::lse", mutates_args=())
 def _lse_op(lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """lse as if it were differentiable like out, so that differentiating it is refused instead of giving 0."""  # noqa: D403
+    """A copy of lse that requires a gradient, as out does, so that differentiating it is refused, not 0."""
     return lse.clone()
 
 

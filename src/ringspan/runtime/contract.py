@@ -57,7 +57,6 @@ class Signature(NamedTuple):
         return cls(text, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
     def at(self, place: Place) -> "Signature":
-        """This signature with a place."""
         return Signature.of_text(self.text[:-1] + f', "{place.among}": "{place.number}"}}'.encode())
 
 

@@ -114,7 +114,7 @@ def _parse_step(line: str, t: int, world_size: int) -> Step:
                     merges[rank].append(merge)
     if any(of_rank != merges[0] for of_rank in merges):
         words = " ".join(map(str, next(filter(None, merges))))
-        raise ScheduleError(f"line {line!r}: {words} is an action of all ranks; write it into every cell")
+        raise ScheduleError(f"line {line!r}: {words} is an action of all ranks", remedy="write it into every cell")
     return Step(attends, transfers, merges[0])
 
 

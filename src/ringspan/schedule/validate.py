@@ -35,8 +35,8 @@ def validate(schedule: Schedule, visible: Visible) -> None:
     check_arguments(schedule=(A_SCHEDULE, schedule), visible=(A_VISIBLE, visible))
     if schedule.world_size != visible.world_size:
         raise ScheduleError(
-            f"the schedule has {schedule.world_size} ranks and visible has {visible.world_size}; build both for "
-            "the same group"
+            f"the schedule has {schedule.world_size} ranks and visible has {visible.world_size}",
+            remedy="build both for the same group",
         )
     proof = _Proof(schedule, visible)
     for t, step in enumerate(schedule.steps):

@@ -35,8 +35,10 @@ class Visible:
         world_size = given.shape[0] if given.ndim == 2 else 0
         if not world_size or given.shape[1] - world_size not in (0, 1):
             raise ShapeError(
-                f"matrix.shape={given.shape}: expected a row and a column for each of P ranks, and optionally a column "
-                "for replicated keys; give (P, P) or (P, P + 1)"
+                "expected a row and a column for each of P ranks, and optionally a column for replicated keys",
+                argument="matrix.shape",
+                value=given.shape,
+                remedy="give (P, P) or (P, P + 1)",
             )
         padded = np.zeros((world_size, world_size + 1), dtype=np.bool_)
         padded[:, : given.shape[1]] = given

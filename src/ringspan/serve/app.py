@@ -83,8 +83,6 @@ def make_app(settings: ServeSettings, text: ModelText, on_failure: Callable[[str
 
 
 class Api:
-    """The endpoints."""
-
     def __init__(self, settings: ServeSettings, text: ModelText, scheduler: Scheduler) -> None:
         self._settings = settings
         self._text = text

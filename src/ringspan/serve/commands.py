@@ -31,16 +31,12 @@ class Op(IntEnum):
 
 
 class SlotPart(NamedTuple):
-    """The part of a command for one slot."""
-
     slot: int
     keep: int = 0
     tokens: Sequence[int] = ()
 
 
 class RankCommand(NamedTuple):
-    """A command for all ranks."""
-
     op: Op
     parts: Sequence[SlotPart] = ()
 
@@ -156,5 +152,4 @@ class RankModel:
 
 
 def saved_folder(folder: Path, number: int) -> Path:
-    """The folder of a saved conversation."""
     return folder / f"conversation-{number:016x}"

@@ -367,7 +367,10 @@ def _check_shapes(q: Array, k: Array, v: Array, layout: Layout, kv_layout: Layou
     for name, x, of in (("q", q, layout), ("k", k, kv_layout)):
         if x.shape[-2] != of.num_positions:
             raise ShapeError(
-                f"{name}.shape={x.shape}: its layout has {of.num_positions} positions; give one row for each"
+                f"its layout has {of.num_positions} positions",
+                argument=f"{name}.shape",
+                value=x.shape,
+                remedy="give one row for each",
             )
     sum_itemsize = np.result_type(q.dtype, np.float32).itemsize
     return Shapes(q.shape[:-3], heads, q.shape[-1], v.shape[-1], q.dtype.itemsize, sum_itemsize)

@@ -36,13 +36,15 @@ def ring_attention_simulate(
         raise ShapeError(f"Q, K and V have shapes {q.shape}, {k.shape} and {v.shape}; all three must be (seq_len, d)")
     if len(q) % devices:
         raise ShapeError(
-            f"num_devices={devices}: the seq_len {len(q)} must divide by it; pad the sequence or use "
-            f"{_nearest_divisor(len(q), devices)} devices"
+            f"the seq_len {len(q)} must divide by it",
+            argument="num_devices",
+            value=devices,
+            remedy=f"pad the sequence or use {_nearest_divisor(len(q), devices)} devices",
         )
     run = simulate_attention(q, k, v, mask=full(), layout=contiguous(len(q), devices))
     comm_schedule = [[rank.attended[0].blocks[1].owner for rank in step] for step in run.trace]
     if not np.isfinite(run.out).all():
-        raise ShapeError("Q and K are so large that their products overflow; scale them down")
+        raise ShapeError("Q and K are so large that their products overflow", remedy="scale them down")
     return np.asarray(np.round(run.out, 4) + 0.0, np.float64), comm_schedule  # -0.0 becomes 0.0
 
 
@@ -80,10 +82,17 @@ def ring_attention_context_parallel(
     )
     if width % heads:
         raise ShapeError(
-            f"num_heads={heads}: hidden_dim={width} must divide by it, so that every head has the same size"
+            f"hidden_dim={width} must divide by it, so that every head has the same size",
+            argument="num_heads",
+            value=heads,
         )
     if seq_len < gpus:
-        raise ShapeError(f"num_gpus={gpus}: total_seq_len={seq_len} leaves some without a token; use at most {seq_len}")
+        raise ShapeError(
+            f"total_seq_len={seq_len} leaves some without a token",
+            argument="num_gpus",
+            value=gpus,
+            remedy=f"use at most {seq_len}",
+        )
     chunk = seq_len // gpus
     tensor, chunk_tensor = seq_len * width * element_bytes, chunk * width * element_bytes
     memory, total_comm = 3 * chunk_tensor, 2 * chunk_tensor * (gpus - 1)
@@ -104,9 +113,9 @@ def _check_count(name: str, value: int) -> int:
     try:
         count = operator.index(value)
     except TypeError:
-        raise ShapeError(f"{name}={value!r}: expected a count; give a whole number") from None
+        raise ShapeError("expected a count", argument=name, value=value, remedy="give a whole number") from None
     if isinstance(value, bool) or count < 1:
-        raise ShapeError(f"{name}={value!r}: expected a count; give a whole number of at least 1")
+        raise ShapeError("expected a count", argument=name, value=value, remedy="give a whole number of at least 1")
     return count
 
 
@@ -114,7 +123,7 @@ def _check_matrix(name: str, x: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         array = np.asarray(x).astype(np.float64, casting="same_kind" if np.iscomplexobj(x) else "unsafe")
     except (TypeError, ValueError):
-        raise ShapeError(f"{name} is not an array of numbers; give one of shape (seq_len, d)") from None
+        raise ShapeError(f"{name} is not an array of numbers", remedy="give one of shape (seq_len, d)") from None
     if array.ndim != 2 or not array.size:
         raise ShapeError(f"{name} has shape {array.shape}; it must be (seq_len, d), both at least 1")
     if not np.isfinite(array).all():

@@ -40,7 +40,7 @@ def next_token_labels(tokens: torch.Tensor, *, document_lengths: Sequence[int] |
     """
     _check_whole_numbers("tokens", tokens)
     if not tokens.ndim:
-        raise ShapeError("tokens.shape=(): sequences are (…, seq)")
+        raise ShapeError("sequences are (…, seq)", argument="tokens.shape", value=())
     labels = torch.full_like(tokens, IGNORE_INDEX, dtype=torch.int64)
     labels[..., :-1] = tokens[..., 1:]
     if document_lengths is not None:
@@ -217,7 +217,9 @@ def check_can_be_ignored(labels: torch.Tensor) -> None:
     """Refuse labels of a dtype that cannot hold -100."""
     check_tensor("labels", labels)
     if not labels.dtype.is_signed or labels.is_floating_point() or labels.is_complex():
-        raise ShapeError(f"labels are {labels.dtype}: their dtype must be able to hold {IGNORE_INDEX}; use torch.int64")
+        raise ShapeError(
+            f"labels are {labels.dtype}: their dtype must be able to hold {IGNORE_INDEX}", remedy="use torch.int64"
+        )
 
 
 def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -225,8 +227,10 @@ def _document_ends(lengths: Sequence[int], seq_len: int) -> np.ndarray[Any, np.d
     are_whole = all(isinstance(length, Integral) for length in lengths)
     if not are_whole or any(length < 1 for length in lengths) or sum(lengths) != seq_len:
         raise ShapeError(
-            f"document_lengths={list(lengths)}: every document has at least one token and their sum is the whole "
-            f"sequence; expected a sum of {seq_len}, with padding as a document of its own"
+            "every document has at least one token and their sum is the whole sequence; expected a sum "
+            f"of {seq_len}, with padding as a document of its own",
+            argument="document_lengths",
+            value=list(lengths),
         )
     return np.cumsum(np.asarray(lengths, np.int64))
 
@@ -254,17 +258,20 @@ def _check_batch(batch: Mapping[str, torch.Tensor], layout: Layout) -> int:
             raise ShapeError(f"batch[{name!r}] is a {type(x).__name__}: give tensors, as return_tensors='pt' does")
     if "attention_mask" in batch:
         raise ShapeError(
-            "batch has an attention_mask: a rank would see only a part of it; leave it out, describe padding by the "
-            "mask of attention, such as per_row, and set the labels of padding to -100"
+            "batch has an attention_mask: a rank would see only a part of it",
+            remedy="leave it out, describe padding by the mask of attention, such as per_row, and set the "
+            "labels of padding to -100",
         )
     dim = batch["input_ids"].ndim - 1
     if dim < 0:
-        raise ShapeError("batch['input_ids'].shape=(): sequences are (…, seq)")
+        raise ShapeError("sequences are (…, seq)", argument="batch['input_ids'].shape", value=())
     for name, x in batch.items():
         if x.ndim <= dim or x.shape[dim] != layout.num_positions:
             raise ShapeError(
-                f"batch[{name!r}].shape={tuple(x.shape)}: dim {dim} is the sequence, as in input_ids, and the layout "
-                f"has {layout.num_positions} positions; give whole tensors, or leave this one out"
+                f"dim {dim} is the sequence, as in input_ids, and the layout has {layout.num_positions} positions",
+                argument=f"batch[{name!r}].shape",
+                value=tuple(x.shape),
+                remedy="give whole tensors, or leave this one out",
             )
     if "labels" in batch:
         _check_labels(batch["labels"], batch["input_ids"])
@@ -275,29 +282,30 @@ def _check_labels(labels: torch.Tensor, input_ids: torch.Tensor) -> None:
     """Refuse labels of another shape and labels that are already shifted."""
     if labels.shape != input_ids.shape:
         raise ShapeError(
-            f"batch['labels'].shape={tuple(labels.shape)}: one label for each of the input_ids, whose shape is "
-            f"{tuple(input_ids.shape)}"
+            f"one label for each of the input_ids, whose shape is {tuple(input_ids.shape)}",
+            argument="batch['labels'].shape",
+            value=tuple(labels.shape),
         )
     _check_whole_numbers("labels", labels)
     counts = labels.long() != IGNORE_INDEX
     is_next = (labels[..., :-1] == input_ids[..., 1:]) | ~counts[..., :-1]
     if counts[..., :-1].any() and is_next.all() and ((labels != input_ids) & counts).any():
         raise ShapeError(
-            "batch['labels'] are shifted already, and shard_batch would shift them again; give unshifted labels "
-            "(labels=input_ids, -100 to ignore a token), or leave them out"
+            "batch['labels'] are shifted already, and shard_batch would shift them again",
+            remedy="give unshifted labels (labels=input_ids, -100 to ignore a token), or leave them out",
         )
 
 
 def _check_whole_numbers(name: str, x: torch.Tensor) -> None:
     check_tensor(name, x)
     if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
-        raise ShapeError(f"{name} are {x.dtype}: tokens are whole numbers; use {name}.long()")
+        raise ShapeError(f"{name} are {x.dtype}: tokens are whole numbers", remedy=f"use {name}.long()")
 
 
 def _check_is_list(name: str, values: Any) -> None:
     """Accept a list or an array. A generator can be read only once, and a set has no order."""
     if not isinstance(values, Sequence) and np.ndim(values) != 1:
-        raise ShapeError(f"{name}={values!r}: give a list of whole numbers, such as [300, 700]")
+        raise ShapeError("give a list of whole numbers, such as [300, 700]", argument=name, value=values)
 
 
 def _check_losses(losses: torch.Tensor, labels: torch.Tensor) -> None:
@@ -305,6 +313,7 @@ def _check_losses(losses: torch.Tensor, labels: torch.Tensor) -> None:
     check_can_be_ignored(labels)
     if losses.shape != labels.shape or not losses.is_floating_point():
         raise ShapeError(
-            f"losses.shape={tuple(losses.shape)} ({losses.dtype}), labels.shape={tuple(labels.shape)}: expected one "
-            'loss per label; use reduction="none", because the mean of all ranks needs the losses of each'
+            f"losses.shape={tuple(losses.shape)} ({losses.dtype}), labels.shape={tuple(labels.shape)}: "
+            "expected one loss per label",
+            remedy='use reduction="none", because the mean of all ranks needs the losses of each',
         )

@@ -52,8 +52,10 @@ def _check_part(part: torch.Tensor, layout: Layout, rank: int, dim: int) -> None
     _check_dim("part", part, dim)
     if part.shape[dim] != layout.shard_len(rank):
         raise ShapeError(
-            f"part.shape={tuple(part.shape)} on rank {rank}: the layout gives this rank {layout.shard_len(rank)} "
-            f"positions along dim {dim}; {_way_out(part, layout.shard_len(rank))}"
+            f"the layout gives rank {rank} {layout.shard_len(rank)} positions along dim {dim}",
+            argument="part.shape",
+            value=tuple(part.shape),
+            remedy=_way_out(part, layout.shard_len(rank)),
         )
 
 
@@ -66,9 +68,16 @@ def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
     check_tensor(name, x)
     check_arguments(dim=(WHOLE, dim))
     if not x.ndim:
-        raise ShapeError(f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one")
+        raise ShapeError(
+            "a single number has no dim of positions",
+            argument=f"{name}.shape",
+            value=(),
+            remedy=f"use {name}[None] for one",
+        )
     if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"dim={dim}: {name} has {x.ndim} dims; use {-x.ndim} to {x.ndim - 1}")
+        raise ShapeError(
+            f"{name} has {x.ndim} dims", argument="dim", value=dim, remedy=f"use {-x.ndim} to {x.ndim - 1}"
+        )
 
 
 class _Where(NamedTuple):

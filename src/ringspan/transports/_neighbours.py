@@ -37,7 +37,7 @@ _PATIENCE_S = 5.0  # for ranks that are known to be on this host
 def find_peers(rank: int, gather: Callable[[bytes], Sequence[bytes]]) -> list[Peer]:
     """Link this rank with the other ranks of its host; a collective call.
 
-    `gather` returns the bytes of every rank, in rank order, if all give as many.
+    `gather` returns the bytes of every rank, in rank order, if all payloads have one length.
     """
     place = _take_place()
     if place is None:

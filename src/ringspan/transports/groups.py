@@ -43,10 +43,14 @@ def open_transport(group: Any) -> Transport:
     if isinstance(group, MpiGroup):
         return MpiTransport(group.comm)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise UnsupportedError("group: this rank is not a member of it; call only on ranks that are")
+        raise UnsupportedError(
+            "this rank is not a member of it", argument="group", remedy="call only on ranks that are"
+        )
     raise UnsupportedError(
-        f"group={group!r}: a group is a ProcessGroup, a DeviceMesh of one or two dimensions, a rank of run_in_process, "
-        "an mpi4py communicator, or None for the default group"
+        "a group is a ProcessGroup, a DeviceMesh of one or two dimensions, a rank of "
+        "run_in_process, an mpi4py communicator, or None for the default group",
+        argument="group",
+        value=group,
     )
 
 
@@ -67,12 +71,16 @@ def _group_of_mesh(mesh: DeviceMesh) -> FoundGroup:
     """Return a mesh's process group, which lasts; `mesh["cp"]` is a new object each time."""
     if mesh.ndim not in (1, 2):
         raise UnsupportedError(
-            f"group: a DeviceMesh of {mesh.ndim} dimensions; take the one or two of context parallelism"
+            f"a DeviceMesh of {mesh.ndim} dimensions",
+            argument="group",
+            remedy="take the one or two of context parallelism",
         )
     if mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise UnsupportedError(
-            f"group={mesh}: torch makes one group of two dimensions only if they have names; make the mesh with "
-            'mesh_dim_names=("ring", "ulysses") or other ones'
+            "torch makes one group of two dimensions only if they have names",
+            argument="group",
+            value=mesh,
+            remedy='make the mesh with mesh_dim_names=("ring", "ulysses") or other ones',
         )
     flat = mesh if mesh.ndim == 1 else mesh._flatten()
     try:

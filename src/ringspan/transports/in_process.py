@@ -219,7 +219,11 @@ def run_in_process(fn: Callable[[InProcessRank], T], world_size: int, *, timeout
     """
     check_arguments(fn=(CALLABLE, fn), world_size=(WHOLE, world_size), timeout_s=(NUMBER, timeout_s))
     if not 1 <= world_size <= _MOST_THREADS:
-        raise ShapeError(f"world_size={world_size}: a group has at least one rank, and at most {_MOST_THREADS} threads")
+        raise ShapeError(
+            f"a group has at least one rank, and at most {_MOST_THREADS} threads",
+            argument="world_size",
+            value=world_size,
+        )
     room = _Room(world_size, timeout_s)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}  # in the order in which ranks failed

@@ -37,8 +37,8 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, an MPI library is not
         raise UnsupportedError(
-            f"the MPI transport needs mpi4py and an MPI library ({error}); "
-            "from a checkout, pip install '.[mpi]', and take Open MPI or MPICH from the system's packages"
+            f"the MPI transport needs mpi4py and an MPI library ({error})",
+            remedy="from a checkout, pip install '.[mpi]', and take Open MPI or MPICH from the system's packages",
         ) from error
     return MPI
 
@@ -161,7 +161,9 @@ class MpiTransport:
     def _chunks(self, tensor: torch.Tensor) -> Iterator[tuple["MPI.buffer", "MPI.Datatype"]]:
         """A tensor's memory as an MPI buffer, by address: some dtypes of torch do not exist in NumPy."""
         if tensor.device.type != "cpu":
-            raise UnsupportedError(f"a tensor on {tensor.device}: the MPI transport carries CPU tensors; copy it there")
+            raise UnsupportedError(
+                f"a tensor on {tensor.device}: the MPI transport carries CPU tensors", remedy="copy it there"
+            )
         assert tensor.is_contiguous()
         start, left = tensor.data_ptr(), tensor.nbytes
         while True:  # an empty tensor is one empty message

@@ -345,8 +345,6 @@ def _plain(error: RuntimeError) -> str:
 
 
 class _Handle:
-    """One message."""
-
     __slots__ = ("_transport", "message", "peer", "way", "what")
 
     def __init__(

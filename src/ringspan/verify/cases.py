@@ -74,11 +74,9 @@ class VerifyCase:
         return visible(self.pattern, self.q_layout().all_positions(), self.kv_layout().all_positions())
 
     def q_layout(self) -> Layout:
-        """The layout of the queries."""
         return make_layout(self.layout, self.length, self.world_size, start=self.past)
 
     def kv_layout(self) -> Layout:
-        """The layout of the keys."""
         return make_layout(self.layout, self.length + self.past, self.world_size)
 
     def question(self) -> Question:
@@ -102,7 +100,6 @@ class VerifyCase:
 
 
 def make_layout(name: str, seq_len: int, world_size: int, *, start: int = 0) -> Layout:
-    """A layout by its name."""
     builders = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
     if name not in builders:
         raise ShapeError(f"a layout is one of {', '.join(builders)}", argument="layout", value=name)

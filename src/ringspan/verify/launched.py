@@ -82,7 +82,9 @@ def _started_by_mpirun(target: Target) -> Iterator[_Ranks]:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise UnsupportedError("ranks of mpirun need mpi4py; install it, or start them with torchrun") from error
+        raise UnsupportedError(
+            "ranks of mpirun need mpi4py", remedy="install it, or start them with torchrun"
+        ) from error
     everyone = MPI.COMM_WORLD
     gather = functools.partial(_gather_by_mpi, everyone.Dup())
     rank, world_size = everyone.rank, everyone.size

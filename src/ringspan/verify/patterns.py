@@ -103,7 +103,6 @@ _BUILDERS: dict[str, Callable[..., Mask]] = {
 
 
 def parts_of(pattern: Pattern) -> tuple[Pattern, ...]:
-    """The basic patterns in it."""
     if pattern[0] in ("and", "or"):
         return (*parts_of(pattern[1]), *parts_of(pattern[2]))
     if pattern[0] == "rows":

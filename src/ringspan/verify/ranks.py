@@ -55,7 +55,6 @@ Outcome = Computed | Refused | Broken | Hung
 
 
 def run_threads(target: Target, case: VerifyCase, timeout_s: float = CASE_TIMEOUT_S) -> Outcome:
-    """One case on ranks that are threads."""
     try:
         parts = run_in_process(
             lambda group: run_rank(target, case, group, group.rank), case.world_size, timeout_s=timeout_s
@@ -215,7 +214,6 @@ class _Processes:
         self._directory.cleanup()
 
     def next(self, timeout_s: float) -> Outcome:
-        """The outcome of the next case."""
         self.is_new = False
         case = next(self._cases)
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))

@@ -34,8 +34,6 @@ _ALIKE = (
 
 
 class TransformerOnRanks:
-    """A transformer on the ranks of one group."""
-
     def __init__(self, model: nn.Module, options: RankOptions, is_verified: bool) -> None:
         self.model = model
         self.options = options
@@ -120,12 +118,14 @@ class TransformerOnRanks:
                 )
         if getattr(self.model, "is_cache_enabled", False):
             raise UnsupportedError(
-                f"{name} has a step cache, which decides from a rank's own rows which blocks to leave out; call "
-                "disable_cache() first"
+                f"{name} has a step cache, which decides from a rank's own rows which blocks to leave out",
+                remedy="call disable_cache() first",
             )
         dropping = [x for x in self.model.modules() if isinstance(x, nn.Dropout) and x.p and x.training]
         if dropping:
-            raise UnsupportedError(f"{name} has dropout in training, which ranks would draw apart; set it to 0")
+            raise UnsupportedError(
+                f"{name} has dropout in training, which ranks would draw apart", remedy="set it to 0"
+            )
 
     def agree(self, arguments: dict[str, Any], options: RankOptions) -> None:
         """Agree that all ranks of a group call the model with these arguments."""

@@ -153,8 +153,8 @@ def _transformers(model: Any) -> dict[str, nn.Module]:
     found = {name: x for name, x in components.items() if name.startswith("transformer") and isinstance(x, nn.Module)}
     if not found:
         raise UnsupportedError(
-            f"{type(model).__name__} has no transformer among its components ({', '.join(components)}); give the model "
-            "itself"
+            f"{type(model).__name__} has no transformer among its components ({', '.join(components)})",
+            remedy="give the model itself",
         )
     names = {id(x): name for name, x in reversed(found.items())}  # one transformer may stand in two places
     return {name: x for name, x in found.items() if names[id(x)] == name}

@@ -76,8 +76,8 @@ def _whole_keys(keys: torch.Tensor, layout: Layout, rank: int, wholes: Sequence[
     whole[:, layout.replicated_positions()] = keys[:, others]
     if not torch.equal(layout.shard(whole, rank, 1), keys):
         raise UnsupportedError(
-            "attn_mask hides tokens, and no argument of the block tells which ones on other ranks; leave padding out "
-            "of the latents"
+            "attn_mask hides tokens, and no argument of the block tells which ones on other ranks",
+            remedy="leave padding out of the latents",
         )
     return whole
 

@@ -131,7 +131,6 @@ class Probe:
         return without_attention(asked)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function unchanged."""
         return function(*args, **kwargs)
 
     def _note(self, what: str, x: torch.Tensor, dim: int, culprit: str) -> None:

@@ -27,20 +27,16 @@ _NOTHING_LEFT_OUT = "step caches and whatever else leaves blocks out must be off
 
 
 class RankOptions(NamedTuple):
-    """The options of a model on ranks."""
-
     group: Any
     algorithm: str
     mesh: tuple[int, int] | None
 
     @property
     def session(self) -> Session:
-        """The session of the group."""
         return session_of(self.group)
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.session.transport.rank
 
     @property
@@ -196,7 +192,7 @@ class TokenShardRun(Walk):
         label, attends = found
         if asked.dropout_p:
             raise UnsupportedError(
-                f"{label} has dropout_p={asked.dropout_p}: ranks would drop other scores; set it to 0"
+                f"{label} has dropout_p={asked.dropout_p}: ranks would drop other scores", remedy="set it to 0"
             )
         out = asked.alone() if attends.is_local else self._attend(label, asked, attends)
         self.note_attention(label, attends, asked, out)
@@ -260,7 +256,6 @@ class TokenShardRun(Walk):
         return self.gather_rows(leaf.value, layout, tokens.dim)
 
     def gather_rows(self, rows: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
-        """The rows of all ranks."""
         return gather(rows, layout, self.options.group, dim=dim)
 
     def _layout(self, side: Side | None, num_rows: int, what: str) -> Layout:

@@ -55,7 +55,6 @@ class Trace:
 
     @property
     def sizes(self) -> tuple[tuple[tuple[SizePlace, int], ...], ...]:
-        """All sizes of the call."""
         return tuple(tuple(call.inputs.items()) for call in self.calls)
 
     @property

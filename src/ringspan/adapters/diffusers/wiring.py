@@ -94,7 +94,6 @@ class BlockWiring:
             self._here.run = None
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

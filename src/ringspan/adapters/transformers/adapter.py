@@ -303,8 +303,8 @@ class Adapter:
         unknown = sorted(output.keys() - (_OUTPUTS | {*FUSED_ROWS} if forward.is_fused else _OUTPUTS))
         if unknown:
             raise UnsupportedError(
-                f"{type(self.model).__name__} returns {', '.join(unknown)}, which has no row per token; use a "
-                "model without it"
+                f"{type(self.model).__name__} returns {', '.join(unknown)}, which has no row per token",
+                remedy="use a model without it",
             )
         fields = dict(output)
         group = self.options.group
@@ -336,8 +336,9 @@ class Adapter:
         layout = forward.run.layout
         if layout.replicated:
             raise UnsupportedError(
-                f"a sequence of {layout.num_positions} tokens is not cut over {layout.world_size} ranks, and a loss "
-                "from its outputs would count on each; pad it to one token per rank"
+                f"a sequence of {layout.num_positions} tokens is not cut over {layout.world_size} ranks, "
+                "and a loss from its outputs would count on each",
+                remedy="pad it to one token per rank",
             )
         names = FUSED_ROWS if forward.is_fused else _BY_ROW
         return {name: whole_rows(fields[name], layout, self.options.group) for name in names if name in fields}

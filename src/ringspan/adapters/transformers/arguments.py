@@ -88,13 +88,15 @@ class Arguments:
         self._check_names(given, self.batch | _OPTIONS | encoded | fused | {"output_hidden_states"})
         self._check_configs()
         if given.get("return_dict") is False:
-            raise UnsupportedError("return_dict=False: outputs are identified by name; leave it out")
+            raise UnsupportedError(
+                "outputs are identified by name", argument="return_dict", value=False, remedy="leave it out"
+            )
         if self.model.training:
             check_random(self.model, self.found.is_random)
 
     def check_part(self, given: Mapping[str, Any], run: object, rank: int) -> None:
         if not isinstance(run, ShardRun) or run.layers is not self.found.layers:
-            raise ShapeError(f"{RUN}=…: the batch was sharded by another handle; use the one of this model")
+            raise ShapeError(f"{RUN}=…: the batch was sharded by another handle", remedy="use the one of this model")
         prefix = "decoder_" if self.found.has_encoder else ""
         x = given.get(f"{prefix}input_ids", given.get(f"{prefix}inputs_embeds"))
         expected = run.layout.shard_len(rank)
@@ -107,7 +109,9 @@ class Arguments:
             if name in given:
                 raise UnsupportedError(f"{name} with a sharded batch: give it to shard(), or give whole sequences")
         if given.get("use_cache"):
-            raise UnsupportedError("use_cache=True with a sharded batch: give whole sequences to fill a cache")
+            raise UnsupportedError(
+                "a sharded batch fills no cache", argument="use_cache", value=True, remedy="give whole sequences"
+            )
 
     def wants_cache(self, given: Mapping[str, Any]) -> bool:
         """Whether a forward on whole sequences uses a cache."""
@@ -145,8 +149,8 @@ class Arguments:
             return
         if self.takes_use_cache and given.get("use_cache", self._makes_caches()):
             raise UnsupportedError(
-                "position_ids restart, but the model makes a cache by default and then sees one document; pass "
-                "use_cache=False to keep packed documents apart"
+                "position_ids restart, but the model makes a cache by default and then sees one document",
+                remedy="pass use_cache=False to keep packed documents apart",
             )
 
     def _check_num_kept(self, num_kept: object) -> None:
@@ -154,12 +158,17 @@ class Arguments:
             raise UnsupportedError("logits_to_keep as a tensor: give the number of last tokens")
         if num_kept < 0:
             raise UnsupportedError(
-                f"logits_to_keep={num_kept}: it is the number of last tokens; use 1 or more, or 0 for all tokens"
+                "it is the number of last tokens",
+                argument="logits_to_keep",
+                value=num_kept,
+                remedy="use 1 or more, or 0 for all tokens",
             )
         if num_kept and "logits_to_keep" not in self._takes:
             raise UnsupportedError(
-                f"logits_to_keep={num_kept}: {type(self.model).__name__}.forward has no such argument and returns all "
-                "tokens; leave it out"
+                f"{type(self.model).__name__}.forward has no such argument and returns all tokens",
+                argument="logits_to_keep",
+                value=num_kept,
+                remedy="leave it out",
             )
 
     def _makes_caches(self) -> bool:
@@ -168,21 +177,23 @@ class Arguments:
     def _check_names(self, given: Mapping[str, Any], known: set[str]) -> None:
         for name, value in given.items():
             if name in _REFUSED and value:
-                raise UnsupportedError(f"{name}={value!r}: {_REFUSED[name]}; leave it out")
+                raise UnsupportedError(_REFUSED[name], argument=name, value=value, remedy="leave it out")
             if name not in known | {*_REFUSED}:
                 raise UnsupportedError(
-                    f"{name}: its effect on a shard of a sequence is unknown; leave it out, or use some of "
-                    f"{', '.join(sorted(known))}"
+                    "its effect on a shard of a sequence is unknown",
+                    argument=name,
+                    remedy=f"leave it out, or use some of {', '.join(sorted(known))}",
                 )
         if "num_items_in_batch" in given and not self.found.takes_num_items:
             raise UnsupportedError(
-                f"num_items_in_batch: {type(self.model).__name__} does not use it, its loss is the mean over the "
-                "labels of the batch; leave it out"
+                f"num_items_in_batch: {type(self.model).__name__} does not use it, its loss is the mean "
+                "over the labels of the batch",
+                remedy="leave it out",
             )
         if "token_type_ids" in given and any(layer.mask != full() for layer in self.found.layers.values()):
             raise UnsupportedError(
-                "token_type_ids: a decoder may derive masks from them, such as tokens of an image that see each other; "
-                "leave them out, or call rs.attention with rs.causal() | rs.blocks([...])"
+                "token_type_ids: a decoder may derive masks from them, such as tokens of an image that see each other",
+                remedy="leave them out, or call rs.attention with rs.causal() | rs.blocks([...])",
             )
         if "labels" in given and self.found.shifts_labels is None:
             raise UnsupportedError(
@@ -198,8 +209,10 @@ class Arguments:
                 )
             if _num_layers(config) != num_layers:
                 raise UnsupportedError(
-                    f"config.num_hidden_layers={_num_layers(config)}: it was {num_layers} when the model was "
-                    "parallelized; set it back, and leave out assistant_early_exit, which changes it"
+                    f"it was {num_layers} when the model was parallelized",
+                    argument="config.num_hidden_layers",
+                    value=_num_layers(config),
+                    remedy="set it back, and leave out assistant_early_exit, which changes it",
                 )
 
 
@@ -217,8 +230,8 @@ def check_random(model: PreTrainedModel, is_random: bool) -> None:
     if modules or is_random:
         where = f"{modules[0]} and {len(modules) - 1} more modules" if modules else "its forward"
         raise UnsupportedError(
-            f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process; "
-            "set all dropout of the config and of adapters to 0, or call model.eval()"
+            f"{type(model).__name__} is random in training ({where}): ranks would drop other things than one process",
+            remedy="set all dropout of the config and of adapters to 0, or call model.eval()",
         )
 
 
@@ -298,8 +311,10 @@ def _check_time(given: Mapping[str, Any], default: Any) -> None:
     for limit in (*limits, *(x.max_time for x in criteria)):
         if limit is not None:
             raise UnsupportedError(
-                f"max_time={limit}: each rank would stop by its own clock while the others wait; leave it out, "
-                "also in a generation_config, and set max_new_tokens"
+                "each rank would stop by its own clock while the others wait",
+                argument="max_time",
+                value=limit,
+                remedy="leave it out, also in a generation_config, and set max_new_tokens",
             )
 
 
@@ -307,6 +322,7 @@ def _check_prompt(given: Mapping[str, Any]) -> None:
     mask = given.get("decoder_attention_mask")
     if mask is not None and not mask[:, -1].all():
         raise UnsupportedError(
-            "decoder_attention_mask has padding in its last column, and the next token would be chosen there: logits "
-            "of padding are not computed; put padding before the tokens"
+            "decoder_attention_mask has padding in its last column, and the next token would be chosen "
+            "there: logits of padding are not computed",
+            remedy="put padding before the tokens",
         )

@@ -120,7 +120,9 @@ class ShardedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values unchanged; attention stores them."""
         if self.conversation.run is None:
-            raise UnsupportedError("update of a sharded cache outside of its model's forward; call the model itself")
+            raise UnsupportedError(
+                "update of a sharded cache outside of its model's forward", remedy="call the model itself"
+            )
         self.conversation.run.pending = self.index
         return key_states, value_states
 
@@ -166,7 +168,7 @@ class ShardedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refuse offloading: each rank keeps its part on the device of its model."""
-        raise UnsupportedError("a sharded cache cannot be offloaded; leave out offloading")
+        raise UnsupportedError("a sharded cache cannot be offloaded", remedy="leave out offloading")
 
     prefetch = offload
 
@@ -182,8 +184,8 @@ def open_cache(cache: Cache, make_kv: Any, owner: object, num_layers: int) -> Co
         return conversation
     if type(cache) is not DynamicCache or cache.offloading:
         raise UnsupportedError(
-            f"past_key_values is a {type(cache).__name__}: only a DynamicCache that is not offloaded can be sharded; "
-            "leave out cache_implementation"
+            f"past_key_values is a {type(cache).__name__}: only a DynamicCache that is not offloaded can be sharded",
+            remedy="leave out cache_implementation",
         )
     if cache.get_seq_length():
         raise CacheError(
@@ -207,8 +209,9 @@ def open_encoder_decoder_cache(cache: Cache, make_kv: Any, owner: object, num_la
         raise CacheError("past_key_values has an encoder's tokens, whole on this rank; begin with an empty cache")
     if is_new and (type(other) is not DynamicCache or other.offloading):
         raise UnsupportedError(
-            f"past_key_values has a {type(other).__name__} for the encoder: only a DynamicCache that is not offloaded "
-            "can be sharded; leave out cache_implementation"
+            f"past_key_values has a {type(other).__name__} for the encoder: only a DynamicCache that "
+            "is not offloaded can be sharded",
+            remedy="leave out cache_implementation",
         )
     conversation = open_cache(cache.self_attention_cache, make_kv, owner, num_layers)
     if is_new:

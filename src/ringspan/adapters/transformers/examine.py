@@ -50,7 +50,9 @@ def check_config(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"{name} has an encoder, and its forward takes no decoder_input_ids")
     for option in ("output_attentions", "output_router_logits"):
         if getattr(config, option, False):
-            raise UnsupportedError(f"config.{option}=True: it needs all tokens on one rank; set it to False")
+            raise UnsupportedError(
+                "it needs all tokens on one rank", argument=f"config.{option}", value=True, remedy="set it to False"
+            )
     for path, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, Mapping) else (kinds,):

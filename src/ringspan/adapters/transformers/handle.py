@@ -87,8 +87,8 @@ class Handle:
         if not self._hooks:
             name = type(self._adapter.model).__name__
             raise UnsupportedError(
-                f"shard() of a closed handle: {name} was restored, and would see only a part of the batch; give it "
-                "the whole batch, or parallelize it again"
+                f"shard() of a closed handle: {name} was restored, and would see only a part of the batch",
+                remedy="give it the whole batch, or parallelize it again",
             )
         return self._adapter.shard(batch)
 

@@ -147,7 +147,7 @@ class AttentionLayer:
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}") from None
         if asked.mask is not None:
-            raise UnsupportedError(f"{self.name}: attends with a foreign mask; give a 2-D attention_mask")
+            raise UnsupportedError(f"{self.name}: attends with a foreign mask", remedy="give a 2-D attention_mask")
         heads = Heads(asked.q.shape[1], asked.k.shape[1])
         scores = options.scale, options.softcap
         expected = (self.scale, self.softcap, self.window, self.has_sinks, self.is_causal, self.heads)
@@ -301,8 +301,8 @@ def _mask_of(
         mask = found.mask
         if is_causal is not None and is_causal == mask.allowed([8], [9]).any():
             raise UnsupportedError(
-                f"is_causal={is_causal}, but its mask is {mask}: which of them applies would depend on padding; use "
-                "config.is_causal, which sets both"
+                f"is_causal={is_causal}, but its mask is {mask}: which of them applies would depend on padding",
+                remedy="use config.is_causal, which sets both",
             )
         return found
     if is_causal is None or options.window is not None:

@@ -82,7 +82,9 @@ def make_reference(model: PreTrainedModel, num_columns: int = _COLUMNS) -> Model
     outputs = _rows(output)
     rows = [x for name, x in outputs.items() if name in _BY_TOKEN]
     if not rows or any(x.shape[:2] != own.shape for x in rows):
-        raise UnsupportedError(f"{type(model).__name__} has no output with a row for each token; use its base model")
+        raise UnsupportedError(
+            f"{type(model).__name__} has no output with a row for each token", remedy="use its base model"
+        )
     packed: dict[str, torch.Tensor] = {}
     if "position_ids" in inspect.signature(model.forward).parameters and not model.config.is_encoder_decoder:
         positions = torch.arange(num_columns, device=model.device) % (num_columns // 2 - 1)
@@ -316,8 +318,9 @@ def check_sizes(model: PreTrainedModel, options: ShardOptions) -> None:
         columns = 2 * max(size.value for size in sizes) + _CROSSING_COLUMNS
         if columns > _MOST_COLUMNS:
             raise UnsupportedError(
-                f"{name}: config has {told}, and a copy with {_SHRUNK} in their place, which a few tokens would cross, "
-                f"fails: {type(error).__name__}: {error}; verify=False skips this check"
+                f"config has {told}, and a copy with {_SHRUNK} in their place, which a few tokens would "
+                f"cross, fails: {type(error).__name__}: {error}; verify=False skips this check",
+                argument=name,
             ) from error
         subject, reference = model, make_reference(model, columns)
     try:

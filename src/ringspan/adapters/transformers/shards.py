@@ -221,18 +221,21 @@ def check_batch(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         raise ShapeError(f"a batch of {', '.join(batch) or 'nothing'}: give either input_ids or inputs_embeds")
     x = batch[given[0]]
     if x.ndim < 2 or not x.numel():
-        raise ShapeError(f"{given[0]}.shape={tuple(x.shape)}: give at least one token, (batch, seq)")
+        raise ShapeError("give at least one token, (batch, seq)", argument=f"{given[0]}.shape", value=tuple(x.shape))
     size, seq_len = x.shape[:2]
     for name, tensor in batch.items():
         rows = (1, size) if name == "position_ids" else (size,)
         if name != "attention_mask" and (tensor.ndim < 2 or tensor.shape[0] not in rows or tensor.shape[1] != seq_len):
             raise ShapeError(
-                f"{name}.shape={tuple(tensor.shape)}: {given[0]} has {size} rows of {seq_len} tokens, and every "
-                "tensor of the batch must match"
+                f"{given[0]} has {size} rows of {seq_len} tokens, and every tensor of the batch must match",
+                argument=f"{name}.shape",
+                value=tuple(tensor.shape),
             )
     if "position_ids" in batch and batch["position_ids"].ndim != 2:
         raise UnsupportedError(
-            f"position_ids.shape={tuple(batch['position_ids'].shape)}: expected one position per token, (batch, seq)"
+            "expected one position per token, (batch, seq)",
+            argument="position_ids.shape",
+            value=tuple(batch["position_ids"].shape),
         )
     return size, seq_len
 
@@ -243,8 +246,10 @@ def tokens_of(attention_mask: torch.Tensor | None, size: int, seq_len: int) -> T
         return None
     if tuple(attention_mask.shape) != (size, seq_len):
         raise UnsupportedError(
-            f"attention_mask.shape={tuple(attention_mask.shape)}: expected a padding mask ({size}, {seq_len}); "
-            "leave out other masks, or use rs.attention with your own"
+            f"expected a padding mask ({size}, {seq_len})",
+            argument="attention_mask.shape",
+            value=tuple(attention_mask.shape),
+            remedy="leave out other masks, or use rs.attention with your own",
         )
     is_token = attention_mask == 1
     if not (is_token | (attention_mask == 0)).all():
@@ -259,9 +264,10 @@ def _check_labels(labels: torch.Tensor, tokens: Tokens, are_shifted: bool) -> No
     if len(beside):
         row, column = beside[0].tolist()
         raise UnsupportedError(
-            f"labels[{row}, {column + are_shifted}] is for the logits of padding, attention_mask[{row}, {column}]=0: "
-            "the model's own attention computes padding differently; set the label to -100 (after padding also the "
-            'label of a row\'s first token), or load the model with attn_implementation="sdpa"'
+            f"labels[{row}, {column + are_shifted}] is for the logits of padding, attention_mask[{row}"
+            f", {column}]=0: the model's own attention computes padding differently",
+            remedy="set the label to -100 (after padding also the label of a row's first token), or load the "
+            'model with attn_implementation="sdpa"',
         )
 
 
@@ -277,9 +283,11 @@ def check_options(layout: str, algorithm: str) -> None:
     if algorithm not in known:
         meant = str(algorithm).replace("-", "_")
         hint = f"did you mean {meant!r}?" if meant in known else f"use one of {', '.join(known)}"
-        raise UnsupportedError(f"algorithm={algorithm!r}: there is no such algorithm; {hint}")
+        raise UnsupportedError("there is no such algorithm", argument="algorithm", value=algorithm, remedy=hint)
     if layout not in LAYOUTS:
-        raise LayoutError(f"layout={layout!r}: there is no such layout; use one of {', '.join(LAYOUTS)}")
+        raise LayoutError(
+            "there is no such layout", argument="layout", value=layout, remedy=f"use one of {', '.join(LAYOUTS)}"
+        )
 
 
 FUSED = "fused_lm_head"  # with this argument a model of TRL's trainers returns these rows, and no logits

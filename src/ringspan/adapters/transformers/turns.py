@@ -202,7 +202,7 @@ def check_columns(
     """Return which of the new columns are tokens, (batch, seq)."""
     past = conversation.columns
     if len(past) not in (0, size):
-        raise CacheError(f"a batch of {size} rows: the cache has {len(past)}; give a cache to each batch")
+        raise CacheError(f"a batch of {size} rows: the cache has {len(past)}", remedy="give a cache to each batch")
     whole = tokens_of(attention_mask, size, past.shape[1] + seq_len)
     if whole is None:
         if past.size and not past.all():
@@ -217,7 +217,8 @@ def check_columns(
             found = np.flatnonzero(tokens)
             if len(found) and len(found) != found[-1] - found[0] + 1:
                 raise UnsupportedError(
-                    f"attention_mask[{row}] has padding between tokens, which a sliding window counts; put it first"
+                    f"attention_mask[{row}] has padding between tokens, which a sliding window counts",
+                    remedy="put it first",
                 )
     return whole[:, past.shape[1] :]
 
@@ -243,8 +244,9 @@ def check_new_tokens(
     has_window = any(layer.mask != causal() for layer in layers.values() if layer.side == "own")
     if source is not None and conversation.num_encoded not in (0, source.run.layout.num_positions):
         raise CacheError(
-            f"an encoder's sequence of {source.run.layout.num_positions} tokens: the cache was made with one of "
-            f"{conversation.num_encoded}; give a cache to each batch"
+            f"an encoder's sequence of {source.run.layout.num_positions} tokens: the cache was made "
+            f"with one of {conversation.num_encoded}",
+            remedy="give a cache to each batch",
         )
     columns = check_columns(batch.get("attention_mask"), conversation, size, seq_len, has_window)
     if not columns.any():
@@ -267,9 +269,9 @@ def _check_kept(columns: Tokens, conversation: Conversation, num_kept: int) -> N
     found = np.argwhere(is_behind[:, -num_kept:])
     if len(found):
         raise UnsupportedError(
-            f"attention_mask[{found[0, 0]}] has padding after its tokens, and the next token would be chosen there: "
-            'logits of padding are not computed; put padding before the tokens (padding_side="left"), or leave out '
-            "logits_to_keep"
+            f"attention_mask[{found[0, 0]}] has padding after its tokens, and the next token would be "
+            "chosen there: logits of padding are not computed",
+            remedy='put padding before the tokens (padding_side="left"), or leave out logits_to_keep',
         )
 
 

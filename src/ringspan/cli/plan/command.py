@@ -213,7 +213,6 @@ def _sweep(
 def _answer(
     ctx: click.Context, request: "Request", options: dict[str, Any], price: float | None, as_json: bool
 ) -> None:
-    """Answer one of the questions."""
     from rich.console import Console
 
     from ringspan.cli.plan.answers import answer_as_json, print_answer

@@ -135,7 +135,6 @@ def fill_in(options: dict[str, Any]) -> None:
 
 
 def request_of(options: dict[str, Any]) -> "Request":
-    """The request that the options describe."""
     from ringspan.planner.catalog import load_model
     from ringspan.planner.plan import make_request
 

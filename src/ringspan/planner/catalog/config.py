@@ -69,11 +69,13 @@ def read_config(path: Path) -> Model:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnsupportedError(f"{path}: {error.strerror}; give the path of a config.json") from None
+        raise UnsupportedError(f"{path}: {error.strerror}", remedy="give the path of a config.json") from None
     except ValueError as error:
         raise UnsupportedError(f"{path} is not a JSON file: {error}") from None
     except RecursionError:
-        raise UnsupportedError(f"{path}: lists or objects nested too deeply; give the path of a config.json") from None
+        raise UnsupportedError(
+            f"{path}: lists or objects nested too deeply", remedy="give the path of a config.json"
+        ) from None
     if not isinstance(config, dict):
         raise UnsupportedError(f"{path}: a config.json holds an object")
     if "_class_name" in config:
@@ -97,15 +99,17 @@ class _Config:
             if value is not None:
                 return self.number(name, value)
         raise UnsupportedError(
-            f"{self.path} has no {' or '.join(names)}, and nothing is guessed; add it, or use a model of the catalogue"
+            f"{self.path} has no {' or '.join(names)}, and nothing is guessed",
+            remedy="add it, or use a model of the catalogue",
         )
 
     def number(self, name: str, value: object, least: int = 0) -> int:
         """Check that a value is a whole number within the limits."""
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
             raise UnsupportedError(
-                f"{self.path}: {name}={reprlib.repr(value)} is not a whole number of at least {least} and at most "
-                f"{LARGEST:,}; correct it"
+                f"{self.path}: {name}={reprlib.repr(value)} is not a whole number of at least {least} and "
+                f"at most {LARGEST:,}",
+                remedy="correct it",
             )
         return value
 
@@ -119,8 +123,8 @@ class _Config:
         kind = config.get("model_type")
         if kind in ENCODERS and not config.get("is_decoder"):
             raise UnsupportedError(
-                f"{self.path}: model_type={kind!r} attends to both sides, and language models are planned as causal; "
-                "use the config.json of a decoder"
+                f"{self.path}: model_type={kind!r} attends to both sides, and language models are planned as causal",
+                remedy="use the config.json of a decoder",
             )
         notes: tuple[str, ...] = ()
         if "tie_word_embeddings" not in config:
@@ -173,8 +177,8 @@ class _Config:
 
     def _refuse(self, key: str, meaning: str) -> NoReturn:
         raise UnsupportedError(
-            f"{self.path}: {key}={reprlib.repr(self.config[key])} means {meaning}, which cannot be counted here; use a "
-            "model of plain attention, with the same MLP or experts in all layers"
+            f"{self.path}: {key}={reprlib.repr(self.config[key])} means {meaning}, which cannot be counted here",
+            remedy="use a model of plain attention, with the same MLP or experts in all layers",
         )
 
     def _kv_heads(self) -> int:
@@ -186,7 +190,7 @@ class _Config:
     def _divided(self, hidden: int, heads: int) -> int:
         if not heads or hidden % heads:
             raise UnsupportedError(
-                f"{self.path}: hidden_size={hidden} over {heads} heads gives no whole head_dim; add head_dim"
+                f"{self.path}: hidden_size={hidden} over {heads} heads gives no whole head_dim", remedy="add head_dim"
             )
         return hidden // heads
 
@@ -243,7 +247,7 @@ class _Config:
         if self.config.get("use_sliding_window") is None and self.config.get("model_type") in ("mistral", None):
             return Window(tokens, 0)
         raise UnsupportedError(
-            f"{self.path}: sliding_window={tokens} without layer_types or sliding_window_pattern; add either"
+            f"{self.path}: sliding_window={tokens} without layer_types or sliding_window_pattern", remedy="add either"
         )
 
     def _full_layers(self, layers: int) -> int | None:
@@ -255,7 +259,8 @@ class _Config:
             raise UnsupportedError(f"{self.path}: layer_types has kinds other than full_ and sliding_attention")
         if len(types) != layers:
             raise UnsupportedError(
-                f"{self.path}: layer_types has {len(types)} entries for {layers} layers; give one for each layer"
+                f"{self.path}: layer_types has {len(types)} entries for {layers} layers",
+                remedy="give one for each layer",
             )
         return types.count("full_attention")
 
@@ -307,8 +312,8 @@ class _Config:
         ratio = self.config.get("mlp_ratio", 4)
         if not isinstance(ratio, int | float) or not 0 < ratio <= LARGEST:
             raise UnsupportedError(
-                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is not a number above 0 and up to {LARGEST:,}; "
-                "correct it"
+                f"{self.path}: mlp_ratio={reprlib.repr(ratio)} is not a number above 0 and up to {LARGEST:,}",
+                remedy="correct it",
             )
         return ratio
 

@@ -130,7 +130,7 @@ def _load_device(name: str, network: str | None, kernel: str | None, link: str |
     for key, value in (("peak", peak), ("memory_bytes", memory_bytes), ("memory_bytes_per_s", memory_rate)):
         if value is None:
             raise UnsupportedError(
-                f"{name}: the catalogue has no {key} for it; use another device, or a calibrated file"
+                f"the catalogue has no {key} for it", argument=name, remedy="use another device, or a calibrated file"
             )
     assert peak is not None
     assert memory_bytes is not None
@@ -175,7 +175,9 @@ def _scale_up(name: str, figures: dict[str, Any], link: str | None, constants: C
         return load_scale_up(link, constants)
     own = figures.get("scale_up_link", read_data("defaults.toml")["scale_up"].get(name))
     if own is None:
-        raise UnsupportedError(f"{name}: the catalogue names no link between its devices; use another device")
+        raise UnsupportedError(
+            "the catalogue names no link between its devices", argument=name, remedy="use another device"
+        )
     together = figures.get("scale_up_one_way_bytes_per_s")
     rate = figures.get("scale_up_per_peer_one_way_bytes_per_s", together)
     return load_scale_up(own, constants, rate=rate, together=together)
@@ -205,7 +207,7 @@ def _read_calibrated(path: Path) -> Device:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"{path} is not a calibrated device ({error!r}); write one with ringspan bench calibrate {path}"
+            f"{path} is not a calibrated device ({error!r})", remedy=f"write one with ringspan bench calibrate {path}"
         ) from None
 
 
@@ -216,7 +218,8 @@ def _figure(path: Path, table: dict[str, Any], key: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (1 / LARGEST_FIGURE <= value <= LARGEST_FIGURE or (may_be_0 and value == 0)):
         raise UnsupportedError(
-            f"{path}: {key}={value!r}: expected a number {'of at least' if may_be_0 else 'above'} 0 and up to "
-            f"{LARGEST_FIGURE:g}; write the file anew with ringspan bench calibrate {path}"
+            f"{path}: {key}={value!r}: expected a number {'of at least' if may_be_0 else 'above'} 0 "
+            f"and up to {LARGEST_FIGURE:g}",
+            remedy=f"write the file anew with ringspan bench calibrate {path}",
         )
     return float(value)

@@ -28,11 +28,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnsupportedError(f"{path}: {error.strerror}; give a file that exists and can be read") from None
+        raise UnsupportedError(f"{path}: {error.strerror}", remedy="give a file that exists and can be read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UnsupportedError(f"{path} is not a TOML file: {error}") from None
     except RecursionError:
-        raise UnsupportedError(f"{path}: arrays or tables nested too deeply; give a file with fewer levels") from None
+        raise UnsupportedError(
+            f"{path}: arrays or tables nested too deeply", remedy="give a file with fewer levels"
+        ) from None
 
 
 def plain(entry: Entry) -> dict[str, Any]:

@@ -145,8 +145,8 @@ def _need(figures: dict[str, Any], *keys: str) -> None:
     missing = [key for key in keys if key not in figures]
     if missing:
         raise UnsupportedError(
-            f"{figures['id']}: {', '.join(missing)} not found in the catalogue, and nothing is guessed; give "
-            "the path of its config.json"
+            f"{figures['id']}: {', '.join(missing)} not found in the catalogue, and nothing is guessed",
+            remedy="give the path of its config.json",
         )
 
 
@@ -161,7 +161,7 @@ def _parse_dense(text: str) -> Model:
         given[key] = int(value)
     missing = [key for key in ("layers", "heads", "head_dim", "mlp") if key not in given]
     if missing:
-        raise ShapeError(f"{text!r}: {', '.join(missing)} is missing; write {DENSE_FORM}")
+        raise ShapeError(f"{text!r}: {', '.join(missing)} is missing", remedy=f"write {DENSE_FORM}")
     return Model(
         id=text,
         layers=given["layers"],

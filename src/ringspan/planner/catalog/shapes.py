@@ -122,29 +122,36 @@ class Model:
             if value < 1:
                 raise ShapeError(f"{self.id}: {name}={value}; a model has at least 1")
         if self.mlp_size < 0:
-            raise ShapeError(f"{self.id}: mlp_size={self.mlp_size}; use 0 for a model without MLP, or its size")
+            raise ShapeError(
+                f"{self.id}: mlp_size={self.mlp_size}", remedy="use 0 for a model without MLP, or its size"
+            )
         if self.vocab_size is not None and self.vocab_size < 0:
-            raise ShapeError(f"{self.id}: vocab_size={self.vocab_size}; use 0, or leave it out, to count no embeddings")
+            raise ShapeError(
+                f"{self.id}: vocab_size={self.vocab_size}", remedy="use 0, or leave it out, to count no embeddings"
+            )
         if self.window is not None and self.window.tokens < 1:
             raise ShapeError(f"{self.id}: sliding_window={self.window.tokens}; a window has at least 1 token")
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
-                f"{self.id}: {self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head serves the "
-                "same number of query heads; make the one a multiple of the other"
+                f"{self.id}: {self.num_heads} query heads over {self.num_kv_heads} KV heads: every KV head "
+                "serves the same number of query heads",
+                remedy="make the one a multiple of the other",
             )
 
     def _check_experts(self, experts: Experts) -> None:
         if not 1 <= experts.per_token <= experts.num_experts:
             raise ShapeError(
-                f"{self.id}: num_experts_per_tok={experts.per_token} of {experts.num_experts} experts: a token visits "
-                f"at least 1 and at most all of them; use 1 to {experts.num_experts}"
+                f"{self.id}: num_experts_per_tok={experts.per_token} of {experts.num_experts} experts: a "
+                "token visits at least 1 and at most all of them",
+                remedy=f"use 1 to {experts.num_experts}",
             )
         if not 0 <= experts.dense_layers <= self.layers:
             raise ShapeError(
-                f"{self.id}: first_k_dense_replace={experts.dense_layers} of {self.layers} layers: no more can be "
-                f"without experts than there are; use 0 to {self.layers}"
+                f"{self.id}: first_k_dense_replace={experts.dense_layers} of {self.layers} layers: no more "
+                "can be without experts than there are",
+                remedy=f"use 0 to {self.layers}",
             )
 
     @property

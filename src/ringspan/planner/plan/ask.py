@@ -172,15 +172,21 @@ def _tokens(model: Model, tokens: int | None, size: tuple[int, int, int] | None)
     """The given number of tokens, or that of the video."""
     if model.video is None:
         if size is not None:
-            raise UnsupportedError(f"size={size}: {model.id} is not a video model; give tokens=")
+            raise UnsupportedError(
+                f"{model.id} is not a video model", argument="size", value=size, remedy="give tokens="
+            )
         if tokens is None:
-            raise ShapeError("tokens=None: give the length of the sequence, such as tokens=131072")
+            raise ShapeError("give the length of the sequence, such as tokens=131072", argument="tokens", value=None)
         return tokens
     if tokens is not None:
         if size is not None:
-            raise UnsupportedError(f"tokens={tokens}, size={size}: give one of them")
+            raise UnsupportedError(
+                "the size gives the number of tokens", argument="tokens", value=tokens, remedy="give one of them"
+            )
         return tokens
     size = size or model.video.usual
     if size is None:
-        raise ShapeError(f"size=None: no usual size of {model.id} is known; give frames, height and width")
+        raise ShapeError(
+            f"no usual size of {model.id} is known", argument="size", value=None, remedy="give frames, height and width"
+        )
     return model.video.count_tokens(*size)

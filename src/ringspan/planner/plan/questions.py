@@ -105,7 +105,9 @@ def sweep(request: Request, lengths: Iterable[int], clusters: Iterable[Cluster])
 def cost_of(request: Request, option: Option, price_per_hour: float) -> Cost:
     """The cost of the devices for the estimated time."""
     if not 0 < price_per_hour < 1e9:
-        raise ShapeError(f"price={price_per_hour}: use an amount above 0 and below 1e9, per device and hour")
+        raise ShapeError(
+            "use an amount above 0 and below 1e9, per device and hour", argument="price", value=price_per_hour
+        )
     per_s = price_per_hour * request.cluster.num_devices / SECONDS_PER_HOUR
     seconds = option.prediction.total_s
     video = whole_video(request, seconds)

@@ -63,7 +63,7 @@ class Request:
                 "too many sequences", argument="batch", value=self.batch, remedy=f"use at most {MOST_SEQUENCES:,}"
             )
         if self.tokens + self.cached_tokens > MOST_TOKENS:
-            raise ShapeError(f"{self.tokens + self.cached_tokens:,} tokens; use at most {MOST_TOKENS:,}")
+            raise ShapeError(f"{self.tokens + self.cached_tokens:,} tokens", remedy=f"use at most {MOST_TOKENS:,}")
         for name, value, known in (
             ("wire", self.wire, WIRE_BYTES),
             ("weights", self.weights, WEIGHT_BYTES),

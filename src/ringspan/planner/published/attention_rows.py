@@ -88,7 +88,7 @@ def throughput(fields: Fields, constants: Constants) -> Predicted:
     elif fields["method"] in BENCHMARKS:
         algorithm, software = BENCHMARKS[fields["method"]]
     else:
-        raise UnsupportedError(f"method={fields['method']!r}: its schedule is not modelled")
+        raise UnsupportedError("its schedule is not modelled", argument="method", value=fields["method"])
     device = load_device(fields["device_id"], kernel="fa2" if is_burst else "newest", constants=constants)
     is_causal, seq_len = fields["mask"] == "causal", int(fields["seq_len_tokens"])
     inner = devices if algorithm == "ulysses" else min(devices, 8)

@@ -94,7 +94,7 @@ def _training_model(name: str, split: int) -> Model:
     if "GQA" in name:
         return replace(model, num_kv_heads=8)
     if "33H" not in name:
-        raise UnsupportedError(f"model={name!r}: its heads are not in the table")
+        raise UnsupportedError("its heads are not in the table", argument="model", value=name)
     heads = -(-33 // split) * split
     return replace(model, num_heads=heads, num_kv_heads=heads, hidden_size=33 * model.head_dim)
 
@@ -110,7 +110,7 @@ def _training_setup(system: str, ranks: int) -> tuple[Software, Setup]:
         if ranks > 8:
             return software, Setup("double_ring", "zigzag", 1, ranks, inner=8)
         return software, Setup("pass_kv", "zigzag", 1, ranks)
-    raise UnsupportedError(f"system={system!r}: how it splits a step is not known")
+    raise UnsupportedError("how it splits a step is not known", argument="system", value=system)
 
 
 def speedup(fields: Fields, constants: Constants) -> Predicted:

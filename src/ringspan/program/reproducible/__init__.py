@@ -1,3 +1,3 @@
-"""The same for the reproducible mode: a fixed grid of tiles, summed in a fixed tree."""
+"""Programs of the reproducible mode: a fixed grid of tiles, whose results are summed in a fixed tree."""
 
 __all__: list[str] = []

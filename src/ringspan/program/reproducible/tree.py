@@ -32,7 +32,6 @@ class Join(NamedTuple):
 
     @property
     def whole(self) -> Node:
-        """The joined node."""
         return Node(self.left.first, self.right.last)
 
 
@@ -54,7 +53,6 @@ class Tree:
         return Node(0, len(self.tiles) - 1)
 
     def leaf(self, tile: int) -> Node:
-        """The node of one tile."""
         return self._leaves[tile]
 
     def sibling(self, node: Node) -> Node | None:

@@ -31,13 +31,11 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, case: VerifyCase) -> "Setting":
-        """Solve the case."""
         question = case.question()
         return cls(case, question, answer(question), *ranks_of(case))
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
         return range(self.case.world_size)
 
     def out_and_lse(self, mistake: str, detail: str = "", **changes: Any) -> list[Guess]:

@@ -184,7 +184,6 @@ class FunctionTarget(Target):
         self.ranks = ranks
 
     def attend(self, call: TargetCall) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Call the function."""
         options = {name: _NAMES[name](call) for name in self._options}
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._function(call.q, call.k, call.v, **options)
         return result
