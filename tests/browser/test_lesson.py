@@ -146,7 +146,7 @@ def test_every_control_changes_what_the_page_says(lesson_file: Path, open_page: 
     opened.assert_quiet()
 
 
-def test_what_is_not_in_the_page_names_a_command_that_makes_it(
+def test_choices_outside_the_page_name_a_command_that_makes_them(
     lesson_file: Path, open_page: OpenPage, tmp_path: Path
 ) -> None:
     opened = open_page(lesson_file, f"#run={RING}")

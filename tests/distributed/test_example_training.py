@@ -164,7 +164,7 @@ def test_a_file_without_losses_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert f"--compare {file}: no losses are there; write them with --losses" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_a_number_is_no_equal_one(alone: str, tmp_path: Path) -> None:
+def test_a_nan_loss_does_not_count_as_equal(alone: str, tmp_path: Path) -> None:
     first, *_ = json.loads(Path(alone).read_text())
     file = tmp_path / "nan.json"
     file.write_text(json.dumps([first, float("nan")]))

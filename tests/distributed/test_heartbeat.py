@@ -192,7 +192,7 @@ def run_chain(rank: int, switch: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
-def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_not_a_positive_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SILENCE, text)
     with pytest.raises(rs.UnsupportedError, match=f"{SILENCE}='{text}': it is a number of seconds; set 5"):
         silence_limit_s()
@@ -242,7 +242,7 @@ def test_only_a_machine_that_answers_now_is_not_cut_off(
     assert re.match(rf"rank 1 on there \(process 77\) {found}: ", verdict)
 
 
-def test_a_rank_whose_own_machine_stalled_judges_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_own_machine_stalled_judges_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute passes in which nobody does anything: of that, little counts as silence."""
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     clock = _heartbeat._AwakeClock()

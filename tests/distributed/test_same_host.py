@@ -82,8 +82,8 @@ def test_every_byte_arrives(ends: Ends, nbytes: int, is_asked_first: bool) -> No
     assert torch.equal(buffer, contents)
 
 
-def test_a_message_is_through_when_it_was_taken_itself(ends: Ends) -> None:
-    """Not when a later one of another tag was: its sender may write to it then."""
+def test_a_send_completes_only_when_its_own_message_was_taken(ends: Ends) -> None:
+    """A later message of another tag does not complete it: its sender may not write to it yet."""
     first, second = ends
     early, late = (torch.full((LONG,), number, dtype=torch.uint8) for number in (1, 2))
     sent = {tag: first.send([x], 1, tag) for tag, x in ((TAG, early), (OTHER_TAG, late))}
@@ -317,7 +317,7 @@ print(len(heard))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_another_user_at_the_socket_takes_nobodys_place_and_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_at_the_socket_cannot_join_or_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger stands first in every queue; the ranks still find each other."""
     strangers = []
     take_place = neighbours._take_place
@@ -428,7 +428,7 @@ def test_a_part_of_the_table_on_mixed_groups(off: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("off", [(), (0, 1)], ids=["linked", "apart"])
 @pytest.mark.parametrize("of", ["call", "group"])
-def test_deadlines_that_nobody_lives_to_see(off: Sequence[int], of: str) -> None:
+def test_extremely_long_deadlines(off: Sequence[int], of: str) -> None:
     group_timeout_s = 30 * 86400.0 if of == "group" else 30.0
     values(run_ranks(run_apart, 2, off, run_patient, of == "call", group_timeout_s=group_timeout_s))
 

@@ -64,7 +64,7 @@ def test_another_model_is_not_found(server, name):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"model": ' + b"9" * 10_000])
-def test_a_body_that_is_no_object(server, body):
+def test_a_body_that_is_not_an_object(server, body):
     assert_refused(server.send("POST", "/v1/chat/completions", body), 400)
 
 

@@ -65,7 +65,7 @@ def test_a_slow_link_is_named_by_a_rank_at_its_ends(tmp_path: Path) -> None:
             assert re.search(r"timed out after 12 s without progress: ", fate.message)
 
 
-def test_a_slow_link_that_makes_progress_is_no_fault(tmp_path: Path) -> None:
+def test_a_slow_link_that_makes_progress_is_not_a_fault(tmp_path: Path) -> None:
     """The deadline is for a wait without progress: each part of a message takes less, a whole one longer."""
     with (
         Machines(2, "16mbit") as machines,

@@ -445,7 +445,7 @@ def reversing(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
 
 
 @pytest.mark.parametrize("reorders", [(), (1,), (0, 1)])
-def test_calls_in_another_order_on_one_rank_are_told_apart(reorders: tuple[int, ...]) -> None:
+def test_calls_in_another_order_on_one_rank_are_detected(reorders: tuple[int, ...]) -> None:
     """Both calls have equal signatures: without their places, each rank would attend to the other call's keys."""
     layout = rs.zigzag(SEQ_LEN, 2)
     expected = plain(*inputs(requires_grad=False))

@@ -151,7 +151,7 @@ def test_another_version_is_refused(version: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [None, "2", 2.0, True])
-def test_a_version_that_is_no_number_is_refused(version: Any, tmp_path: Path) -> None:
+def test_a_version_that_is_not_a_number_is_refused(version: Any, tmp_path: Path) -> None:
     save_eight(None, 1.0, tmp_path)
     index = json.loads((tmp_path / "cache.json").read_text())
     (tmp_path / "cache.json").write_text(json.dumps(index | {"version": version}))

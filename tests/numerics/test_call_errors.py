@@ -262,7 +262,7 @@ def test_one_rank_alone(subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.parametrize("group", ["gloo", 3, [], object()])
-def test_what_is_no_group(group: object) -> None:
+def test_a_value_that_is_not_a_group_is_refused(group: object) -> None:
     with pytest.raises(rs.UnsupportedError) as raised:
         call(arguments(0, 1), group)
     assert f"group={group!r}" in str(raised.value)
@@ -319,7 +319,7 @@ def test_the_odd_rank_is_named_on_all(field: str, odd: int, counted: dict[int, C
     assert ("give all ranks of the group the same batch" in message) == (field == "batch")
 
 
-def test_saying_the_default_is_no_disagreement() -> None:
+def test_an_explicit_default_agrees_with_an_omitted_option() -> None:
     def on_rank(group: InProcessRank) -> Any:
         explicit = {
             "kv_layout": rs.zigzag(SEQ_LEN, 3),

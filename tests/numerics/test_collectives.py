@@ -243,7 +243,7 @@ def test_one_rank_with_a_layout_for_another_world_size() -> None:
     assert "4 ranks" in str(first)
 
 
-def test_what_is_wrong_is_told_within_the_deadline_of_the_call() -> None:
+def test_an_error_is_sent_within_the_deadline_of_the_call() -> None:
     """One rank never comes; the test is over long before the group's deadline."""
     is_told = threading.Event()
 
@@ -289,7 +289,7 @@ def test_a_rank_that_fails_in_mid_call_tells_the_others(
 
 
 @pytest.mark.parametrize("call", [rs.shard, rs.gather])
-def test_a_dim_that_is_not_there(call: Callable[..., torch.Tensor]) -> None:
+def test_a_dim_out_of_range_is_refused(call: Callable[..., torch.Tensor]) -> None:
     for error in errors_of(2, lambda group: call(torch.zeros(4), rs.zigzag(8, 2), group, dim=1)):
         assert isinstance(error, rs.ShapeError)
         assert "dim=1" in str(error)
@@ -309,7 +309,7 @@ def test_a_single_number_has_no_dim_at_all(call: Callable[..., torch.Tensor], na
         assert str(error) == f"{name}.shape=(): a single number has no dim of positions; use {name}[None] for one"
 
 
-def test_a_part_that_is_no_tensor_is_refused_on_all_ranks() -> None:
+def test_a_part_that_is_not_a_tensor_is_refused_on_all_ranks() -> None:
     def gather(group: InProcessRank) -> None:
         part = torch.zeros(4)
         rs.gather(part.numpy() if group.rank else part, rs.zigzag(8, 2), group, dim=0)
@@ -321,7 +321,7 @@ def test_a_part_that_is_no_tensor_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("call", [rs.shard, rs.gather])
-def test_what_is_no_layout(call: Callable[..., torch.Tensor]) -> None:
+def test_a_value_that_is_not_a_layout_is_refused(call: Callable[..., torch.Tensor]) -> None:
     for error in errors_of(2, lambda group: call(torch.zeros(4), None, group, dim=0)):
         assert isinstance(error, rs.LayoutError)
         assert (
@@ -331,7 +331,7 @@ def test_what_is_no_layout(call: Callable[..., torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
-def test_a_deadline_that_is_none(timeout_s: float) -> None:
+def test_a_deadline_that_is_not_positive_is_refused(timeout_s: float) -> None:
     part = torch.zeros(4)
     for error in errors_of(2, lambda group: rs.gather(part, rs.zigzag(8, 2), group, dim=0, timeout_s=timeout_s)):
         assert isinstance(error, rs.ShapeError)

@@ -150,7 +150,7 @@ def test_zig_zag_shards_attend_over_all_ranks(causal):
         ({"auto_shard_seq": True}, "auto_shard_seq"),
     ],
 )
-def test_what_is_not_computed_is_refused_when_a_module_is_made(options, says):
+def test_options_that_are_not_computed_are_refused_when_a_module_is_made(options, says):
     with pytest.raises(rs.UnsupportedError, match=says):
         make(**options)
 

@@ -67,7 +67,7 @@ def test_the_digest_knows_every_field(name: str) -> None:
     assert len({signature.digest for signature in signatures}) == 3
 
 
-def test_one_rank_has_nobody_to_agree_with() -> None:
+def test_a_single_rank_sends_no_header() -> None:
     def agree(contract: Contract, _: int) -> list[int]:
         contract.agree(Signature.of(FIELDS), TIMEOUT_S)
         assert isinstance(contract.transport, Listening)
@@ -117,7 +117,7 @@ def test_a_field_that_only_one_rank_has_is_named() -> None:
     assert {"call: rank 0 has gather, ranks 1, 2 have -" in message for message in on_ranks(3, disagree)} == {True}
 
 
-def test_two_signatures_that_were_both_agreed_on_are_still_told_apart() -> None:
+def test_two_known_signatures_are_still_distinguished() -> None:
     other = {**FIELDS, "scale": 1.0}
 
     def disagree(contract: Contract, rank: int) -> str:
@@ -131,7 +131,7 @@ def test_two_signatures_that_were_both_agreed_on_are_still_told_apart() -> None:
     assert on_ranks(3, disagree) == [expected] * 3
 
 
-def test_what_was_not_agreed_on_is_not_known_afterwards() -> None:
+def test_a_signature_that_was_refused_is_not_known_afterwards() -> None:
     def agree(contract: Contract, rank: int) -> list[int]:
         error_of(lambda: contract.agree(Signature.of({**FIELDS, "batch": rank}), TIMEOUT_S))
         contract.agree(Signature.of({**FIELDS, "batch": 0}), TIMEOUT_S)
@@ -161,7 +161,7 @@ def test_calls_out_of_step() -> None:
     assert on_ranks(3, agree) == [expected] * 3
 
 
-def test_a_refusal_reaches_all_others_and_is_no_error_of_the_contract_on_the_rank_itself() -> None:
+def test_a_refusal_reaches_all_others_and_raises_nothing_on_the_rank_itself() -> None:
     def refuse(contract: Contract, rank: int) -> str | None:
         message = None
         if rank == 1:
@@ -209,7 +209,7 @@ def test_a_refusal_has_the_deadline_of_the_call_or_else_of_the_group(timeout_s: 
     assert deadlines == [deadline_s] * 2
 
 
-def test_what_is_wrong_is_raised_though_the_others_cannot_be_told() -> None:
+def test_an_error_is_raised_though_the_others_cannot_be_reached() -> None:
     """One rank never comes; the test is over long before the group's deadline."""
     is_told = threading.Event()
 
@@ -279,7 +279,7 @@ def test_a_rank_that_does_not_come() -> None:
     assert "rank 1" in first
 
 
-def test_what_is_no_header_is_refused() -> None:
+def test_bytes_that_are_not_a_header_are_refused() -> None:
     """As from another version of ringspan."""
 
     def agree(contract: Contract, rank: int) -> str:

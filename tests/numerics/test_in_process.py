@@ -355,7 +355,7 @@ def test_ranks_make_tensors_on_the_default_device_of_the_caller():
     assert run_in_process(lambda _: torch.ones(1).device.type, 2) == ["cpu"] * 2
 
 
-def test_one_rank_in_inference_mode_can_talk_to_another_that_is_not():
+def test_a_rank_in_inference_mode_exchanges_messages_with_one_outside_it():
     def program(group):
         with torch.inference_mode(group.rank == 0):
             time.sleep(0.05 * group.rank)

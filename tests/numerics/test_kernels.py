@@ -129,7 +129,7 @@ def test_rows_that_see_nothing(kernel: Kernel) -> None:
 
 
 @each_kernel
-def test_a_mask_that_nobody_may_write_to(kernel: Kernel) -> None:
+def test_a_read_only_mask(kernel: Kernel) -> None:
     qkv = random_qkv(5, 9)
     piece, allowed = piece_of(PieceKind.MASKED, 5, 9)
     allowed.flags.writeable = False
@@ -481,7 +481,7 @@ def test_a_refusal_gives_the_reason_and_who_could() -> None:
     )
 
 
-def test_what_no_kernel_can_do_gives_every_reason() -> None:
+def test_a_request_that_no_kernel_serves_gives_every_reason() -> None:
     with pytest.raises(
         UnsupportedError, match=r"torch.int64 on cpu.*sdpa_cpu takes only float64.*; convert the tensors"
     ):

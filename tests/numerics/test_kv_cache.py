@@ -146,7 +146,7 @@ LATER_ONLY = ("sliding_window", -3, None)  # a window that begins after the quer
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_masks_under_which_the_first_keys_are_seen_by_nobody(world_size: int, wire: str | None) -> None:
+def test_masks_under_which_no_query_sees_the_first_keys(world_size: int, wire: str | None) -> None:
     story = Story(11, HEADS[0], [LATER_ONLY], torch.float32).turn({0: 16}, algorithm="pass_kv", wire=wire)
     rs.run_in_process(lambda group: live_through(story, group), world_size)
 

@@ -45,7 +45,7 @@ def test_elements_stay_within_the_bound(name: str, number: int) -> None:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
+def test_nan_and_infinity_stay_visible(name: str, bad: float) -> None:
     x = torch.ones(1, 1, 40, 4)
     x[0, 0, 35, 2] = bad
     decoded = quantize.decode(*quantize.encode(x, FORMATS[name]), torch.float32)

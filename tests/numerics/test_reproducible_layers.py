@@ -153,13 +153,13 @@ def test_elementwise_of_several_tensors_of_which_one_has_no_gradient() -> None:
     assert rs.reproducible.elementwise(torch.sigmoid, x[:, :0]).shape == (2, 0, 7)
 
 
-def test_what_is_not_elementwise_is_refused() -> None:
+def test_a_function_that_is_not_elementwise_is_refused() -> None:
     for fn, tensors in ((torch.sigmoid, (X, X[0])), (torch.sum, (X,)), (torch.sigmoid, (X.long(),))):
         with pytest.raises(rs.ShapeError, match="dtype"):
             rs.reproducible.elementwise(fn, *tensors)
 
 
-def test_elementwise_of_nothing_and_of_what_is_no_tensor_is_refused() -> None:
+def test_elementwise_without_tensors_or_of_other_values_is_refused() -> None:
     with pytest.raises(rs.ShapeError, match=r"tensors=\(\): .* at least one tensor"):
         rs.reproducible.elementwise(torch.sigmoid)
     with pytest.raises(rs.ShapeError, match=r"tensors\[1\]: expected a tensor, got float"):
@@ -287,7 +287,7 @@ def test_a_converted_rms_norm_without_eps_is_that_of_torch(dtype: torch.dtype, s
         assert (found.double() - expected.double()).norm() / expected.double().norm() < limit
 
 
-def test_a_default_eps_of_torch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_default_eps_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version of torch may use another eps; none is guessed."""
     plain = F.rms_norm
 
@@ -429,7 +429,7 @@ OF_LAYOUT: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("name", OF_LAYOUT)
-def test_what_is_no_layout_is_refused(name: str) -> None:
+def test_a_value_that_is_not_a_layout_is_refused(name: str) -> None:
     with pytest.raises(rs.LayoutError, match=r"layout=None: expected a Layout, got NoneType; use"):
         OF_LAYOUT[name](None)
 

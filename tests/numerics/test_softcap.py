@@ -83,7 +83,7 @@ def test_with_sinks() -> None:
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
 
 
-def test_infinite_scores_are_capped_and_hidden_ones_reach_nobody() -> None:
+def test_infinite_scores_are_capped_and_hidden_ones_reach_no_row() -> None:
     """A key of infinity has the score ±softcap; a hidden key of NaN changes nothing."""
     job = make_job("cap infinity", CAUSAL, rs.contiguous(12, 3), rs.Heads(2, 2), batch=1, softcap=SOFTCAP)
     job.k[:, :, 4] = torch.inf * job.k[:, :, 4].sign()

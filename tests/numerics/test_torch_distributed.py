@@ -75,7 +75,7 @@ def test_messages_go_the_way_of_their_device(
     assert group.done == done
 
 
-def test_a_step_without_messages_is_no_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_messages_starts_no_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL accepts no empty message."""
     posted = opened(group, "cuda:nccl", monkeypatch).exchange([], [])
     assert (posted.sends, posted.receives, group.done) == ([], [], [])

@@ -214,7 +214,7 @@ def test_layouts_for_other_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize("layout", [None, 6, [[0, 1], [2, 3]]])
-def test_what_is_no_layout_is_refused_as_by_attention(subtests: pytest.Subtests, layout: Any) -> None:
+def test_a_value_that_is_not_a_layout_is_refused_as_by_attention(subtests: pytest.Subtests, layout: Any) -> None:
     x = torch.zeros(1, 1, 6, 2)
     calls = (
         partial(rs.attention, x, x, x, mask=rs.causal()),
@@ -266,7 +266,7 @@ def test_the_mean_loss_and_its_gradient(world_size: int) -> None:
     torch.testing.assert_close(grads, valid.double() / max(1, int(valid.sum())))
 
 
-def test_a_batch_without_labels_is_no_nan() -> None:
+def test_a_batch_without_labels_has_loss_0() -> None:
     def on_rank(group: InProcessRank) -> tuple[torch.Tensor, torch.Tensor]:
         own = torch.ones(3, requires_grad=True)
         loss = rs.cross_rank_mean_loss(own, torch.full((3,), IGNORED), group)
@@ -316,7 +316,7 @@ def test_labels_that_cannot_be_ignored_are_refused(dtype: torch.dtype) -> None:
         rs.cross_rank_mean_loss(torch.ones(3), torch.ones(3, dtype=dtype))
 
 
-def test_a_loss_that_is_no_tensor_is_refused_on_all_ranks() -> None:
+def test_a_loss_that_is_not_a_tensor_is_refused_on_all_ranks() -> None:
     def on_rank(group: InProcessRank) -> str:
         with pytest.raises(rs.RingspanError) as raised:
             rs.cross_rank_mean_loss(torch.ones(1) if group.rank else 1.0, torch.ones(1).long(), group)

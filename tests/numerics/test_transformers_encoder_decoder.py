@@ -333,7 +333,7 @@ def test_a_failure_leaves_no_trace_of_the_encoder() -> None:
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_an_interrupt_is_no_trap(part: str) -> None:
+def test_an_interrupt_ends_the_wait(part: str) -> None:
     """No hook runs then, so the forward still seems to be in progress."""
     model = bart()
     expected = generate(model, IDS)[0]

@@ -76,7 +76,7 @@ def no_room(*_: object) -> None:
 
 
 @torch.no_grad()
-def test_outputs_that_nobody_got_are_not_counted_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_that_were_not_returned_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers succeed, but there is no memory for the logits of all tokens: the prompt can be given again."""
     model, whole, failing = FAMILIES["Llama"].make(), Keep.whole, {0, 1}
     expected = model(IDS).logits

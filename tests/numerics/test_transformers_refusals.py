@@ -374,7 +374,7 @@ def test_the_generate_of_a_copy_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
-def test_a_loss_that_is_no_mean_over_the_labels_of_a_batch(name: str) -> None:
+def test_a_loss_that_is_not_a_mean_over_the_labels_of_a_batch(name: str) -> None:
     """num_items_in_batch is for models that use it: BERT accepts it and uses the mean."""
     model, batch = FAMILIES[name].make(), {"input_ids": IDS, "labels": IDS, "num_items_in_batch": 100}
     assert (model(**batch).loss == model(input_ids=IDS, labels=IDS).loss) == (name == "BERT")

@@ -104,7 +104,7 @@ class IgnoresWindow(Target):
         return rs.attention(call.q, call.k, call.v, mask=mask, layout=call.layout, group=call.group)
 
 
-def test_what_is_not_declared_must_be_refused_not_computed_wrongly():
+def test_undeclared_features_must_be_refused_not_computed_wrongly():
     report = rs.verify.verify(IgnoresWindow(), world_sizes=(2,))
     assert not report.has_passed
     assert {verdict.missing for verdict in report.failures} == {("window",)}
@@ -240,7 +240,7 @@ def test_reports_are_text_json_and_junit():
         (type("NeedsMore", (Target,), {"__init__": lambda self, x: None}), "cannot be called without arguments"),
     ],
 )
-def test_a_target_that_is_none_is_refused(target, message):
+def test_an_unknown_target_is_refused(target, message):
     with pytest.raises(rs.UnsupportedError, match=message):
         find_target(target)
 

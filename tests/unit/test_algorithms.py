@@ -171,7 +171,7 @@ def test_a_window_makes_fewer_hops(algorithm, left, neighbours):
 
 @given(built())
 @settings(deadline=None, max_examples=100)
-def test_nobody_is_sent_what_is_not_needed(case):
+def test_no_rank_receives_a_block_that_it_does_not_need(case):
     """A received input is read: attended with a block that sees it, or forwarded to such a rank."""
     schedule, visible, _ = case
     for rank in range(schedule.world_size):

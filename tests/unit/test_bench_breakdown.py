@@ -12,7 +12,7 @@ def of(breakdown: Breakdown) -> tuple[float, ...]:
     return tuple(getattr(breakdown, part) for part in PARTS)
 
 
-def test_parts_are_told_apart_and_add_up_to_the_time_of_the_call() -> None:
+def test_parts_are_distinguished_and_add_up_to_the_time_of_the_call() -> None:
     activities = [
         Activity(0, 0, "send", "kv0", 0.0, 0.1, 0, 1),
         Activity(0, 0, "attend", "q0×kv0", 0.1, 4.1),

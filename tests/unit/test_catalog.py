@@ -337,7 +337,7 @@ def test_a_video_config_with_text_for_a_ratio_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"_class_name": "NoSuchModel"}', "[" * 100_000])
-def test_what_is_no_config_is_refused(tmp_path, text):
+def test_a_file_that_is_not_a_config_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(RingspanError):

@@ -171,7 +171,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(words, message):
 
 
 @pytest.mark.parametrize(("word", "message"), [("--foo", "No such option"), ("--version=3", "does not take a value")])
-def test_an_option_before_the_command_that_is_none_is_one_line(word, message):
+def test_an_unknown_option_before_the_command_is_refused_in_one_line(word, message):
     result = CliRunner().invoke(main, [word])
     assert result.exit_code == 2
     lines = result.output.strip().splitlines()
@@ -251,7 +251,7 @@ def test_what_does_not_fit_says_so_and_the_way_out():
         ),
     ],
 )
-def test_the_way_out_names_only_what_was_not_tried(words, way_out):
+def test_the_remedy_names_only_options_that_were_not_tried(words, way_out):
     result = run("--model", "llama-3.1-405b", "--devices", "8xh100", "--tokens", "128K", *words)
     assert way_out in " ".join(result.output.split())
 

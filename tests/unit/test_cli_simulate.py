@@ -345,7 +345,7 @@ def test_options_work_together(args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [("1", 1), ("7", 1), ("6", 2), ("8", 2)])
-def test_kv_heads_that_nobody_asked_for_divide_the_query_heads(heads: str, kv_heads: int) -> None:
+def test_default_kv_heads_divide_the_query_heads(heads: str, kv_heads: int) -> None:
     assert json.loads(simulate("--heads", heads, "--json").stdout)["parameters"]["num_kv_heads"] == kv_heads
 
 

@@ -67,7 +67,7 @@ def test_a_reader_that_leaves_ends_it_quietly(args: str) -> None:
     assert result.stderr == ""
 
 
-def test_a_terminal_without_unicode_is_no_reason_to_fail() -> None:
+def test_a_terminal_without_unicode_works() -> None:
     result = run_program("from ringspan.cli import main; main(['simulate'])", PYTHONIOENCODING="ascii")
     assert result.returncode == 0, result.stderr
     assert "ok All 10 results agree" in result.stdout

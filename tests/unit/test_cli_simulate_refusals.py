@@ -158,7 +158,7 @@ def test_a_wrong_result_ends_in_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> 
     assert data["failures"] == ["pass_kv", "pass_q"]
 
 
-def test_a_wrong_decode_step_ends_in_exit_code_1_and_nan_is_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_decode_step_ends_in_exit_code_1_and_json_has_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "simulate_attention", spoilt(lambda out: out * np.float32(np.nan)))
     result = simulate("--json")
     assert result.exit_code == 1

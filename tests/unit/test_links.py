@@ -51,7 +51,7 @@ def test_a_torus_slows_exchanges_down_by_its_side():
     assert near.for_group(4).exchange_bytes_per_s == pytest.approx(0.844 * 186e9)
 
 
-def test_the_link_inside_a_node_can_be_asked_for_and_is_no_network():
+def test_the_link_inside_a_node_can_be_chosen_and_is_not_a_network():
     assert load_device("rtx-4090", link="pcie4-x16-p2p").near.wiring == "switch"
     with pytest.raises(UnsupportedError, match="link='infiniband-hdr'"):
         load_scale_up("infiniband-hdr")

@@ -101,7 +101,7 @@ def test_the_error_shown_is_the_distance_from_dense_attention(key: str) -> None:
     assert DESCRIBED[key]["wrong"] == (by_row > 1e-9).sum()
 
 
-def test_the_proof_refuses_what_is_wrong_with_the_schedule_and_nothing_else() -> None:
+def test_the_proof_refuses_faults_of_the_schedule_and_nothing_else() -> None:
     assert {key for key in FAULTS if refusal_of(FAULTS[key]) is None} == {"none", "plain_sum", "contiguous"}
 
 

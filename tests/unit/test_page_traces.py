@@ -103,7 +103,7 @@ def test_what_was_run_is_told_in_words() -> None:
         {"traceEvents": [{}] * (MOST_EVENTS + 1)},
     ],
 )
-def test_what_is_no_trace_or_too_long_is_refused(broken: Any) -> None:
+def test_a_text_that_is_not_a_trace_or_is_too_long_is_refused(broken: Any) -> None:
     with pytest.raises(ShapeError):
         build_trace_page(broken)
 
@@ -121,7 +121,7 @@ def test_hostile_names_are_data(hostile: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00", '{"traceEvents": 1}', "\ufeff{}"])
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "trace.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ShapeError, match="trace="):

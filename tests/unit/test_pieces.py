@@ -231,7 +231,7 @@ def test_many_equal_documents_do_not_exhaust_the_stack() -> None:
     assert [piece.kind for piece in pieces] == [FULL] * 1500
 
 
-def test_nothing_to_see_is_no_piece() -> None:
+def test_a_tile_without_visible_pairs_has_no_pieces() -> None:
     none = np.array([], dtype=np.int64)
     assert cut_pieces(causal(), np.arange(4), np.arange(4, 8)) == ()
     assert cut_pieces(causal(), none, np.arange(4)) == ()

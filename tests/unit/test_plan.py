@@ -72,7 +72,7 @@ def test_the_crossing_parts_pass_q_from_pass_kv():
     assert not q_wins(crossing.new_tokens * 5 // 4)
 
 
-def test_what_is_not_possible_is_told_with_the_reason():
+def test_impossible_options_are_listed_with_the_reason():
     illegal = dict(build_plan(request_for("wan2.1-1.3b", "8xh100", "denoise", 32760)).illegal)
     assert "12 query heads" in illegal["ulysses 8"]
     assert "two nodes" in illegal["double-ring"]

@@ -92,7 +92,7 @@ def test_only_what_the_data_calls_erratic_or_inconsistent_stands_apart(result):
     }
 
 
-def test_rows_of_what_is_not_modelled_are_refused_by_name(result):
+def test_rows_of_methods_that_are_not_modelled_are_refused_by_name(result):
     refused = {row.id: row.why or row.refused for row in result.rows if row.predicted is None}
     assert Counter(refused.values()) == {
         "no plan uses this kernel": 35,

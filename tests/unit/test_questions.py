@@ -124,7 +124,7 @@ def test_passes_that_are_accumulated_add_up():
         ({"offload": True}, "offload=True: .*not modelled"),
     ],
 )
-def test_what_is_not_modelled_is_refused_by_name(options, message):
+def test_features_that_are_not_modelled_are_refused_by_name(options, message):
     with pytest.raises(RingspanError, match=message):
         rs.plan(model="llama-3.1-8b", devices="8xh100", tokens=2**17, phase="train", **options)
 

@@ -80,7 +80,7 @@ def test_a_plain_completion_has_16_tokens_if_nothing_is_said():
         ("prompt", "only for completions"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(name, value):
+def test_fields_that_are_not_supported_are_refused_by_name(name, value):
     with pytest.raises(ApiError) as caught:
         chat_wishes({name: value})
     assert caught.value.status == 400

@@ -59,7 +59,7 @@ def test_two_ranks_by_hand():
     assert timeline.link_s == 3
 
 
-def test_a_late_rank_makes_the_other_wait_and_that_is_no_communication():
+def test_waiting_for_a_late_rank_does_not_count_as_communication():
     loads = [Load(np.array([5.0, 1.0])), Load(np.zeros(2), [ring_round(2, 10.0)]), Load(np.ones(2))]
     timeline = run_timeline(loads, 2, link(10.0), link(10.0))
     assert timeline.makespan_s == 7

@@ -246,7 +246,7 @@ def test_refusal(name):
 LOCAL_STEP = Step([[Attend((Block("q", rank),), (Block("kv", rank),))] for rank in range(2)])
 
 
-def test_src_that_is_no_rank():
+def test_a_src_outside_the_group():
     wrong = Step([(), ()], [Transfer(Block("kv", 0), 5, 1)])
     message = refusal(rs.Schedule.of_steps(2, None, [LOCAL_STEP, wrong]), LOCAL)
     assert message.startswith("step 1: kv0→1 from rank 5: src 5 is not one of the 2 ranks")
