@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
 
 import copy
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +120,38 @@ def test_a_model_that_was_compiled():
     alone = run_alone("wan")
     with pytest.raises(UnsupportedError, match="is compiled already"):
         parallelize(torch.compile(alone.model, backend="eager"))
+
+
+def test_a_mask_that_hides_nothing_and_one_that_does():
+    """A model leaves the first one out, so that its blocks have other arguments."""
+    alone = run_alone("lumina2_padded")
+    visible = alone.arguments | {"encoder_attention_mask": torch.ones_like(alone.arguments["encoder_attention_mask"])}
+    with torch.no_grad():
+        expected = whole(alone.model(**visible))
+
+    def run(model, group):
+        with parallelize(model, group), torch.no_grad():
+            return whole(model(**visible)), whole(model(**alone.arguments))
+
+    for first, second in on_ranks(alone, 2, run):
+        assert error_of(first, expected) <= 2e-6
+        assert error_of(second, alone.output) <= 2e-6
+
+
+def test_what_a_model_logs_is_logged_once(caplog):
+    alone = run_alone("wan")
+
+    class Logging(type(alone.model)):
+        def forward(self, *args, **kwargs):
+            diffusers_logger.warning("a warning of the model")
+            return super().forward(*args, **kwargs)
+
+    diffusers_logger = logging.getLogger("diffusers")
+    diffusers_logger.addHandler(caplog.handler)
+    alone.model.__class__ = Logging
+    Logging.__module__ = "diffusers.models"
+    try:
+        outputs_on_ranks(alone, 2)
+    finally:
+        diffusers_logger.removeHandler(caplog.handler)
+    assert [record.message for record in caplog.records] == ["a warning of the model"] * 2

@@ -5,9 +5,10 @@ call of its kind. After: a rank that failed tells the others.
 """
 
 import inspect
+import logging
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from operator import is_
 from typing import Any
@@ -105,7 +106,8 @@ class TransformerOnRanks:
 
     def _learn(self, arguments: dict[str, Any]) -> ForwardPlan:
         devices = {x.device for x in self.model.parameters() if x.device.type == "cuda"}
-        with in_mode(self.model, training=False), torch.random.fork_rng(devices):
+        is_quiet = _without_logs(self.model, self.wiring)
+        with is_quiet, in_mode(self.model, training=False), torch.random.fork_rng(devices):
             return learn(self.model, self.wiring, arguments, is_verified=self._is_verified)
 
     def _check(self, arguments: dict[str, Any]) -> None:
@@ -169,6 +171,29 @@ def _parts_of(model: nn.Module) -> list[object]:
 def _form(arguments: dict[str, Any]) -> object:
     """The structure of a call without sizes and numbers; calls with the same structure share a plan."""
     return tuple(
-        (path, (x.ndim, x.dtype) if isinstance(x, torch.Tensor) else x if isinstance(x, (bool, str)) else type(x))
+        (path, _tensor_form(x) if isinstance(x, torch.Tensor) else x if isinstance(x, (bool, str)) else type(x))
         for path, x in flatten(arguments)
     )
+
+
+def _tensor_form(x: torch.Tensor) -> tuple[object, ...]:
+    """A model may leave out a mask that hides nothing, or an image that is all 0."""
+    is_constant = [bool((x == value).all()) for value in (0, 1)] if x.ndim > 1 else []
+    return x.ndim, x.dtype, *is_constant
+
+
+@contextmanager
+def _without_logs(model: nn.Module, wiring: BlockWiring) -> Iterator[None]:
+    """Leave out what a model logs in the calls by which it is learned, in this thread and in those of two ranks."""
+    handlers = logging.getLogger(type(model).__module__.partition(".")[0]).handlers
+
+    def is_of_another_call(_: logging.LogRecord) -> bool:
+        return wiring.run is None
+
+    for handler in handlers:
+        handler.addFilter(is_of_another_call)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_of_another_call)
