@@ -175,6 +175,19 @@ def test_what_cannot_be_exact_is_refused(options, message):
         F.scaled_dot_product_attention(q, k, v, **options)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flex_attention_is_refused():
+    """PyTorch compiles it by itself and wraps the error."""
+    attend = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    q, k, v = (x.float() for x in draw(4))
+    with (
+        torch.no_grad(),
+        rs.context_parallel(None, buffers=[q], buffer_seq_dims=[2]),
+        pytest.raises(Exception, match=r"UnsupportedError|keys of this rank only"),
+    ):
+        attend(q, k, v)
+
+
 def test_fewer_kv_heads_need_enable_gqa():
     q, k, v = draw(4, kv_heads=2)
     with rs.context_parallel(None, buffers=[q], buffer_seq_dims=[2]), pytest.raises(rs.ShapeError, match="enable_gqa"):

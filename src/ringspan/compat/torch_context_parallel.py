@@ -55,7 +55,7 @@ def context_parallel(
 
     Inside, a call of F.scaled_dot_product_attention takes shards (batch, heads, seq, dim), `is_causal`, `scale` and
     `enable_gqa`; a mask or dropout is refused. torch.nn.MultiheadAttention attends over the ranks too, with
-    need_weights=False. Without buffers all ranks must hold shards of one length.
+    need_weights=False; flex_attention is refused. Without buffers all ranks must hold shards of one length.
     """
     cut = list(buffers or ())
     dims = list(buffer_seq_dims or ())
@@ -170,6 +170,12 @@ class _Attending(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             return self._attend_multi_head(*args, **(kwargs or {}))
+        if getattr(func, "__name__", None) == "flex_attention":
+            raise UnsupportedError(
+                "it would attend to the keys of this rank only",
+                argument="flex_attention",
+                remedy="call rs.attention with a mask such as rs.documents",
+            )
         return func(*args, **(kwargs or {}))
 
     def _attend_multi_head(self, *args: Any, **kwargs: Any) -> Any:
