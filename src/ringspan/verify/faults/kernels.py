@@ -298,7 +298,7 @@ class ZeroOutput(FaultyRing):
         return part._replace(out=part.out * 0)
 
 
-@fault("NaN from the first empty block", "merge", "NaN", "NaN in rows without a key")
+@fault("NaN from the first empty block", "merge", "empty block spoils its rows", "NaN", "NaN in rows without a key")
 class NanFromEmptyBlock(FaultyRing):
     """A block in which a row sees nothing makes the row NaN."""
 

@@ -1,5 +1,6 @@
 """Mistakes in what travels: blocks missing, twice, stale or from the wrong side; heads, rows and batches mixed up."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ def guess_schedules(setting: Setting) -> Iterator[Guess]:
     if setting.case.world_size > 1:
         yield from _counted_wrongly(setting)
         yield from _other_data(setting)
+        yield from _reordered(setting)
         yield from _changed_data(setting)
         yield from _rounded(setting)
 
@@ -43,7 +45,7 @@ def _counted_wrongly(setting: Setting) -> Iterator[Guess]:
         yield from setting.out_and_lse("block missing", f"that of rank {owner}, elsewhere", counts=counts * ~sent)
         yield from setting.out_and_lse("block counted twice", f"that of rank {owner}", counts=counts * (1.0 + keys))
         yield from setting.out_and_lse("wrong keys of one rank", f"zeros of rank {owner}", **_zeroed(setting, keys))
-    yield from _keys_counted_wrongly(setting)
+    yield from _edges_counted_wrongly(setting)
     smallest = min((setting.kv_rank == owner).sum() for owner in range(world_size))
     beyond = np.zeros_like(setting.kv_rank, np.bool_)
     for owner in range(world_size):
@@ -58,10 +60,11 @@ def _counted_wrongly(setting: Setting) -> Iterator[Guess]:
         yield Guess("padding attended", "lse", lse, detail)
     if beyond.any():
         yield from setting.out_and_lse("uneven shards cut", "to the shortest", counts=counts * ~beyond)
+    yield from _single_keys(setting)
 
 
-def _keys_counted_wrongly(setting: Setting) -> Iterator[Guess]:
-    """Single keys that are not attended, or twice: at an edge of every block, or one of the whole sequence."""
+def _edges_counted_wrongly(setting: Setting) -> Iterator[Guess]:
+    """The first or last key of every block is not attended, or twice."""
     counts, hops = setting.question.counts, setting.hops()
     for which, place in (("last", -1), ("first", 0)):
         edges = np.zeros_like(setting.kv_rank, np.bool_)
@@ -75,6 +78,11 @@ def _keys_counted_wrongly(setting: Setting) -> Iterator[Guess]:
             yield from setting.out_and_lse(
                 f"{which} key of a block counted twice", detail, counts=counts * (1.0 + here)
             )
+
+
+def _single_keys(setting: Setting) -> Iterator[Guess]:
+    """One key of the whole sequence that is not attended, or twice."""
+    counts = setting.question.counts
     positions = setting.case.kv_layout().all_positions()
     for key, position in enumerate(positions):
         here = np.arange(len(positions)) == key
@@ -104,21 +112,28 @@ def _other_data(setting: Setting) -> Iterator[Guess]:
             detail = f"step {stale} attends to the block of step {stale - 1}"
             sources.append(("stale buffer", detail, [hop - (hop == stale) for hop in steps]))
     sources.append(("block of the next step", "blocks are one step ahead", [(hop + 1) % size for hop in steps]))
-    swapped = [(i, j) for i in steps for j in range(i)]
-    orders = {f"ranks {j} and {i} swapped": [{i: j, j: i}.get(rank, rank) for rank in steps] for i, j in swapped}
-    for detail, order in {**orders, "rank i's is that of rank P - 1 - i": [*reversed(steps)]}.items():
-        rows_of = [np.flatnonzero(setting.kv_rank == rank) for rank in setting.ranks]
-        moved = np.arange(len(setting.kv_rank))
-        for rank, rows in enumerate(rows_of):
-            moved[rows] = np.resize(rows_of[order[rank]], len(rows))
-        k, v = setting.question.k[:, :, moved], setting.question.v[:, :, moved]
-        yield from setting.out_and_lse("blocks in another order", detail, k=k, v=v)
     for mistake, detail, source in sources:
         yield from setting.by_rank(mistake, _replaced(setting, source, ("k", "v")), detail)
         if mistake != "wrong direction":
             for name in "kv":
                 apart = _replaced(setting, source, (name,))
                 yield from setting.by_rank("keys and values of different blocks", apart, f"{name}: {detail}")
+
+
+def _reordered(setting: Setting) -> Iterator[Guess]:
+    """The blocks of two ranks taken for each other, or those of all ranks in reverse."""
+    ranks = setting.ranks
+    orders = {
+        f"ranks {i} and {j} swapped": [{i: j, j: i}.get(rank, rank) for rank in ranks]
+        for i, j in itertools.combinations(ranks, 2)
+    }
+    rows_of = [np.flatnonzero(setting.kv_rank == rank) for rank in ranks]
+    for detail, order in {**orders, "rank P - 1 - i for rank i": [*reversed(ranks)]}.items():
+        source = np.arange(len(setting.kv_rank))
+        for rank, rows in enumerate(rows_of):
+            source[rows] = np.resize(rows_of[order[rank]], len(rows))
+        k, v = setting.question.k[:, :, source], setting.question.v[:, :, source]
+        yield from setting.out_and_lse("blocks in another order", detail, k=k, v=v)
 
 
 def _replaced(setting: Setting, source: list[int], names: tuple[str, ...]) -> Callable[[int], dict[str, Any]]:
