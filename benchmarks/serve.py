@@ -10,6 +10,7 @@ independent processes that run at the same time, because two ranks on one machin
 """
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
@@ -48,6 +49,16 @@ class ServedModel:
     def _read(self) -> None:
         for line in self._process.stderr:
             self._log.append(line)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the busiest rank has used so far."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                words = stat.read_text().rpartition(")")[2].split()
+                if int(words[1]) == self._process.pid:
+                    found.append((int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
+        return max(found)
 
     def ask(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         """Seconds to the first token and per token, the text, the prompt's tokens and those reused."""
@@ -94,8 +105,10 @@ class PlainModel:
         self._process.stdin.write(f"{what} {count}\n".encode())
         self._process.stdin.flush()
 
-    def result(self) -> float:
-        return float(self._process.stdout.readline())
+    def result(self) -> tuple[float, float]:
+        """Seconds that passed, and seconds of CPU."""
+        seconds, cpu_s = self._process.stdout.readline().split()
+        return float(seconds), float(cpu_s)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -115,14 +128,15 @@ def plain(folder: Path, core: int) -> None:
     for line in sys.stdin:
         what, count = line.split()[0], int(line.split()[1])
         cache, ids = DynamicCache(), torch.randint(100, 20000, (1, count))
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         model(ids, past_key_values=cache, logits_to_keep=1)
-        times = [time.perf_counter() - start]
+        times, cpus = [time.perf_counter() - start], [time.process_time() - cpu]
         for _ in range(24 if what == "decode" else 0):
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             model(ids[:, :1], past_key_values=cache, logits_to_keep=1)
             times.append(time.perf_counter() - start)
-        print(statistics.median(times[1:] or times), flush=True)
+            cpus.append(time.process_time() - cpu)
+        print(statistics.median(times[1:] or times), statistics.mean(cpus[1:] or cpus), flush=True)
 
 
 def prompt_of(tokenizer: Any, count: int, rng: random.Random) -> str:
@@ -136,10 +150,19 @@ def prompt_of(tokenizer: Any, count: int, rng: random.Random) -> str:
 def cold(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iterator[dict[str, float]]:
     served, alone = ServedModel(folder, 2), PlainModel(folder, 0)
     for _ in range(rounds):
+        before_s = served.cpu_s()
         answer = served.ask(prompt_of(tokenizer, 4096, rng), 1)
+        rank_s = served.cpu_s() - before_s
         alone.start("prefill", answer["prompt"])
-        one_s = alone.result()
-        yield {"one process": one_s, "2 ranks": answer["first_s"], "ratio": one_s / answer["first_s"]}
+        one_s, one_cpu_s = alone.result()
+        yield {
+            "one process, s": one_s,
+            "2 ranks, s": answer["first_s"],
+            "ratio": one_s / answer["first_s"],
+            "one process, CPU s": one_cpu_s,
+            "each rank, CPU s": rank_s,
+            "ratio of CPU": one_cpu_s / rank_s,
+        }
     served.close()
     alone.close()
 
@@ -151,8 +174,8 @@ def turns(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iter
         first = served.ask(prompt, 8)
         second = served.ask(f"{prompt}{first['text']} And what do people do there in winter?", 8)
         yield {
-            "cold": first["first_s"],
-            "turn 2": second["first_s"],
+            "cold, s": first["first_s"],
+            "turn 2, s": second["first_s"],
             "share": second["first_s"] / first["first_s"],
             "tokens cached": second["cached"],
             "tokens computed": second["prompt"] - second["cached"],
@@ -163,11 +186,22 @@ def turns(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iter
 def decode(folder: Path, tokenizer: Any, rounds: int, rng: random.Random) -> Iterator[dict[str, float]]:
     served, both = ServedModel(folder, 2), [PlainModel(folder, 0), PlainModel(folder, 1)]
     for _ in range(rounds):
-        answer = served.ask(prompt_of(tokenizer, 1000, rng), 25)
+        prompt = prompt_of(tokenizer, 1000, rng)
+        served.ask(prompt, 1)
+        before_s = served.cpu_s()
+        answer = served.ask(prompt, 25)
+        rank_s = (served.cpu_s() - before_s) / answer["generated"]
         for each in both:
             each.start("decode", 1000)
-        alone_s = statistics.mean(each.result() for each in both)
-        yield {"two processes": alone_s, "2 ranks": answer["token_s"], "ratio": answer["token_s"] / alone_s}
+        alone_s, alone_cpu_s = map(statistics.mean, zip(*(each.result() for each in both), strict=True))
+        yield {
+            "two processes, ms": 1e3 * alone_s,
+            "2 ranks, ms": 1e3 * answer["token_s"],
+            "ratio": answer["token_s"] / alone_s,
+            "two processes, CPU ms": 1e3 * alone_cpu_s,
+            "each rank, CPU ms": 1e3 * rank_s,
+            "ratio of CPU": rank_s / alone_cpu_s,
+        }
     served.close()
     for each in both:
         each.close()
@@ -208,7 +242,7 @@ PARTS = {
         cold,
         "ringspan serve: first token of a cold prompt of 4,096 tokens",
         "Seconds to the first token, over HTTP from 2 ranks with one thread each, and of a forward pass of the same "
-        "length in one process with one thread.",
+        "length in one process with one thread. Other work on the machine changes the CPU time less.",
     ),
     "turns": Part(
         turns,
@@ -218,8 +252,8 @@ PARTS = {
     "decode": Part(
         decode,
         "ringspan serve: time per token after 1,000 cached tokens",
-        "Seconds per token: the mean of two independent processes of transformers at once, one thread and core each, "
-        "and over HTTP from 2 ranks that share one conversation.",
+        "Time per token: the mean of two independent processes of transformers at once, one thread and core each, "
+        "and over HTTP from 2 ranks that share one conversation. Other work on the machine changes the CPU time less.",
     ),
     "batch": Part(
         batch,
