@@ -263,13 +263,17 @@ PARTS = {
 }
 
 
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def describe(part: Part, command: str, load: float, found: list[dict[str, float]]) -> str:
     """The section: command, machine and table."""
     import torch
     import transformers
 
     rows = [
-        [name, *(f"{pick(each[key] for each in found):.3g}" for key in found[0])]
+        [name, *(_three_digits(pick(each[key] for each in found)) for key in found[0])]
         for name, pick in (("median", statistics.median), ("least", min), ("most", max))
     ]
     machine = f"{describe_machine()}, torch {torch.__version__}, transformers {transformers.__version__}"
