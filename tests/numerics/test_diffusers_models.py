@@ -4,10 +4,13 @@ import pytest
 
 pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
 
+import copy
+
 import torch
 
 from ringspan.adapters.diffusers import parallelize
 from ringspan.errors import UnsupportedError
+from ringspan.transports.in_process import run_in_process
 from support.diffused import error_of, on_ranks, outputs_on_ranks, run_alone, whole
 from support.diffusers_models import LISTED, UNSEEN
 from support.diffusers_others import OTHERS
@@ -87,6 +90,28 @@ def test_a_model_that_joins_tokens_elsewhere_is_refused_by_the_module(name):
     alone = run_alone(name)
     with pytest.raises(UnsupportedError, match=REFUSED[name]):
         outputs_on_ranks(alone, 2)
+
+
+def test_a_model_of_which_only_the_prompt_could_be_split_is_refused():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    ).eval()
+    call = {"sample": torch.randn(2, 4, 10, 14), "timestep": 500, "encoder_hidden_states": torch.randn(2, 12, 16)}
+
+    def run(group):
+        with parallelize(copy.deepcopy(model), group) as handle, torch.no_grad():
+            handle.adapters["transformer"].model(**call)
+
+    with pytest.raises(UnsupportedError, match="none of its blocks"):
+        run_in_process(run, 2)
 
 
 def test_fewer_video_tokens_than_text_tokens():

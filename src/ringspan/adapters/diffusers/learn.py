@@ -335,6 +335,9 @@ def _plan_calls(
                 outputs[path] = TokenDim(dim, side, path not in draft.gathered)
         tensors = tuple(sizes.traces[0].calls[number].origins)
         calls.append(AttentionPlan(draft.name, tensors, tokens, outputs, tuple(sorted(draft.counts)), attends))
+    attends = tuple(x for call in calls for x in call.attends)
+    if attends and all(x.q is None for x in attends):  # it is the prompt that would be split
+        raise UnsupportedError(f"{sizes.name}: none of its blocks attends from the tokens that could be split")
     return tuple(calls)
 
 
