@@ -1,15 +1,17 @@
 """Are the other ranks alive, and if not, what happened to them?
 
-Every rank sends a byte per second to every other rank. A waiting rank asks for a verdict a few times per second:
+Every rank sends a few bytes per second to every other rank. A waiting rank asks for a verdict a few times per second:
 
 - gone: the connection was closed without a farewell, so the process has died;
-- frozen: no heartbeat arrived within the limit, but the machine acknowledges packets that are sent to it now;
-- cut off: the machine does not acknowledge packets either.
+- frozen: no heartbeat arrived within the limit, but the machine still acknowledges what is sent to it;
+- cut off: the machine does not acknowledge anything either.
 
-To distinguish the last two, a silent rank is probed: shortly before the limit it receives heartbeats in quick
-succession, and its machine must acknowledge one of them. Earlier acknowledgements prove nothing, because the machine
-may have been cut off after the last heartbeat that came through. A rank is judged after everything that had arrived was
-read.
+To distinguish the last two, this rank remembers when it sent each heartbeat. An acknowledgement proves that the other
+machine was connected after that heartbeat was sent. A frozen process is silent for the whole limit while its machine
+goes on answering; of a machine that is cut off, heartbeats and acknowledgements end at the same time, give or take the
+delays of a busy machine or link. So the last answered heartbeat of a frozen process was sent late within the silence,
+and a machine is cut off if a heartbeat has remained unanswered for long. A silent rank receives heartbeats in quick
+succession until one of both is the case. A rank that no machine answers is cut off itself.
 
 A rank that is alive may still be late. Every heartbeat names the rank for which its sender waits, so the straggler is
 found at the end of the chain of waiting ranks.
@@ -18,6 +20,7 @@ A rank that aborts sends its reason over the same connections, so that all ranks
 for it. Time for which a rank was frozen itself, or its machine stalled, does not count as silence of the others.
 """
 
+import errno
 import os
 import selectors
 import socket
@@ -26,6 +29,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -36,12 +40,15 @@ SILENCE = "RINGSPAN_SILENCE_S"
 """An environment variable: after so many seconds without a sign of life a rank counts as lost; 5 by default."""
 
 _DEFAULT_SILENCE_S = 5.0
-_BEAT_EVERY_S = 1.0
+_BEATS_PER_LIMIT, _BEAT_EVERY_S = 5, 1.0  # at least so many beats within the limit, and one in so many seconds
 _PROBE_EVERY_S = 0.1
-_LONGEST_PROBE_S = 1.0  # a machine has this time to acknowledge a probe
+_QUIET, _ANSWERED = 0.5, 0.8  # fractions of the limit; see `_judge`
+_LONGEST_ANSWER, _LONGEST_GAP = 2.0, 1.5  # in beats; a longer gap between polls means that this rank was suspended
+_MOST_QUESTIONS = 64  # that are remembered
 _LATE_S = 2.0  # after this time a heartbeat is outdated
-_LONGEST_GAP_S = 1.5  # a longer gap between two polls means that this rank was suspended
 _GRACE_S = 0.5  # messages that a dead rank had sent may still arrive
+_GONE, _CUT_OFF = "is gone: its process has ended", "is cut off: its machine has not answered"
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _BEAT, _FAREWELL, _REASON = b".", b"-", b"!"
 _WAIT = struct.Struct("<bi")  # in every heartbeat: the kind of wait, and the awaited rank
 _NOTHING, RECEIVING, SENDING = range(3)
@@ -61,14 +68,15 @@ def silence_limit_s() -> float:
 
 
 class _AwakeClock:
-    """Counts the seconds in which a thread polls regularly; of a longer gap only `_LONGEST_GAP_S` counts."""
+    """Counts the seconds in which a thread polls regularly; of a longer gap only `longest_gap_s` counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_gap_s: float) -> None:
+        self._longest_gap_s = longest_gap_s
         self._polled = (0.0, time.monotonic())  # one tuple, so that other threads read a consistent pair
 
     def now(self) -> float:
         counted_s, polled_at = self._polled
-        return counted_s + min(time.monotonic() - polled_at, _LONGEST_GAP_S)
+        return counted_s + min(time.monotonic() - polled_at, self._longest_gap_s)
 
     def poll(self) -> float:
         self._polled = (self.now(), time.monotonic())
@@ -82,11 +90,19 @@ class _Peer:
         self.link = link
         self.heard_at = now
         self.ended_at: float | None = None
+        self.fate = _GONE  # why the connection has ended, unless there was a farewell
         self.has_left = False  # True after a farewell
         self.unread = b""
         self.num_sent = 0  # bytes
-        self.probed: tuple[float, int] | None = None  # since when, and the bytes sent before
+        self.questions: deque[tuple[float, int]] = deque(maxlen=_MOST_QUESTIONS)  # when sent, and `num_sent` then
+        self.answered_at = now  # when the last acknowledged heartbeat was sent
         self.waits_for: tuple[int, int] = (_NOTHING, -1)
+
+    def note_answers(self) -> None:
+        """Find out which heartbeats the other machine has acknowledged."""
+        num_acknowledged = self.num_sent - _unacknowledged(self.link.socket)
+        while self.questions and self.questions[0][1] <= num_acknowledged:
+            self.answered_at = self.questions.popleft()[0]
 
 
 class Heartbeat:
@@ -96,8 +112,8 @@ class Heartbeat:
         self._rank = rank
         self._host = host
         self.limit_s = limit_s
-        self._probe_s = min(_LONGEST_PROBE_S, limit_s / 4)
-        self._clock = _AwakeClock()
+        self._beat_s = min(_BEAT_EVERY_S, limit_s / _BEATS_PER_LIMIT)
+        self._clock = _AwakeClock(_LONGEST_GAP * self._beat_s)
         self._peers = {link.rank: _Peer(link, 0.0) for link in links}
         self._lost: str | None = None  # the verdict on ranks that have been silent for the limit
         self._writing = threading.Lock()
@@ -131,7 +147,7 @@ class Heartbeat:
         peer = self._peers.get(awaited)
         if peer is not None and peer.ended_at is not None:
             if not peer.has_left and now - peer.ended_at > _GRACE_S:
-                return f"{peer.link} is gone: its process has ended"
+                return f"{peer.link} {peer.fate}"
             if now - peer.ended_at > self.limit_s:
                 return f"{peer.link} has left the group"
         return self._lost
@@ -191,16 +207,27 @@ class Heartbeat:
         )
 
     def await_news(self, rank: int, patience_s: float) -> None:
-        """After a connection has ended, wait a moment for the peer's reason to arrive."""
+        """After a connection has ended, wait for the peer's reason, or for the end of its process, to arrive.
+
+        The packet that announces the end of a process may be lost; a heartbeat makes the machine send another one.
+        """
         peer = self._peers.get(rank)
-        deadline = time.monotonic() + patience_s
-        while peer is not None and self.reason is None and peer.ended_at is None and time.monotonic() < deadline:
+        began = asked_at = time.monotonic()
+        while peer is not None and self.reason is None and peer.ended_at is None:
+            now = time.monotonic()
+            if now - began > patience_s:
+                break
+            if now - asked_at > _PROBE_EVERY_S:
+                asked_at = now
+                self._beat()
             time.sleep(0.005)
 
-    def ended(self, rank: int) -> bool:
-        """Whether the process of a rank has ended without a farewell."""
+    def end_of(self, rank: int) -> str | None:
+        """What became of a rank whose connection has ended without a farewell."""
         peer = self._peers.get(rank)
-        return peer is not None and peer.ended_at is not None and not peer.has_left
+        if peer is None or peer.ended_at is None or peer.has_left:
+            return None
+        return f"{peer.link} {peer.fate}"
 
     def tell(self, reason: str) -> None:
         """Tell all others why this rank gives up."""
@@ -222,31 +249,35 @@ class Heartbeat:
                 if peer.ended_at is None:
                     with suppress(OSError):  # a full buffer means silence; a closed socket is found by the next read
                         peer.num_sent += peer.link.socket.send(packet)
+                        peer.questions.append((self._clock.now(), peer.num_sent))
+
+    def _beat(self) -> None:
+        self._send(_BEAT + _WAIT.pack(*self._waits_for))
 
     def _judge(self, now: float) -> str | None:
         """Name the ranks that have been silent for the limit; everything that had arrived by `now` has been read."""
         present = [peer for peer in self._peers.values() if peer.ended_at is None]
-        for peer in present:
-            if peer.probed is None and now - peer.heard_at > self.limit_s - self._probe_s:
-                peer.probed = now, peer.num_sent
-        silent = [
-            peer
-            for peer in present
-            if peer.probed is not None and now - peer.probed[0] > self._probe_s and now - peer.heard_at > self.limit_s
-        ]
+        silent = [peer for peer in present if now - peer.heard_at > self.limit_s]
         if not silent:
             return None
+        with self._writing:
+            for peer in present:
+                peer.note_answers()
         limit = f"for {self.limit_s:g} s"
-        frozen = [peer for peer in silent if _answers(peer)]
+        frozen = [peer for peer in silent if peer.answered_at - peer.heard_at > _ANSWERED * self.limit_s]
         if frozen:
             names = ", ".join(str(peer.link) for peer in frozen)
             return f"{names} is frozen: its machine answers, but the process has given no sign of life {limit}"
-        quiet_s = max(self.limit_s / 2, 1.5 * _BEAT_EVERY_S)
-        if len(present) > 1 and all(now - peer.heard_at > quiet_s for peer in present):
+        oldest = now - _LONGEST_ANSWER * self._beat_s
+        cut_off = [peer for peer in silent if peer.questions and peer.questions[0][0] < oldest]
+        if not cut_off:
+            return None
+        last_sign = max(max(peer.heard_at, peer.answered_at) for peer in present)
+        if len(present) > 1 and now - last_sign > _QUIET * self.limit_s:
             others = ", ".join(str(peer.link.rank) for peer in present)
             return f"rank {self._rank} on {self._host} is cut off: ranks {others} have not answered {limit}"
-        names = ", ".join(str(peer.link) for peer in silent)
-        return f"{names} is cut off: its machine has not answered {limit}"
+        names = ", ".join(str(peer.link) for peer in cut_off)
+        return f"{names} {_CUT_OFF} {limit}"
 
     def _run(self) -> None:
         next_beat = now = self._clock.poll()
@@ -256,11 +287,11 @@ class Heartbeat:
             for key, _ in self._selector.select(0):
                 if key.data is not None:
                     self._read(key.data, now)
-            self._lost = self._judge(now)
             if now >= next_beat:
-                self._send(_BEAT + _WAIT.pack(*self._waits_for))
+                self._lost = self._judge(now)
+                self._beat()
                 heard_at = min((peer.heard_at for peer in self._peers.values() if peer.ended_at is None), default=now)
-                next_beat = now + (_BEAT_EVERY_S if now - heard_at <= self.limit_s / 2 else _PROBE_EVERY_S)
+                next_beat = now + (self._beat_s if now - heard_at <= _QUIET * self.limit_s else _PROBE_EVERY_S)
         self._selector.close()
         for it in self._sockets:
             it.close()
@@ -270,13 +301,15 @@ class Heartbeat:
             received = peer.link.socket.recv(65536)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
             received = b""
+            if error.errno in _UNREACHABLE:
+                peer.fate = _CUT_OFF
         if not received:
             peer.ended_at = now
             self._selector.unregister(peer.link.socket)
             return
-        peer.heard_at, peer.probed = now, None
+        peer.heard_at = now
         peer.unread += received
         while peer.unread:
             kind, rest = peer.unread[:1], peer.unread[1:]
@@ -294,15 +327,9 @@ class Heartbeat:
             peer.unread = rest
 
 
-def _answers(peer: _Peer) -> bool:
-    """Whether the machine of a silent rank has acknowledged any of the probes."""
-    assert peer.probed is not None
-    return peer.num_sent - _unacknowledged(peer.link.socket) > peer.probed[1]
-
-
 def _unacknowledged(link: socket.socket) -> int:
     """How many of the sent bytes the other machine has not acknowledged; 0 on systems that do not tell."""
-    with suppress(ImportError):
+    with suppress(ImportError, OSError):
         import fcntl
         import termios
 

@@ -12,6 +12,7 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 _WORD_BYTES = 16
 _CARD = struct.Struct(f"<46sHI32s{_WORD_BYTES}s")  # address, port, process, host's name, word
 _HELLO = struct.Struct(f"<I{_WORD_BYTES}s{_WORD_BYTES}s")  # rank, its word, the receiver's word
-_PATIENCE_S = 5.0
+_PATIENCE_S = 10.0
+_THIN_LINEAR_TIMEOUTS = 16  # Linux: TCP_THIN_LINEAR_TIMEOUTS
 _INTERFACE_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 
 
@@ -190,9 +192,18 @@ class _Meeting:
             link.send(self._hello(rank))
         self._selector.unregister(link)
         del self._open[link]
+        _send_again_soon(link)
         self._links[rank] = HeartbeatLink(rank, card.host, card.pid, link)
 
     def _drop(self, link: socket.socket) -> None:
         self._selector.unregister(link)
         del self._open[link]
         link.close()
+
+
+def _send_again_soon(link: socket.socket) -> None:
+    """Send every heartbeat at once, and lost ones again without increasing pauses, since messages may fill the link."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            link.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("ringspan")
 _PAYLOAD_TAG, _AGREEMENT_TAG, _ABORT_TAG = 0x5253, 0x5254, 0x5255
 _REASON = "ringspan/aborted"
 _STORE_PATIENCE_S, _LOST_STORE_PATIENCE_S = 1.0, 0.3  # the latter if a silent rank may be the one that serves the store
-_NEWS_PATIENCE_S = 0.3
+_NEWS_PATIENCE_S = 1.5  # packets may have to be sent again; a frozen rank needs none of this
 _LOOK_EVERY_S = 0.25
 _LONGEST_DEADLINE_S = 60.0
 _POLL_EVERY_S = 50e-6
@@ -254,8 +254,7 @@ class TorchDistributed:
         heartbeat = self._heartbeat
         if heartbeat is not None:
             heartbeat.await_news(peer, _NEWS_PATIENCE_S)
-            if heartbeat.ended(peer):
-                return f"{heartbeat.name(peer)} is gone: its process has ended"
+            return heartbeat.end_of(peer) or _plain(error)
         return _plain(error)
 
     def _failure(self, what: str, error: RuntimeError) -> TransportError:
