@@ -6,7 +6,7 @@ ShapeError that names the argument, before the value is used. The function itsel
 
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -62,13 +62,16 @@ LIST = Kind("a list", "give a list or a tuple", _is_list)
 ITERABLE = Kind("a list", "give one", _is_iterable)
 
 
+MAPPING = Kind("a mapping", "give a dict", lambda value: isinstance(value, Mapping))
+
+
 def list_of(kind: Kind) -> Kind:
     """A list whose items are all of a kind."""
     return Kind(f"a list, each item {kind.expected}", "give one", lambda v: _is_list(v) and all(map(kind.holds, v)))
 
 
 def instance_of(cls: type, example: str) -> Kind:
-    """An instance of a class of ours."""
+    """An instance of a class."""
     return Kind(f"a {cls.__name__}", f"give one, such as {example}", lambda value: isinstance(value, cls))
 
 

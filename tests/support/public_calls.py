@@ -3,6 +3,8 @@
 import functools
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, chdir
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +12,12 @@ import numpy as np
 import torch
 
 import ringspan as rs
+from ringspan.adapters.accelerate import parallelize as accelerate_parallelize
+from ringspan.adapters.accelerate import parallelize_trainer
 from ringspan.adapters.diffusers import FrameCache
 from ringspan.adapters.diffusers import parallelize as diffusers_parallelize
 from ringspan.adapters.transformers import parallelize
+from ringspan.compat import ring_attention_pytorch, ring_flash_attn, ringmaster
 from ringspan.serve import ServeSettings
 
 LAYOUT = rs.zigzag(8, 1)
@@ -305,4 +310,170 @@ CALLS |= {
         {"tokens_per_frame": 4, "group": None, "max_frames": None, "pinned_frames": 0, "algorithm": "pass_q"},
     ),
     "ServeSettings": Call(ServeSettings, SERVE),
+}
+
+
+def entered(function: Callable[..., AbstractContextManager[Any]]) -> Callable[..., None]:
+    def call(**given: Any) -> None:
+        with function(**given):
+            pass
+
+    return call
+
+
+def in_filled_cache(name: str) -> Callable[..., Any]:
+    """A method of a cache that holds three tokens of one sequence."""
+
+    def call(**given: Any) -> Any:
+        cache = _cache()
+        with cache.begin([3]) as turn:
+            turn.prefill(Q[:, :, :3], KV[:, :, :3], KV[:, :, :3], layer=0)
+        if name != "decode":
+            with tempfile.TemporaryDirectory() as folder, chdir(folder):
+                return getattr(cache, name)(**given)
+        with cache.begin([1]) as turn:
+            return turn.decode(**given)
+
+    return call
+
+
+def attend_frames(**given: Any) -> None:
+    with FrameCache(4).chunk(1) as chunk:
+        chunk.attend(**given)
+
+
+def in_handle(name: str) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        with parallelize(tiny(), verify=False) as handle:
+            if name == "step":
+                given = {"cache": handle.cache()} | given
+            return getattr(handle, name)(**given)
+
+    return call
+
+
+ONE = Q[:, :, :1]
+ROWS = torch.zeros(1, 8, 2, 4)  # (batch, seq, heads, dim)
+FRAME = torch.zeros(1, 2, 4, 4)
+ENDS = torch.tensor([0, 8])
+FLASH: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": True,
+    "window_size": (-1, -1),
+    "alibi_slopes": None,
+    "return_attn_probs": False,
+    "group": None,
+}
+CALLS |= {
+    "context_parallel": Call(
+        entered(rs.context_parallel),
+        {"mesh": None, "buffers": [torch.zeros(8)], "buffer_seq_dims": [0], "no_restore_buffers": None},
+    ),
+    "context_parallel_unshard": Call(
+        rs.context_parallel_unshard, {"mesh": None, "buffers": [Q], "seq_dims": [2], "load_balancer": None}
+    ),
+    "set_rotate_method": Call(
+        lambda **given: copy_context().run(rs.set_rotate_method, **given), {"rotate_method": "allgather"}
+    ),
+    "KVCache.rows": Call(in_filled_cache("rows"), {"sequence": 0, "layer": 0}),
+    "KVCache.save": Call(in_filled_cache("save"), {"folder": "saved", "sequences": None}),
+    "KVCache.load numbers": Call(in_cache("load"), {"folder": FOLDER, "numbers": None}),
+    "Turn.prefill options": Call(
+        in_turn("prefill", 8), {"q": Q, "k": KV, "v": KV, "layer": 0, "softcap": None, "return_lse": False}
+    ),
+    "Turn.decode": Call(
+        in_filled_cache("decode"),
+        {"q": ONE, "k": ONE[:, :1], "v": ONE[:, :1], "layer": 0, "scale": None, "softcap": None, "return_lse": False},
+    ),
+    "Layout.own_positions": Call(LAYOUT.own_positions, {"rank": 0}),
+    "Layout.shard_len": Call(LAYOUT.shard_len, {"rank": 0}),
+    "Layout.work": Call(LAYOUT.work, {"mask": rs.causal(), "kv_layout": None}),
+    "Layout.count_pairs": Call(LAYOUT.count_pairs, {"mask": rs.causal(), "kv_layout": LAYOUT}),
+    "Simulation.gradients": Call(rs.simulate_attention(**SIMULATE).gradients, {"dout": ARRAY, "schedule": None}),
+    "Schedule.of_steps": Call(rs.Schedule.of_steps, {"world_size": 2, "heads": None, "steps": tuple(SCHEDULE.steps)}),
+    "Schedule.step": Call(SCHEDULE.step, {"t": 0}),
+    "Schedule.actions": Call(SCHEDULE.actions, {"rank": 0, "t": 0}),
+    "Visible.of": Call(rs.Visible.of, {"matrix": [[True, True]]}),
+    "Visible.sees": Call(VISIBLE.sees, {"q": 0, "kv": 0}),
+    "algorithms.unregister": Call(rs.algorithms.unregister, {"name": "no such one"}),
+    "algorithms.list_takers": Call(rs.algorithms.list_takers, {"option": "mesh"}),
+    "Handle.shard": Call(in_handle("shard"), {"batch": {"input_ids": IDS}}),
+    "Handle.cache": Call(in_handle("cache"), {"storage": None, "max_tokens": None}),
+    "Handle.step": Call(in_handle("step"), {"new": {0: [1, 2]}}),
+    "Handle.step with a cache": Call(in_handle("step"), {"cache": None, "new": {0: [1, 2]}}),
+    "FrameCache.chunk": Call(entered(FrameCache(4).chunk), {"num_frames": 1, "is_clean": False}),
+    "FrameChunk.attend": Call(attend_frames, {"layer": 0, "q": FRAME, "k": FRAME, "v": FRAME, "scale": None}),
+    "accelerate.parallelize": Call(accelerate_parallelize, {"accelerator": None, "model": None, "group": None}),
+    "accelerate.parallelize_trainer": Call(parallelize_trainer, {"trainer": None, "group": None}),
+    "verify": Call(
+        rs.verify.verify,
+        {
+            "target": "no such one",
+            "world_sizes": (1,),
+            "features": ["causal"],
+            "layouts": ["zigzag"],
+            "ranks": None,
+            "thorough": False,
+            "seed": 0,
+            "progress": None,
+        },
+    ),
+    "verify.make_cases": Call(
+        rs.verify.make_cases, {"world_sizes": (1, 2), "layouts": ("zigzag",), "thorough": False, "seed": 0}
+    ),
+    "verify.ranks_agree": Call(rs.verify.ranks_agree, {"tensors": [Q], "group": None}),
+    "ring_flash_attn.ring_flash_attn_func": Call(
+        ring_flash_attn.ring_flash_attn_func, {"q": ROWS, "k": ROWS, "v": ROWS, **FLASH}
+    ),
+    "ring_flash_attn.ring_flash_attn_varlen_func": Call(
+        ring_flash_attn.ring_flash_attn_varlen_func,
+        {"q": ROWS[0], "k": ROWS[0], "v": ROWS[0], "cu_seqlens": ENDS, "max_seqlen": 8, **FLASH},
+    ),
+    "ring_flash_attn.zigzag_ring_flash_attn_kvpacked_func": Call(
+        ring_flash_attn.zigzag_ring_flash_attn_kvpacked_func, {"q": ROWS, "kv": torch.zeros(1, 8, 2, 2, 4)}
+    ),
+    "ring_flash_attn.stripe_flash_attn_qkvpacked_func": Call(
+        ring_flash_attn.stripe_flash_attn_qkvpacked_func, {"qkv": torch.zeros(1, 8, 3, 2, 4)}
+    ),
+    "ring_flash_attn.llama3_flash_attn_varlen_func": Call(
+        ring_flash_attn.llama3_flash_attn_varlen_func,
+        {
+            "q": ROWS[0],
+            "k": ROWS[0],
+            "v": ROWS[0],
+            "cu_seqlens_q": ENDS,
+            "cu_seqlens_k": ENDS,
+            "max_seqlen_q": 8,
+            "max_seqlen_k": 8,
+            "heads_k_stride": 1,
+            "local_k_slice": slice(0, 8),
+        },
+    ),
+    "ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens": Call(
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens,
+        {"cu_seqlens": ENDS, "causal": True, "rank": 0, "world_size": 1},
+    ),
+    "ringmaster.ring_attention": Call(
+        ringmaster.ring_attention,
+        {
+            "q": Q,
+            "k": Q,
+            "v": Q,
+            "group": None,
+            "causal": True,
+            "scaling": None,
+            "rotate_method": "allgather",
+            "window": None,
+        },
+    ),
+    "ringmaster.varlen_meta": Call(
+        ringmaster.varlen_meta, {"global_position_ids": torch.arange(8)[None], "total_padded_len": 8}
+    ),
+    "ring_attention_pytorch.ring_flash_attn": Call(
+        ring_attention_pytorch.ring_flash_attn, {"q": ROWS, "k": ROWS, "v": ROWS}
+    ),
+    "ring_attention_pytorch.tree_attn_decode": Call(
+        ring_attention_pytorch.tree_attn_decode, {"q": ONE, "k": ONE, "v": ONE}
+    ),
 }

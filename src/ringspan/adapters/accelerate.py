@@ -21,6 +21,7 @@ from transformers import Trainer
 
 from ringspan.adapters.transformers import Handle
 from ringspan.adapters.transformers import parallelize as parallelize_model
+from ringspan.arguments import check_arguments, instance_of
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
@@ -79,6 +80,7 @@ def parallelize_trainer(trainer: Trainer, group: Any = None, **options: Any) -> 
     """
     session = session_of(group)
     with session.call():
+        check_arguments(trainer=(instance_of(Trainer, "transformers.Trainer(model, …)"), trainer))
         if trainer.neftune_noise_alpha is not None:
             raise UnsupportedError(
                 "ranks would add other noise than one process",
@@ -93,6 +95,7 @@ def parallelize_trainer(trainer: Trainer, group: Any = None, **options: Any) -> 
 
 
 def _check(accelerator: Accelerator, world_size: int) -> None:
+    check_arguments(accelerator=(instance_of(Accelerator, "accelerate.Accelerator()"), accelerator))
     kind = accelerator.distributed_type
     if kind.value not in _KEEPS_WEIGHTS_WHOLE:
         raise UnsupportedError(

@@ -52,6 +52,7 @@ def register(record: Algorithm) -> None:
 
 def unregister(name: str) -> None:
     """Undo `register`. The name stays bound to its record, because programs prepared for it are cached."""
+    check_arguments(name=(TEXT, name))
     if name in {record.name for record in BUILT_IN}:
         raise UnsupportedError(
             "an algorithm of the package stays", argument="name", value=name, remedy="name one that you registered"
@@ -93,6 +94,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 def list_takers(option: str) -> list[str]:
     """The names of the algorithms that take an option."""
+    check_arguments(option=(TEXT, option))
     return [record.name for record in ALGORITHMS.values() if option in record.options]
 
 

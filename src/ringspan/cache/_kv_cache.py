@@ -24,6 +24,7 @@ from ringspan.cache._arguments import (
     storage_codec,
     whole_number,
 )
+from ringspan.cache._layer import check_layer_number
 from ringspan.cache._plan import SequencePart, make_parts, plan_problem, ring_work
 from ringspan.cache._saving import load, save
 from ringspan.cache._state import CacheModel, CacheState
@@ -158,6 +159,7 @@ class KVCache:
         A tuple is (k, v) in the storage's dtype, or (k, k scales, v, v scales) if the storage is quantised.
         """
         state = self._state
+        check_layer_number(layer, state.model.num_layers)
         count = self._placement(sequence).counts[state.rank]
         return list(state.stored[sequence].rows(layer, 0, count))
 

@@ -28,17 +28,21 @@ if TYPE_CHECKING:
 
 def check_layer(turn: "Turn", layer: int) -> None:
     """Refuse a layer that the cache does not have, or that this turn has run."""
-    num_layers = turn.state.model.num_layers
-    if not isinstance(layer, int) or not 0 <= layer < num_layers:
-        raise CacheError(
-            f"the cache has {num_layers} layers", argument="layer", value=layer, remedy=f"use 0 to {num_layers - 1}"
-        )
+    check_layer_number(layer, turn.state.model.num_layers)
     if layer in turn.layers_done:
         raise CacheError(
             "this layer has been run in this turn, and a position is stored once",
             argument="layer",
             value=layer,
             remedy="begin another turn",
+        )
+
+
+def check_layer_number(layer: int, num_layers: int) -> None:
+    """Refuse a layer that the cache does not have."""
+    if not isinstance(layer, int) or not 0 <= layer < num_layers:
+        raise CacheError(
+            f"the cache has {num_layers} layers", argument="layer", value=layer, remedy=f"use 0 to {num_layers - 1}"
         )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ringspan.algorithms import Query
 from ringspan.algorithms.choose import KV_RING
-from ringspan.arguments import WHOLE, check_arguments
+from ringspan.arguments import FLAG, WHOLE, check_arguments
 from ringspan.cache._layer import check_layer, check_tensors, largest_scales, own_views, run_layer, store_layer
 from ringspan.cache._placement import positions_of
 from ringspan.cache._plan import RowSizes, SequencePart, TurnProblem, plan_problem
@@ -171,7 +171,7 @@ class Turn:
         Returns:
             out (1, heads, rows, v_head_dim) in q's dtype, or (out, lse).
         """
-        out, lse = self._run(q, k, v, layer, scale, softcap)
+        out, lse = self._run(q, k, v, layer, scale, softcap, return_lse)
         return Attention(out, lse) if return_lse else out
 
     def decode(
@@ -205,7 +205,7 @@ class Turn:
         if self.num_rows == 1:  # (1, heads, 1, dim) is both forms
             return self.prefill(q, k, v, layer=layer, scale=scale, softcap=softcap, return_lse=return_lse)
         q, k, v = (x.permute(2, 1, 0, 3) for x in (q, k, v))
-        out, lse = self._run(q, k, v, layer, scale, softcap)
+        out, lse = self._run(q, k, v, layer, scale, softcap, return_lse)
         out, lse = out.permute(2, 1, 0, 3), lse.permute(2, 1, 0)
         return Attention(out, lse) if return_lse else out
 
@@ -310,8 +310,10 @@ class Turn:
         layer: int,
         scale: float | None,
         softcap: float | None,
+        return_lse: bool,
     ) -> Partial:
         with self.step() as call:
+            check_arguments(return_lse=(FLAG, return_lse))
             check_layer(self, layer)
             check_tensors(self, q=q, k=k, v=v)
             scores = check_scores(scale, softcap, self.state.model.head_dim)

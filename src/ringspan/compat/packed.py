@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import FLAG, RANKS, WHOLE, Kind, check_arguments, instance_of
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout import Layout, contiguous
 from ringspan.runtime.compiled import outside_of_programs
@@ -19,8 +20,19 @@ from ringspan.runtime.session import session_of
 from ringspan.span import Span
 
 
+def _is_cumulative(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
+
+
+_CUMULATIVE = Kind("a tensor of whole numbers, (documents + 1,)", "give torch.tensor([0, 3, 8])", _is_cumulative)
+
+
+_SLICE = instance_of(slice, "that of llama3_flash_attn_prepare_cu_seqlens")
+
+
 def lengths_of(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> list[int]:
     """Document lengths from cumulative ones: [0, 3, 8] gives [3, 5]."""
+    check_arguments(**{name: (_CUMULATIVE, cu_seqlens)})
     ends = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(ends)]
     if not lengths or ends[0] != 0 or min(lengths) < 0:
@@ -56,6 +68,8 @@ class Llama3Documents(NamedTuple):
 
 def llama3_documents(cu_seqlens_q: torch.Tensor, local_k_slice: slice, shard_len: int, group: Any) -> Llama3Documents:
     """All document lengths, gathered from every rank's own documents with small messages."""
+    lengths_of(cu_seqlens_q, "cu_seqlens_q")
+    check_arguments(local_k_slice=(_SLICE, local_k_slice))
     session = session_of(group)
     rank, world_size = session.transport.rank, session.transport.world_size
     ends = cu_seqlens_q.tolist()
@@ -74,6 +88,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
     """A rank's arguments: cu_seqlens_q, cu_seqlens_k, the longest of each, and its slice of keys."""
+    check_arguments(causal=(FLAG, causal), rank=(WHOLE, rank), world_size=(RANKS, world_size))
+    if not 0 <= rank < world_size:
+        raise ShapeError(f"there are {world_size} ranks, numbered from 0", argument="rank", value=rank)
+    if not lengths_of(cu_seqlens):
+        raise ShapeError("there are no tokens", argument="cu_seqlens", value=cu_seqlens.tolist())
     total = int(cu_seqlens[-1])
     if total % world_size:
         raise ShapeError(f"{total} tokens cannot be cut into {world_size} equal shards", argument="cu_seqlens")

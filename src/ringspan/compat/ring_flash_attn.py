@@ -21,7 +21,15 @@ from ringspan.compat.packed import (
     llama3_documents,
     llama3_flash_attn_prepare_cu_seqlens,
 )
-from ringspan.compat.sequence_first import FlashOptions, attend_sequence_first, flash_mask, group_size
+from ringspan.compat.sequence_first import (
+    PACKED,
+    SEQUENCE_FIRST,
+    FlashOptions,
+    attend_sequence_first,
+    check_tensors,
+    flash_mask,
+    group_size,
+)
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.runtime.compiled import outside_of_programs
@@ -74,6 +82,7 @@ def _dense(
     """Attend within one sequence over all ranks."""
     del deterministic
     options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
+    check_tensors(SEQUENCE_FIRST, q=q, k=k, v=v)
     world_size = group_size(group)
     layout = build(q.shape[1] * world_size, world_size)
     result = attend_sequence_first(q, k, v, mask=flash_mask(options), layout=layout, group=group, scale=softmax_scale)
@@ -100,6 +109,7 @@ def _packed(
     """Attend within packed documents, each spread over all ranks."""
     del max_seqlen, deterministic
     options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
+    check_tensors(PACKED, q=q, k=k, v=v)
     layout, lengths = layout_of_documents(lengths_of(cu_seqlens), group_size(group), build)
     return _attend_packed(q, k, v, options, layout, lengths, group)
 
@@ -127,6 +137,7 @@ def _llama3(
     """Packed documents in contiguous shards; `heads_k_stride` only saves memory there, and is not needed here."""
     del cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, deterministic
     options = FlashOptions(dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_attn_probs)
+    check_tensors(PACKED, q=q, k=k, v=v)
     found: Llama3Documents = llama3_documents(cu_seqlens_q, local_k_slice, q.shape[0], group)
     return _attend_packed(q, k, v, options, found.layout, found.lengths, group)
 
@@ -157,7 +168,7 @@ def _kvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @_OUTSIDE
     def call(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Result:
-        return function(q, *kv.unbind(-3), *args, **kwargs)
+        return function(q, *_unpacked("kv", kv, 2), *args, **kwargs)
 
     return _described(call, function, ["q", "kv"], 3)
 
@@ -167,9 +178,16 @@ def _qkvpacked(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @_OUTSIDE
     def call(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Result:
-        return function(*qkv.unbind(-3), *args, **kwargs)
+        return function(*_unpacked("qkv", qkv, 3), *args, **kwargs)
 
     return _described(call, function, ["qkv"], 3)
+
+
+def _unpacked(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    if not isinstance(packed, torch.Tensor) or packed.ndim < 3 or packed.shape[-3] != count:
+        shown = tuple(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
+        raise ShapeError(f"expected a tensor (..., {count}, heads, dim), got {shown}", argument=name)
+    return packed.unbind(-3)
 
 
 def _described(

@@ -5,11 +5,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import FLAG, NUMBER, WHOLE, Kind, check_arguments, instance_of, list_of
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout
 from ringspan.mask import Mask, causal, documents, full, sliding_window
 from ringspan.runtime.api import attention
 from ringspan.runtime.session import session_of
+
+SEQUENCE_FIRST, PACKED, HEADS_FIRST = "(batch, seq, heads, dim)", "(tokens, heads, dim)", "(batch, heads, seq, dim)"
+_TENSOR = instance_of(torch.Tensor, "torch.randn(1, 1024, 8, 64)")
+_WINDOW = Kind("two whole numbers", "give (left, right)", lambda value: list_of(WHOLE).holds(value) and len(value) == 2)
 
 
 class FlashOptions(NamedTuple):
@@ -28,8 +33,22 @@ class SequenceFirst(NamedTuple):
     lse: torch.Tensor
 
 
+def check_tensors(form: str, **given: torch.Tensor) -> None:
+    """Refuse anything but tensors with the dims of a form, such as "(batch, seq, heads, dim)"."""
+    for name, x in given.items():
+        check_arguments(**{name: (_TENSOR, x)})
+        if x.ndim != form.count(",") + 1:
+            raise ShapeError(f"expected {form}", argument=f"{name}.shape", value=tuple(x.shape))
+
+
 def flash_mask(options: FlashOptions, lengths: Sequence[int] | None = None) -> Mask:
     """The mask that flash attention's options mean; what cannot be computed exactly is refused."""
+    check_arguments(
+        dropout_p=(NUMBER, options.dropout_p),
+        causal=(FLAG, options.causal),
+        window_size=(_WINDOW, options.window_size),
+        return_attn_probs=(FLAG, options.return_attn_probs),
+    )
     if options.dropout_p:
         raise UnsupportedError(
             "ranks would drop other weights than one process", argument="dropout_p", value=options.dropout_p
@@ -60,9 +79,7 @@ def attend_sequence_first(
     kv_layout: Layout | None = None,
 ) -> SequenceFirst:
     """`rs.attention` on (batch, seq, heads, dim)."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ShapeError("expected (batch, seq, heads, dim)", argument=f"{name}.shape", value=tuple(x.shape))
+    check_tensors(SEQUENCE_FIRST, q=q, k=k, v=v)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     result = attention(
         *heads_first,

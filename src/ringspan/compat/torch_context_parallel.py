@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from ringspan.arguments import WHOLE, Kind, check_arguments, list_of, optional
 from ringspan.compat.lengths import gather_lengths
 from ringspan.errors import LayoutError, ShapeError, UnsupportedError
 from ringspan.layout import Layout, zigzag
@@ -30,6 +31,13 @@ from ringspan.training import gather
 
 _ALGORITHMS = {"allgather": "all_gather", "alltoall": "pass_kv"}
 _ALGORITHM: ContextVar[str] = ContextVar("ringspan_rotate_method", default="auto")
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple | set | frozenset) and all(isinstance(x, torch.Tensor) for x in value)
+
+
+_TENSORS = Kind("a list of tensors", "give [q, k, v]", _is_tensors)
 
 
 class _Saved(NamedTuple):
@@ -57,6 +65,11 @@ def context_parallel(
     `enable_gqa`; a mask or dropout is refused. torch.nn.MultiheadAttention attends over the ranks too, with
     need_weights=False; flex_attention is refused. Without buffers all ranks must hold shards of one length.
     """
+    check_arguments(
+        buffers=(optional(_TENSORS), buffers),
+        buffer_seq_dims=(optional(list_of(WHOLE)), buffer_seq_dims),
+        no_restore_buffers=(optional(_TENSORS), no_restore_buffers),
+    )
     cut = list(buffers or ())
     dims = list(buffer_seq_dims or ())
     kept = list(no_restore_buffers or ())
@@ -87,8 +100,11 @@ def context_parallel_unshard(
             value=load_balancer,
             remedy="leave it out",
         )
+    check_arguments(buffers=(_TENSORS, buffers), seq_dims=(list_of(WHOLE), seq_dims))
     if len(buffers) != len(seq_dims):
         raise ShapeError("one dim for each buffer", argument="seq_dims", value=list(seq_dims))
+    for number, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        _check_dim(buffer, dim, f"seq_dims[{number}]")
     transport = session_of(mesh).transport
     whole = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
@@ -107,9 +123,14 @@ def context_parallel_unshard(
 
 def set_rotate_method(rotate_method: str) -> None:
     """Choose how keys and values travel: "allgather" or "alltoall" (a ring). Without a call it is chosen for speed."""
-    if rotate_method not in _ALGORITHMS:
+    if not isinstance(rotate_method, str) or rotate_method not in _ALGORITHMS:
         raise UnsupportedError("expected 'allgather' or 'alltoall'", argument="rotate_method", value=rotate_method)
     _ALGORITHM.set(_ALGORITHMS[rotate_method])
+
+
+def _check_dim(buffer: torch.Tensor, dim: int, argument: str) -> None:
+    if not -buffer.ndim <= dim < buffer.ndim:
+        raise ShapeError(f"the buffer has {buffer.ndim} dims", argument=argument, value=dim)
 
 
 def _check_buffers(buffers: list[torch.Tensor], dims: list[int], kept: list[torch.Tensor]) -> int | None:
@@ -126,8 +147,7 @@ def _check_buffers(buffers: list[torch.Tensor], dims: list[int], kept: list[torc
                 argument=f"buffers[{number}]",
                 remedy="set requires_grad inside the context",
             )
-        if not -buffer.ndim <= dim < buffer.ndim:
-            raise ShapeError(f"the buffer has {buffer.ndim} dims", argument=f"buffer_seq_dims[{number}]", value=dim)
+        _check_dim(buffer, dim, f"buffer_seq_dims[{number}]")
         lengths.add(buffer.shape[dim])
     if len(lengths) > 1:
         raise ShapeError(f"all buffers have one sequence length; found {sorted(lengths)}", argument="buffers")

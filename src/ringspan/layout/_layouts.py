@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringspan.arguments import ARRAY, ITERABLE, LIST, MOST_RANKS, WHOLE, check_arguments
+from ringspan.arguments import ARRAY, ITERABLE, LIST, MOST_RANKS, WHOLE, Kind, check_arguments, instance_of
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.layout._pairs import BandedMask, Counts, Work, count_pairs
 from ringspan.layout._picture import draw_layout
 from ringspan.span import Positions, Span
 
 Array = TypeVar("Array")  # a NumPy array or a tensor
+
+_MASK = Kind("a Mask", "give one, such as rs.causal()", lambda value: callable(getattr(value, "bands", None)))
 
 SHOWN = 4  # ranks and spans per rank in a printed layout
 
@@ -177,13 +179,14 @@ class Layout:
 
     def work(self, mask: BandedMask, kv_layout: "Layout | None" = None) -> Work:
         """Count the visible (query, key) pairs of every rank's queries with every rank's keys, exactly."""
-        counts = self.count_pairs(mask, kv_layout or self)
+        counts = self.count_pairs(mask, self if kv_layout is None else kv_layout)
         pairs = counts[:, :-1].copy()
         pairs[np.diag_indices_from(pairs)] += counts[:, -1]
         return Work(pairs)
 
     def count_pairs(self, mask: BandedMask, kv_layout: "Layout") -> Counts:
         """Count visible pairs [q rank, kv owner], (world_size, world_size + 1); the last column is replicated keys."""
+        check_arguments(mask=(_MASK, mask), kv_layout=(instance_of(Layout, "rs.zigzag(8192, 4)"), kv_layout))
         if kv_layout.world_size != self.world_size:
             raise LayoutError(
                 "queries and keys are held by the same ranks",

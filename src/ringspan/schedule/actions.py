@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ringspan.arguments import instance_of
+from ringspan.arguments import ITERABLE, RANKS, WHOLE, check_arguments, instance_of, optional
+from ringspan.errors import ScheduleError
 from ringspan.schedule._picture import draw_schedule
 
 ALL = -1  # the owner of a block that every rank holds
@@ -158,6 +159,9 @@ class Step:
         return f"Step(attends={self.attends}, transfers={self.transfers}, merges={self.merges})"
 
 
+_STEP = instance_of(Step, "rs.schedule.Step(attends)")
+
+
 class Schedule:
     """The actions of all ranks of an algorithm, step by step.
 
@@ -176,13 +180,20 @@ class Schedule:
     @classmethod
     def of_steps(cls, world_size: int, heads: Heads | None, steps: Iterable[Step]) -> "Schedule":
         """Make a schedule of given steps."""
+        check_arguments(
+            world_size=(RANKS, world_size),
+            heads=(optional(instance_of(Heads, "rs.Heads(32, 8)")), heads),
+            steps=(ITERABLE, steps),
+        )
         all_steps = tuple(steps)
+        check_arguments(**{f"steps[{t}]": (_STEP, step) for t, step in enumerate(all_steps)})
         return cls(world_size, heads, len(all_steps), all_steps.__getitem__)
 
     def step(self, t: int) -> Step:
         """Return the actions of all ranks in step t."""
+        check_arguments(t=(WHOLE, t))
         if not 0 <= t < self.num_steps:
-            raise IndexError(f"step {t}: the schedule has {self.num_steps} steps, numbered from 0")
+            raise ScheduleError(f"t={t}: the schedule has {self.num_steps} steps, numbered from 0")
         return self._made(t)
 
     @property
@@ -198,6 +209,9 @@ class Schedule:
 
     def actions(self, rank: int, t: int) -> Actions:
         """Return the actions of one rank in step t."""
+        check_arguments(rank=(WHOLE, rank))
+        if not 0 <= rank < self.world_size:
+            raise ScheduleError(f"rank={rank}: the schedule has {self.world_size} ranks, numbered from 0")
         return self.step(t).actions(rank)
 
     def __eq__(self, other: object) -> bool:

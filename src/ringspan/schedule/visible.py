@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringspan.arguments import check_arguments, instance_of, optional
+from ringspan.arguments import WHOLE, check_arguments, instance_of, optional
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -51,6 +51,10 @@ class Visible:
 
     def sees(self, q: int, kv: int) -> bool:
         """Whether block q sees any token of block kv; either may be ALL."""
+        for name, owner in (("q", q), ("kv", kv)):
+            check_arguments(**{name: (WHOLE, owner)})
+            if not ALL <= owner < self.world_size:
+                raise ShapeError(f"a rank below {self.world_size}, or ALL", argument=name, value=owner)
         return bool(_bits(self).rows[q] >> self._bit(kv) & 1)
 
     def prune(self, attend: Attend) -> Attend | None:

@@ -25,6 +25,7 @@ from ringspan.schedule import ALL, Block, Heads, Schedule, Transfer
 from ringspan.simulate.blockwise import Blockwise
 
 Array = npt.NDArray[np.floating]
+_SCHEDULE = instance_of(Schedule, "that of rs.schedule.build_schedule")
 
 
 class RankStep(NamedTuple):
@@ -92,7 +93,10 @@ class Simulation:
 
     def gradients(self, dout: Array, schedule: Schedule | None = None) -> Gradients:
         """The backward pass for `dout`: by the same algorithm with the lighter side moving, or by `schedule`."""
-        return _simulate_backward(self, dout, schedule or self.case.schedule(self.case.problem.lighter_side()))
+        check_arguments(schedule=(optional(_SCHEDULE), schedule))
+        if schedule is None:
+            schedule = self.case.schedule(self.case.problem.lighter_side())
+        return _simulate_backward(self, dout, schedule)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,11 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringspan.arguments import Kind, check_arguments
 from ringspan.errors import ShapeError
 from ringspan.runtime.contract import Signature
 from ringspan.runtime.session import session_of
 
 _DIGEST_BYTES = 16
+_TENSORS = Kind(
+    "tensors by name, or a list of them",
+    'give {"weight": w}',
+    lambda value: isinstance(value, Mapping | list | tuple),
+)
 
 
 class Disagreement(NamedTuple):
@@ -52,6 +58,7 @@ def ranks_agree(
     """
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
+    check_arguments(tensors=(_TENSORS, tensors))
     named = tensors if isinstance(tensors, Mapping) else {f"tensors[{i}]": x for i, x in enumerate(tensors)}
     names = list(named)
     with session_of(group).call() as call:

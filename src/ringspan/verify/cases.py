@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringspan.arguments import FLAG, RANKS, WHOLE, Kind, check_arguments, list_of
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout, contiguous, striped, zigzag
 from ringspan.verify.oracle import Question
@@ -25,6 +26,20 @@ FEATURES = (
 )
 LAYOUTS = ("contiguous", "zigzag", "striped")
 HEAD_DIM = 8
+
+
+def _is_some_of(value: object, choices: tuple[str, ...]) -> bool:
+    if not isinstance(value, list | tuple | set | frozenset) or not value:
+        return False
+    return all(isinstance(name, str) and name in choices for name in value)
+
+
+_SIZES = list_of(RANKS)
+_LAYOUT_NAMES = Kind(
+    "names of layouts",
+    f"give some of {LAYOUTS}",
+    lambda value: _is_some_of(value, LAYOUTS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +223,12 @@ def make_cases(
 
     A layout that is not wanted is replaced by one that is. `thorough` adds every layout × mask × heads × dtype.
     """
+    check_arguments(
+        world_sizes=(_SIZES, world_sizes),
+        layouts=(_LAYOUT_NAMES, layouts),
+        thorough=(FLAG, thorough),
+        seed=(WHOLE, seed),
+    )
     wanted = tuple(layouts)
     cases: dict[VerifyCase, None] = {}
     for world_size in world_sizes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ringspan.arguments import CALLABLE, FLAG, ITERABLE, WHOLE, check_arguments, optional
 from ringspan.errors import ShapeError
 from ringspan.verify.budget import budget
 from ringspan.verify.cases import VerifyCase, make_cases
@@ -51,6 +52,14 @@ def verify(
     Returns:
         A report; nothing is raised for a wrong result.
     """
+    check_arguments(
+        world_sizes=(ITERABLE, world_sizes),
+        features=(optional(ITERABLE), features),
+        layouts=(optional(ITERABLE), layouts),
+        thorough=(FLAG, thorough),
+        seed=(WHOLE, seed),
+        progress=(optional(CALLABLE), progress),
+    )
     sizes = tuple(world_sizes)
     if not sizes or any(not isinstance(size, int) or not 1 <= size <= 8 for size in sizes):
         raise ShapeError("numbers of ranks are from 1 to 8", argument="world_sizes", value=sizes)

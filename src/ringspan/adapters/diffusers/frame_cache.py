@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringspan.arguments import TEXT, WHOLE, check_arguments, optional
+from ringspan.arguments import FLAG, TEXT, WHOLE, check_arguments, optional
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous
 from ringspan.mask import frame_causal
@@ -82,6 +82,7 @@ class FrameCache:
     @contextmanager
     def chunk(self, num_frames: int, *, is_clean: bool = False) -> Iterator["FrameChunk"]:
         """One pass over the next frames. Only a clean one writes, at its end, unless it fails; then frames go on."""
+        check_arguments(num_frames=(WHOLE, num_frames), is_clean=(FLAG, is_clean))
         if num_frames < 1:
             raise ShapeError("a chunk has at least one frame", argument="num_frames", value=num_frames)
         chunk = FrameChunk(self, num_frames)
@@ -132,6 +133,7 @@ class FrameChunk:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """This rank's output; q, k and v are those of its tokens, (batch, heads, tokens, head_dim)."""
+        check_arguments(layer=(WHOLE, layer))
         if layer in self.kv:
             raise UnsupportedError(f"layer {layer} attends twice in one pass: begin another chunk for each pass")
         past = self._cache._kv.get(layer)

@@ -40,6 +40,7 @@ from ringspan.adapters.transformers.turns import (
     make_kv,
 )
 from ringspan.adapters.transformers.wiring import RUN, Wiring
+from ringspan.arguments import MAPPING, check_arguments
 from ringspan.cache import KVCache
 from ringspan.errors import RingspanError, UnsupportedError
 from ringspan.layout import Layout
@@ -88,8 +89,9 @@ class Adapter:
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a batch, with the run for its forward."""
-        given = {name: value for name, value in batch.items() if value is not None}
         with self.options.session.call():
+            check_arguments(batch=(MAPPING, batch))
+            given = {name: value for name, value in batch.items() if value is not None}
             self.arguments.check_batch(given)
             num_items = given.pop("num_items_in_batch", None)
             inputs, run = self._split(given)

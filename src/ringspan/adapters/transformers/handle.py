@@ -30,7 +30,7 @@ from ringspan.adapters.transformers.layers import AttentionLayer, switch_off
 from ringspan.adapters.transformers.reference import check_sizes, compare, find_loss, find_random, make_reference
 from ringspan.adapters.transformers.shards import ShardOptions, check_options
 from ringspan.adapters.transformers.wiring import NAME, Wiring, tell_positions
-from ringspan.arguments import FLAG, TEXT, check_arguments
+from ringspan.arguments import FLAG, TEXT, Kind, check_arguments
 from ringspan.errors import UnsupportedError
 from ringspan.runtime.contract import Signature
 
@@ -40,6 +40,11 @@ __all__ = ["Handle", "parallelize"]
 class Removable(Protocol):
     def remove(self) -> None:
         """Undo what was done."""
+
+
+_REMOVABLE = Kind(
+    "something to remove", "give an object with remove()", lambda value: callable(getattr(value, "remove", None))
+)
 
 
 class Handle:
@@ -139,6 +144,7 @@ class Handle:
 
     def on_restore(self, hook: Removable) -> None:
         """Let `restore` remove this first."""
+        check_arguments(hook=(_REMOVABLE, hook))
         self._hooks.insert(0, hook)
 
     def restore(self) -> None:

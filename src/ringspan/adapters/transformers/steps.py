@@ -5,6 +5,7 @@ new token, as in decode, all ranks compute all of them; otherwise each rank comp
 first tokens and leave when the caller drops them: no step depends on which sequences were in the one before.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +18,11 @@ from ringspan.adapters.transformers.cache import Conversation, ShardedCache
 from ringspan.adapters.transformers.layers import AttentionLayer
 from ringspan.adapters.transformers.shards import ShardOptions
 from ringspan.adapters.transformers.turns import Begun, Keep, TurnRun, share_out
+from ringspan.arguments import WHOLE, list_of
 from ringspan.errors import CacheError, ShapeError
 from ringspan.runtime.contract import describe
+
+_TOKENS = list_of(WHOLE)
 
 
 class NewTokensOf(NamedTuple):
@@ -41,7 +45,7 @@ def check_step(cache: object, new: Mapping[int, Sequence[int]], model: PreTraine
         raise ShapeError("a step has at least one sequence", argument="new", remedy="give {sequence: tokens}")
     by_sequence = {}
     for sequence, tokens in new.items():
-        known = [int(token) for token in tokens]
+        known = [operator.index(token) for token in tokens] if _TOKENS.holds(tokens) else []
         if not known or not all(0 <= token < size for token in known):
             raise ShapeError(
                 f"the new tokens of a sequence are one or more numbers below {size}",

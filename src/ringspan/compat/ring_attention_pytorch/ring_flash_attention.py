@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ringspan.compat.sequence_first import attend_sequence_first, group_size
+from ringspan.compat.sequence_first import SEQUENCE_FIRST, attend_sequence_first, check_tensors, group_size
 from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import Layout, contiguous, striped
 from ringspan.mask import Mask, documents, full
@@ -63,6 +63,10 @@ def ring_flash_attn(
         softclamp_value: The bound of the scores.
         group: As in `rs.attention`.
     """
+    check_tensors(SEQUENCE_FIRST, q=q, k=k, v=v)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[1] != q.shape[1]:
+            raise ShapeError(f"q has {q.shape[1]} tokens", argument=f"{name}.shape", value=tuple(x.shape))
     members = group if ring_reduce_col else ALONE
     world_size = group_size(members)
     if max_lookback_seq_len is not None:

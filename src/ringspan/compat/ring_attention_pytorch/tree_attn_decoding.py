@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ringspan.compat.lengths import gather_lengths, layout_of_lengths
+from ringspan.compat.sequence_first import HEADS_FIRST, check_tensors
 from ringspan.errors import ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import full
@@ -37,6 +38,7 @@ def tree_attn_decode(
         group: As in `rs.attention`.
     """
     del eps, use_triton
+    check_tensors(HEADS_FIRST, q=q, **{name: x for name, x in (("k", k), ("v", v)) if x is not None})
     transport = session_of(group).transport
     rank, world_size = transport.rank, transport.world_size
     if (k is None) != (v is None):

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ringspan.arguments import WHOLE, Kind, check_arguments, optional
 from ringspan.compat.ringmaster.runtime import get_runtime, maybe_runtime
-from ringspan.errors import UnsupportedError
+from ringspan.errors import ShapeError, UnsupportedError
 from ringspan.layout import contiguous, zigzag
 from ringspan.training import IGNORE_INDEX
 
@@ -16,6 +17,12 @@ __all__ = ["ShardInfo", "context_parallel_region", "cu_seqlens_from_position_ids
 _WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "max_seqlen")
 
 Batch = dict[str, torch.Tensor]
+
+_POSITIONS = Kind(
+    "a tensor (batch, seq)",
+    "give batch['position_ids']",
+    lambda value: isinstance(value, torch.Tensor) and value.ndim == 2 and value.numel() > 0,
+)
 
 
 @dataclass
@@ -85,6 +92,9 @@ def varlen_meta(global_position_ids: torch.Tensor | None, total_padded_len: int)
 
     None if no document is packed. Padding behind a row is a document of its own.
     """
+    check_arguments(
+        global_position_ids=(optional(_POSITIONS), global_position_ids), total_padded_len=(WHOLE, total_padded_len)
+    )
     if global_position_ids is None:
         return None
     starts = global_position_ids == 0
@@ -92,6 +102,8 @@ def varlen_meta(global_position_ids: torch.Tensor | None, total_padded_len: int)
     if starts.sum() == len(starts):
         return None
     seq_len = starts.shape[1]
+    if total_padded_len < seq_len:
+        raise ShapeError(f"the rows have {seq_len} tokens", argument="total_padded_len", value=total_padded_len)
     padded = torch.nn.functional.pad(starts, (0, total_padded_len - seq_len))
     if total_padded_len > seq_len:
         padded[:, seq_len] = True
