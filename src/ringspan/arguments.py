@@ -42,6 +42,15 @@ def _is_iterable(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes) and not _is_array(value)
 
 
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, str | os.PathLike):
+        return False
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple | range) or (_is_array(value) and len(value.shape) == 1)
 
@@ -56,7 +65,7 @@ NUMBER = Kind("a number", "give a float", lambda value: isinstance(value, Real) 
 FLAG = Kind("True or False", "give a bool", lambda value: isinstance(value, bool | np.bool_))
 TEXT = Kind("a name", "give a str", lambda value: isinstance(value, str))
 CALLABLE = Kind("a function", "give one that can be called", callable)
-PATH = Kind("a path", "give a str or a pathlib.Path", lambda value: isinstance(value, str | os.PathLike))
+PATH = Kind("a path", "give a str or a pathlib.Path", _is_path)
 ARRAY = Kind("an array", "give a tensor or a NumPy array", _is_array)
 LIST = Kind("a list", "give a list or a tuple", _is_list)
 ITERABLE = Kind("a list", "give one", _is_iterable)

@@ -4,6 +4,7 @@ Chance flips, cuts, swaps and deletes bytes. Purpose writes other numbers and ma
 """
 
 import json
+import os
 import pickle
 import shutil
 import tempfile
@@ -112,15 +113,19 @@ def swap(data: st.DataObject, folder: Path) -> None:
 
 
 def replace(data: st.DataObject, folder: Path) -> None:
-    """By a folder, nothing, other JSON, or something that would be executed if it were unpickled."""
+    """By a folder, a pipe, a device, nothing, other JSON, or something that would be executed if it were unpickled."""
     path = data.draw(st.sampled_from(files(folder)))
     texts = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff\xfe", b'{"version": 1e999}', b"NaN"]
-    new = data.draw(st.sampled_from([None, _harm(folder), *texts]))
+    new = data.draw(st.sampled_from([Path.mkdir, os.mkfifo, _link_to_endless_zeros, _harm(folder), *texts]))
     path.unlink()
-    if new is None:
-        path.mkdir()
+    if callable(new):
+        new(path)
     else:
         path.write_bytes(new)
+
+
+def _link_to_endless_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
 
 
 class _Harm:

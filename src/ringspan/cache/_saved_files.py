@@ -13,6 +13,7 @@ have bytes for, and no file is unpickled. Only `cache.json` is ever replaced, by
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -150,7 +151,7 @@ def read_blocks(folder: Path, index: SavedIndex, rank: int, spec: RowSpec) -> Sa
     name = f"{index.data}/rank-{rank}.safetensors"
     with _refusing(folder, name):
         num_tokens = sum(placement.counts[rank] for placement in index.placements.values())
-        size = (folder / name).stat().st_size
+        size = _size_of(folder / name)
         _check(size >= num_tokens * spec.bytes_per_token, "it is too short")
     return blocks
 
@@ -230,8 +231,15 @@ def _checksum_of(body: object) -> int:
 
 
 def _read(path: Path) -> bytes:
-    _check(path.stat().st_size <= _MOST_INDEX_BYTES, "it is too long")
+    _check(_size_of(path) <= _MOST_INDEX_BYTES, "it is too long")
     return path.read_bytes()
+
+
+def _size_of(path: Path) -> int:
+    """The size of a file. A pipe is refused, since a read would wait for ever, and a device, since it has no end."""
+    found = path.stat()
+    _check(stat.S_ISREG(found.st_mode), "it is no regular file")
+    return found.st_size
 
 
 def _parse(path: Path) -> Any:
