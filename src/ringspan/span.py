@@ -15,6 +15,10 @@ from ringspan.errors import LayoutError
 Positions = npt.NDArray[np.int64]
 
 
+MOST_POSITIONS = 2**62
+"""Upper bound of positions: sums of two of them fit into 64 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The positions start, start + step, start + 2·step, … below stop."""
@@ -35,6 +39,8 @@ class Span:
             )
         length = max(0, -(-(self.stop - self.start) // self.step))
         object.__setattr__(self, "stop", self.start + (length - 1) * self.step + 1 if length else self.start)
+        if self.stop > MOST_POSITIONS:
+            raise LayoutError(f"Span(start={self.start}, stop={self.stop}): positions are below 2**62")
         if length <= 1:
             object.__setattr__(self, "step", 1)
 

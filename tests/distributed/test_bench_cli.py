@@ -32,7 +32,7 @@ PROGRAM = [
     "main()",
 ]
 LONG = ["--ranks", "2", "--tokens", "64K"]  # still busy when it is interrupted
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 30.0  # on a busy machine; a few seconds on an idle one
 
 pytestmark = pytest.mark.timeout(120)
 

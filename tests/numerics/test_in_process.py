@@ -300,7 +300,7 @@ def test_a_rank_that_computes_on_does_not_keep_the_caller():
     start = time.monotonic()
     with pytest.raises(TransportError, match=r"ranks \[1\] had not finished in time"):
         run_in_process(lambda group: group.rank == 0 or released.wait(LONG_S), 2, timeout_s=0.1)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < LONG_S / 2
     (left,) = [thread for thread in threading.enumerate() if thread.name == "ringspan rank 1"]
     assert left.daemon
     released.set()

@@ -138,6 +138,14 @@ def test_impossible_layouts_are_refused(spans_by_rank, replicated, message: str)
         Layout(spans_by_rank, replicated)
 
 
+@pytest.mark.parametrize("ends", [(0, 2**62 + 1), (0, 2**63 - 1), (2**70, 2**70 + 3)])
+def test_positions_have_a_bound(ends: tuple[int, int]) -> None:
+    """NumPy's arange is empty where its length does not fit into 64 bits as a float."""
+    with pytest.raises(LayoutError, match=r"positions are below 2\*\*62"):
+        Span(*ends)
+    assert Span(2**62 - 1, 2**62).positions().tolist() == [2**62 - 1]
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 60), st.integers(1, 9)), min_size=2, max_size=6))
 def test_overlap_is_refused_exactly_if_two_ranks_share_a_position(raw: list[tuple[int, int, int]]) -> None:

@@ -272,6 +272,6 @@ def _integer(function: str, name: str, value: SupportsIndex, at_least: int = 1 -
     except TypeError:
         number = UNBOUNDED
     if isinstance(value, bool) or not at_least <= number < UNBOUNDED:
-        rule = f"of at least {at_least}" if at_least >= 0 else "below 2**62, or None for no bound"
+        rule = "below 2**62" + (f" and of at least {at_least}" if at_least >= 0 else ", or None for no bound")
         raise MaskError(f"{function}({name}={value!r}): {name} counts tokens", remedy=f"pass an int {rule}")
     return number
