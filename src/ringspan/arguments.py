@@ -4,6 +4,7 @@ A public function passes its arguments to `check_arguments`, each with the kind 
 ShapeError that names the argument, before the value is used. The function itself checks values of the right kind.
 """
 
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,14 @@ def _is_whole(value: Any) -> bool:
     return not isinstance(value, bool) and (not _is_array(value) or isinstance(value, np.integer))
 
 
+def number_of(value: Any) -> float:
+    """A number as a float; NaN for anything else, and for a number that is too large for a float."""
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.nan
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
 
@@ -61,7 +70,7 @@ RANKS = Kind(
     "give an int in that range",
     lambda value: _is_whole(value) and 1 <= operator.index(value) <= MOST_RANKS,
 )
-NUMBER = Kind("a number", "give a float", lambda value: isinstance(value, Real) and value == value)
+NUMBER = Kind("a number", "give a float", lambda value: not math.isnan(number_of(value)))
 FLAG = Kind("True or False", "give a bool", lambda value: isinstance(value, bool | np.bool_))
 TEXT = Kind("a name", "give a str", lambda value: isinstance(value, str))
 CALLABLE = Kind("a function", "give one that can be called", callable)

@@ -1,5 +1,6 @@
 """Arguments of any kind whatever, one at a time, to every public function: taken, or refused with an error of ours."""
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,22 @@ def test_a_flag_is_true_or_false_and_nothing_else(argument: str) -> None:
     for value in (2, "x", None, torch.tensor(True)):
         with pytest.raises(rs.ShapeError, match=f"^{argument}: expected True or False, got "):
             call.function(**call.arguments | {argument: value})
+
+
+def test_tensors_of_attention_are_dense() -> None:
+    call = CALLS["attention"]
+    nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged)
+    for tensor in (torch.zeros(1, 2, 8, 4).to_sparse(), nested):
+        with pytest.raises(rs.ShapeError, match=r"^k: expected a dense tensor, got a "):
+            call.function(**call.arguments | {"k": tensor})
+
+
+@pytest.mark.parametrize("argument", ["scale", "softcap", "timeout_s"])
+def test_a_number_that_is_too_large_for_a_float(argument: str) -> None:
+    call = CALLS["attention"]
+    for number in (10**400, Fraction(10**400)):
+        with pytest.raises(rs.ShapeError, match=f"^{argument}="):
+            call.function(**call.arguments | {argument: number})
 
 
 def test_numbers_of_ranks_have_a_bound() -> None:

@@ -7,11 +7,11 @@ q block × kv block tile are visible. `Sizes` is that interface; a turn of a KV 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Real
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from ringspan.arguments import number_of
 from ringspan.errors import LayoutError, MaskError, ShapeError
 from ringspan.layout import Layout
 from ringspan.mask import Mask
@@ -206,28 +206,28 @@ def softmax_scale(scale: object, head_dim: int) -> float:
     """`scale`, or 1/sqrt(head_dim) if it is None."""
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if not isinstance(scale, Real) or not math.isfinite(scale):
+    if not math.isfinite(number_of(scale)):
         raise ShapeError(
             "the softmax scale is a finite number",
             argument="scale",
             value=_Brief(scale),
             remedy="leave it out for 1/sqrt(head_dim), or multiply q by it if it is a tensor",
         )
-    return float(scale)
+    return number_of(scale)
 
 
 def _check_softcap(softcap: object) -> float | None:
     """The bound of the scores: a number above 0, or None for none."""
     if softcap is None:
         return None
-    if isinstance(softcap, bool) or not isinstance(softcap, Real) or not 0 < float(softcap) < math.inf:
+    if isinstance(softcap, bool) or not 0 < number_of(softcap) < math.inf:
         raise ShapeError(
             "scores are capped at a finite number above 0",
             argument="softcap",
             value=_Brief(softcap),
             remedy="leave it out for scores without a cap",
         )
-    return float(softcap)
+    return number_of(softcap)
 
 
 @lru_cache(maxsize=4096)

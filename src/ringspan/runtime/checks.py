@@ -3,12 +3,11 @@
 The checks depend on shapes, dtypes and devices only, not on contents, so a repeated call is not checked again.
 """
 
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
-from ringspan.arguments import Kind
+from ringspan.arguments import Kind, number_of
 from ringspan.errors import LayoutError, ShapeError
 from ringspan.kernels.softmax import accumulator_dtype
 from ringspan.layout import Layout
@@ -58,6 +57,12 @@ def look_at(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tens
                 f"expected a tensor, got {type(x).__name__}",
                 argument=name,
                 remedy="give a tensor, or use rs.simulate_attention for NumPy arrays",
+            )
+        if x.layout is not torch.strided or x.is_nested:
+            raise ShapeError(
+                f"expected a dense tensor, got a {'nested one' if x.is_nested else f'layout of {x.layout}'}",
+                argument=name,
+                remedy="pack sequences and use rs.documents" if x.is_nested else "give x.to_dense()",
             )
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise ShapeError(
@@ -129,14 +134,14 @@ def check_tensor(name: str, x: object) -> None:
 
 def check_timeout(timeout_s: object) -> float:
     """`timeout_s` as a float; ShapeError if it is not a deadline."""
-    if not isinstance(timeout_s, Real) or not float(timeout_s) > 0:
+    if not number_of(timeout_s) > 0:
         raise ShapeError(
             "a deadline is a number of seconds above 0",
             argument="timeout_s",
             value=timeout_s,
             remedy="leave it out for the group's deadline",
         )
-    return float(timeout_s)
+    return number_of(timeout_s)
 
 
 def check_world_size(layout: Layout, world_size: int, name: str = "layout") -> None:
