@@ -64,9 +64,8 @@ def ring_flash_attn(
         group: As in `rs.attention`.
     """
     check_tensors(SEQUENCE_FIRST, q=q, k=k, v=v)
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[1] != q.shape[1]:
-            raise ShapeError(f"q has {q.shape[1]} tokens", argument=f"{name}.shape", value=tuple(x.shape))
+    if v.shape[1] != k.shape[1]:
+        raise ShapeError(f"k has {k.shape[1]} tokens", argument="v.shape", value=tuple(v.shape))
     members = group if ring_reduce_col else ALONE
     world_size = group_size(members)
     if max_lookback_seq_len is not None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from ringspan.arguments import WHOLE, Kind, check_arguments, list_of, optional
 from ringspan.compat.ringmaster.config import RotateMethod
 from ringspan.compat.ringmaster.runtime import ALGORITHMS, lengths_by_row
-from ringspan.compat.sequence_first import FlashOptions, flash_mask
+from ringspan.compat.sequence_first import HEADS_FIRST, FlashOptions, check_tensors, flash_mask
 from ringspan.layout import Layout, contiguous, zigzag
 from ringspan.mask import Mask, per_row
 from ringspan.runtime.api import attention
@@ -15,6 +16,15 @@ from ringspan.runtime.session import session_of
 from ringspan.transports.base import ALONE
 
 __all__ = ["distflash_attention", "ring_attention", "varlen_ring_attention", "zigzag_ring_attention"]
+
+_METHOD = Kind(
+    "a way to rotate",
+    f"give one of {[str(way) for way in RotateMethod]}",
+    lambda way: isinstance(way, str) and way in [*RotateMethod],
+)
+_WINDOW = Kind(
+    "a whole number, or two", "give (left, right)", lambda window: WHOLE.holds(window) or list_of(WHOLE).holds(window)
+)
 
 
 def ring_attention(
@@ -37,6 +47,7 @@ def ring_attention(
     original refuses it for rings.
     """
     del provider, attn_implementation
+    check_arguments(rotate_method=(_METHOD, rotate_method))
     algorithm = ALGORITHMS[RotateMethod(rotate_method)]
     return _attend(q, k, v, group, causal, scaling, dropout, window, algorithm=algorithm)
 
@@ -100,6 +111,8 @@ def _attend(
     build: Callable[..., Layout] = contiguous,
     algorithm: str = "auto",
 ) -> torch.Tensor:
+    check_tensors(HEADS_FIRST, q=q, k=k, v=v)
+    check_arguments(window=(optional(_WINDOW), window))
     group = ALONE if group is None else group
     world_size = session_of(group).transport.world_size
     if isinstance(window, int):
