@@ -64,7 +64,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 100.0,
     group_timeout_s: float = 30.0,
     frozen: int | None = None,
 ) -> list[Ended]:
@@ -199,7 +199,7 @@ class Exited(NamedTuple):
 
 
 def run_interpreters(
-    fn: Callable[[int, int], Any], world_size: int, *, timeout_s: float = 60.0, group_timeout_s: float = 30.0
+    fn: Callable[[int, int], Any], world_size: int, *, timeout_s: float = 100.0, group_timeout_s: float = 30.0
 ) -> list[Exited]:
     """Run fn(rank, world_size) as a whole script, one interpreter per rank."""
     began = time.monotonic()
