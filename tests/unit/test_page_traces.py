@@ -128,6 +128,18 @@ def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> Non
         read_trace(file)
 
 
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ShapeError, match="the file cannot be read"):
+        read_trace(Path("\ud800"))
+
+
+def test_the_name_of_a_file_may_be_bytes_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "\udcff.html"
+    monkeypatch.setattr("sys.argv", ["ringspan", "page", "--output", str(output)])
+    assert CliRunner().invoke(main, ["page", "--output", str(output)]).exit_code == 0
+    assert "\\udcff.html" in output.read_text(encoding="utf-8")
+
+
 def test_an_endless_file_is_refused() -> None:
     endless = Path("/dev/zero")
     if not endless.exists():

@@ -48,7 +48,7 @@ def why_not_writable(path: Path) -> str | None:
 
 def write_text(path: Path, text: str) -> None:
     """Write the file and name it on standard error, so that standard output holds only the requested report."""
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a file's name may hold bytes that are no text
     click.echo(f"Wrote {path}", err=True)
 
 

@@ -31,8 +31,9 @@ def read_trace(path: Path) -> Trace:
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise _refusal(str(path), f"the file cannot be read: {error.strerror}", "name a trace file") from None
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        reason = getattr(error, "strerror", None) or error
+        raise _refusal(str(path), f"the file cannot be read: {reason}", "name a trace file") from None
     if len(text) > MOST_BYTES:
         rule = f"the file has more than {MOST_BYTES:,} bytes, which is the most that the page shows"
         raise _refusal(str(path), rule, "trace fewer steps")

@@ -193,7 +193,7 @@ class Schedule:
         """Return the actions of all ranks in step t."""
         check_arguments(t=(WHOLE, t))
         if not 0 <= t < self.num_steps:
-            raise ScheduleError(f"t={t}: the schedule has {self.num_steps} steps, numbered from 0")
+            raise ScheduleError(f"the schedule has {self.num_steps} steps, numbered from 0", argument="t", value=t)
         return self._made(t)
 
     @property
@@ -211,7 +211,9 @@ class Schedule:
         """Return the actions of one rank in step t."""
         check_arguments(rank=(WHOLE, rank))
         if not 0 <= rank < self.world_size:
-            raise ScheduleError(f"rank={rank}: the schedule has {self.world_size} ranks, numbered from 0")
+            raise ScheduleError(
+                f"the schedule has {self.world_size} ranks, numbered from 0", argument="rank", value=rank
+            )
         return self.step(t).actions(rank)
 
     def __eq__(self, other: object) -> bool:
